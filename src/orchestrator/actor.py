@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from orchestrator.advantages import Keep, keep_whole
+from orchestrator.agents import agent_sessions
 from orchestrator.env import load_datasets
 from orchestrator.layout import LayoutThread
 from orchestrator.pipeline import Pipeline
@@ -20,6 +21,7 @@ from orchestrator.state import OrchestratorState
 from orchestrator.workers import workers
 from trireme.checkpoint.files import FileRecord
 from trireme.config import Config
+from trireme.core.agents import AgentSessions
 from trireme.core.batch import Assign, StoredBatch
 from trireme.core.errors import RoomFailed
 from trireme.core.sampler import Heartbeat, Sampler
@@ -47,6 +49,7 @@ class OrchestratorActor:
         reserved_factory: Callable[[], Sampler] | None,
         assign: Assign | None,
         log_dir: Path | None,
+        sessions_factory: Callable[[], AgentSessions] | None = None,
     ) -> None:
         # Here, because code that only builds a pipeline needs no Ray.
         from trireme.process.ray_cluster import see_own_gpus
@@ -57,6 +60,7 @@ class OrchestratorActor:
         number_process(0)
         trace.start(log_dir, "orchestrator_0", config.trace.max_mb)
         self._config, self._sampler_factory, self._reserved_factory = config, sampler_factory, reserved_factory
+        self._sessions_factory = sessions_factory
         self._layout = LayoutThread(store_parts(assign) if assign else keep_whole)
         self._stopping: asyncio.Task[None] | None = None
         self._calls: set[asyncio.Task[Any]] = set()
@@ -67,6 +71,8 @@ class OrchestratorActor:
         config = self._config
         tokenizer = load_tokenizer(config.tokenizer_name)
         await self._resources.enter_async_context(workers(config.orchestrator.workers))
+        if self._sessions_factory:
+            await self._resources.enter_async_context(agent_sessions(self._sessions_factory))
         trained, held_out = load_datasets(config, tokenizer)
         self._pipeline = Pipeline(
             config,

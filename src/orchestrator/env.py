@@ -26,6 +26,7 @@ import numpy.typing as npt
 from orchestrator.trajectory import Trajectory as Trajectory
 from orchestrator.trajectory import Transition as Transition
 from trireme.config.schema import Config, EnvConfig, RendererConfig
+from trireme.core.agents import AgentAccess
 from trireme.core.errors import BadInput, TriremeError
 from trireme.core.refusals import Refusal
 from trireme.renderers import Renderer, make_renderer
@@ -51,6 +52,8 @@ BUILT_IN = {
 }
 VERIFIERS, TASKSETS = "verifiers:", "orchestrator.envs.verifiers:TasksetDataset"
 """The prefix of ids that name a taskset of the package verifiers, and the dataset that plays it."""
+AGENT, AGENTS = "agent:", "orchestrator.envs.agent:AgentDataset"
+"""The prefix of ids that name an agent, and the dataset that it plays."""
 URLS, SERVED = ("http://", "https://"), "orchestrator.envs.http:HttpDataset"
 """The prefixes of ids that are the URL of a server of environments, and the dataset that asks it."""
 
@@ -117,11 +120,24 @@ class Env(ABC):
         return
 
 
+class AgentEnv(ABC):
+    """One episode that an agent plays: it asks the policy by itself, over HTTP, as often and in whatever branches it
+    wants. Used once."""
+
+    @abstractmethod
+    async def play(self, access: AgentAccess) -> tuple[float, Mapping[str, float]]:
+        """Plays the whole episode. Returns its reward and its metrics."""
+
+    async def close(self) -> None:
+        """See `Env.close`."""
+        return
+
+
 class EnvGroupBuilder:
     """One problem. Must be picklable. A subclass has `make_env`; or `make_envs`, where the environments of a group are
     made together because they share something."""
 
-    async def make_env(self, sample: int) -> Env:
+    async def make_env(self, sample: int) -> Env | AgentEnv:
         """Makes a new environment for a try of rollout `sample` of the group, 0 <= sample < group_size."""
         raise self._lacks("make_env")
 
@@ -260,10 +276,13 @@ def load_dataset(env: EnvConfig, context: EnvContext, section: str = "env") -> R
 def _find_class(env_id: str, section: str) -> Callable[..., RLDataset]:
     if env_id.startswith(VERIFIERS):
         return partial(_find_class(TASKSETS, section), env_id.removeprefix(VERIFIERS))
+    if env_id.startswith(AGENT):
+        return partial(_find_class(AGENTS, section), env_id.removeprefix(AGENT))
     if env_id.startswith(URLS):
         return partial(_find_class(SERVED, section), url=env_id)
     built_in = ", ".join(BUILT_IN)
-    expected = f"expected a built-in name ({built_in}), `{VERIFIERS}<taskset>`, a URL or `package.module:Class`"
+    expected = f"expected a built-in name ({built_in}), `{VERIFIERS}<taskset>`, `{AGENT}<module>:<function>`, a URL "
+    expected += "or `package.module:Class`"
     module_name, _, class_name = BUILT_IN.get(env_id, env_id).partition(":")
     if not module_name or not class_name:
         raise BadInput(f"{section}.id = {env_id!r} names no environment; {expected}")

@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 
 from orchestrator.admission import Permit
 from orchestrator.advantages import ScoredGroup
+from orchestrator.agents import play_session
 from orchestrator.effort import GroupEffort, RolloutEffort
-from orchestrator.env import EnvGroupBuilder, Trajectory
+from orchestrator.env import AgentEnv, EnvGroupBuilder, Trajectory
 from orchestrator.ledger import Group
 from orchestrator.lifetimes import GroupEnvs, LeakedTasks, TaskOwner, start_contained, uninterrupted
 from orchestrator.lockstep import OwnPace
@@ -204,6 +205,8 @@ class GroupRunner:
             place.wait(len(request.prompt) + len(sampled.tokens))
             return sampled
 
+        if isinstance(env, AgentEnv):
+            return await play_session(env, sample, key, self.limits, self.sampling, self.config.seed, progress)
         return await run_rollout(env, sample, key, self.limits, self.sampling, self.config.seed, progress)
 
     async def _answer(self, request: SampleRequest, key: RolloutKey) -> SampledSequence:

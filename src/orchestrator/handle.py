@@ -15,6 +15,7 @@ from orchestrator.actor import OrchestratorActor
 from orchestrator.lifetimes import end_deadline_s
 from orchestrator.replicas import update_deadline_s
 from trireme.config import Config
+from trireme.core.agents import AgentSessions
 from trireme.core.batch import Assign
 from trireme.core.errors import RoomFailed, TriremeError
 from trireme.core.sampler import Sampler
@@ -51,14 +52,16 @@ class OrchestratorHandle:
         log_dir: Path | None,
         reserved_factory: Callable[[], Sampler] | None = None,
         assign: Assign | None = None,
+        sessions_factory: Callable[[], AgentSessions] | None = None,
     ) -> OrchestratorHandle:
         """Creates the actor without waiting; wait for `ready_refs` before any other call. `reserved_factory` makes
         the sampler of the replicas that only evaluate, if there are any. `assign` says which datums each process of the
-        trainer computes: minibatches are then references to the parts of these; without it they hold their tokens."""
+        trainer computes: minibatches are then references to the parts of these; without it they hold their tokens.
+        `sessions_factory` makes the sessions of agents, where environments are agents."""
         actor = (
             ray.remote(OrchestratorActor)
             .options(**options)
-            .remote(config, sampler_factory, reserved_factory, assign, log_dir)
+            .remote(config, sampler_factory, reserved_factory, assign, log_dir, sessions_factory)
         )
         return cls(config, actor, log_dir and log_dir / "orchestrator_0.log")
 

@@ -22,7 +22,7 @@ from contextvars import ContextVar
 from inspect import isawaitable
 from typing import Any, TypeVar
 
-from orchestrator.env import Env, EnvGroupBuilder
+from orchestrator.env import AgentEnv, Env, EnvGroupBuilder
 from orchestrator.rollout import EnvCancelled, EnvExited, EnvNotClosed, RolloutError
 from trireme.config import Config
 
@@ -117,7 +117,7 @@ class GroupEnvs:
     ) -> None:
         self._builder, self._size, self._place = builder, size, place
         self._close_s, self._note = close_s, note
-        self._open: dict[int, Env] = {}
+        self._open: dict[int, Env | AgentEnv] = {}
         self._unused: defaultdict[int, list[Any]] = defaultdict(list)  # made by make_envs
         self._making = asyncio.Lock()
         self._closing: set[asyncio.Task[None]] = set()
@@ -132,11 +132,11 @@ class GroupEnvs:
         if self._given_up:
             raise asyncio.CancelledError
 
-    async def make(self, sample: int) -> Env:
+    async def make(self, sample: int) -> Env | AgentEnv:
         """Returns an environment for the next try of rollout `sample`. Raises what the builder raises, and RolloutError
         for what is no environment."""
         env = await (self._builder.make_env(sample) if self._builder.makes_one else self._one_of_a_group(sample))
-        if not isinstance(env, Env):
+        if not isinstance(env, Env | AgentEnv):
             raise RolloutError(f"{self._place}: making an environment gave {env!r}; expected an Env")
         self._open[sample] = env
         self.check()
@@ -177,7 +177,7 @@ class GroupEnvs:
         await self._within_limit(self._builder.cleanup(), f"{self._place}: cleanup()")
 
     def _begin_closing(self, env: Any, sample: int) -> asyncio.Task[None] | None:
-        if not isinstance(env, Env):  # refused when it was to be used
+        if not isinstance(env, Env | AgentEnv):  # refused when it was to be used
             return None
         closing = start_contained(self._within_limit(_close(env), f"{self._place}, rollout {sample}: close()"))
         self._closing.add(closing)
@@ -197,7 +197,7 @@ class GroupEnvs:
             self._note(error)
 
 
-async def _close(env: Env) -> None:
+async def _close(env: Env | AgentEnv) -> None:
     ended: Any = env.close()  # of a class that has long had a `close`, it may be no coroutine
     if isawaitable(ended):
         await ended

@@ -184,10 +184,7 @@ async def run_rollout(
             began=builder.began,
         )
         sampled = await sample(request)
-        _check_sample(sampled, key, limits)
-        if request.params.stop and (strings := request.params.stop_strings):  # its sampler may not have stopped there
-            assert limits.decode is not None, "strings end answers, but there is no decoder to find them"
-            sampled = cut(sampled, strings, limits.decode)
+        sampled = checked(sampled, request, key, limits)
         progress.steps(sampled.spans)
         with trace.overlapping("step", "environment", problem=key.problem):
             result = await env.step(sampled.tokens.tolist())
@@ -252,6 +249,17 @@ def _too_long(limit: Truncation, prompt: npt.NDArray[np.int32], limits: RolloutL
     else:
         most = f"leaves no room for an answer below model.max_seq_len = {limits.max_seq_len}: raise --model.max-seq-len"
     return f"a prompt of {len(prompt)} tokens {most}, or shorten the prompts"
+
+
+def checked(
+    sampled: SampledSequence, request: SampleRequest, key: RolloutKey, limits: RolloutLimits
+) -> SampledSequence:
+    """Returns an answer up to what ended it. Raises BadSample."""
+    _check_sample(sampled, key, limits)
+    if request.params.stop and (strings := request.params.stop_strings):  # its sampler may not have stopped there
+        assert limits.decode is not None, "strings end answers, but there is no decoder to find them"
+        sampled = cut(sampled, strings, limits.decode)
+    return sampled
 
 
 def _check_sample(sampled: SampledSequence, key: RolloutKey, limits: RolloutLimits) -> None:

@@ -92,6 +92,7 @@ class RolloutProgress:
         self._between: tuple[Env, TrajectoryBuilder, npt.NDArray[np.int32], bool, StopCondition] | None = None
         self._builder: TrajectoryBuilder | None = None
         self._answer: tuple[VersionSpan, ...] = ()  # of the step in progress
+        self._noted: set[WeightIdentity] = set()
 
     def asks(
         self,
@@ -111,12 +112,18 @@ class RolloutProgress:
         self._held, self._between = self._now(), None
         self._answer = answer
 
+    def note(self, answer: tuple[VersionSpan, ...]) -> None:
+        """Takes note of the weights of an answer that went to an agent. Nothing is kept of what an agent has between
+        two turns: its rollout starts again after a resume."""
+        self._noted |= {span.identity for span in answer}
+
     @property
     def identities(self) -> set[WeightIdentity]:
         """The weights of all its tokens, those of the step in progress among them."""
         begun = self.begun.trajectory.turns if self.begun else ()
         turns = self._builder.turns if self._builder else begun
-        return {span.identity for spans in (*(turn.spans for turn in turns), self._answer) for span in spans}
+        spans = (*(turn.spans for turn in turns), self._answer)
+        return self._noted | {span.identity for each in spans for span in each}
 
     def take(self) -> UnfinishedRollout | None:
         """Returns what the rollout has between two turns; None if it has to start again."""

@@ -18,13 +18,14 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from service.reading import MessageReader, Reading
 from service.sessions.ages import TrainingStanding, too_old
-from service.sessions.journal import SessionJournal
+from service.sessions.journal import Replayed
 from service.sessions.records import (
     AnswersDelivered,
     RewardGiven,
@@ -54,6 +55,19 @@ from trireme.core.types import SampledSequence, SampleRequest, SamplingParams
 from trireme.renderers import Message, Renderer
 
 
+class RecordKeeper(Protocol):
+    """Keeps records beyond this process, as `SessionJournal` does."""
+
+    def replay(self) -> Replayed:
+        """Returns the records that are there."""
+
+    def append(self, record: SessionRecord) -> None:
+        """Keeps a record. Raises StorageFailed."""
+
+    def close(self) -> None:
+        """Is called once, at the end."""
+
+
 @dataclass(eq=False)
 class _Running:
     """A turn that is being sampled."""
@@ -71,7 +85,7 @@ class SessionRegistry:
         self,
         sampler: PolicySampler,
         renderer: Renderer,
-        journal: SessionJournal,
+        journal: RecordKeeper,
         limits: SessionLimits,
         sampling: SamplingParams,
         max_seq_len: int,

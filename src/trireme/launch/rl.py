@@ -21,7 +21,7 @@ from trireme.config.model_facts import ModelFacts
 from trireme.config.resume_compat import fixed_parts
 from trireme.core.errors import RoomFailed
 from trireme.launch.run import Core, TrainingRun, await_ready
-from trireme.launch.service import POLICY, WithChats, check_port, keys_of, start_service
+from trireme.launch.service import POLICY, WithChats, check_port, keys_of, sessions_factory, start_service
 from trireme.plan.base import Plan
 from trireme.process.ray_cluster import PlacePool, Progress, reserve
 from trireme.run.metrics import Journal, step_line
@@ -99,6 +99,7 @@ class RlRun(TrainingRun):
             run.logs,
             inference.router_factory(()) if config.eval.replicas else None,
             RankAssignment(config.trainer.processes, self.facts.attention_length),
+            sessions_factory(config, self.facts),
         )
 
     def _end_attempt(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
@@ -127,7 +128,10 @@ def evaluation_rooms(
     _, options = reserve(plan.options, config.timeouts.place_s, progress, ending)
     inference = InferenceHandle.start(config, options[:-1], log_dir)
     ending.callback(inference.stop)
-    orchestrator = OrchestratorHandle.start(config, inference.router_factory(), options[-1], log_dir)
+    sessions = sessions_factory(config, plan.facts)
+    orchestrator = OrchestratorHandle.start(
+        config, inference.router_factory(), options[-1], log_dir, sessions_factory=sessions
+    )
     ending.callback(orchestrator.stop)
     await_ready([inference, orchestrator], plan, log_dir, progress)
     return orchestrator

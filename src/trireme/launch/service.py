@@ -7,15 +7,18 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from inference.handle import InferenceHandle
+from orchestrator.env import AGENT
 from service.front import ServedModels
 from service.handle import ServiceHandle
 from service.keys import ServiceKey, generate, read
 from trireme.config import Config
 from trireme.config.model_facts import ModelFacts
+from trireme.core.agents import AgentSessions
 from trireme.core.errors import BadInput
 from trireme.core.refusals import Refusal
 from trireme.core.types import WeightIdentity
@@ -79,12 +82,28 @@ def start_service(
 ) -> ServiceHandle:
     """Starts the service, without waiting for it. `root` has the journal of sessions. Raises BadInput if no limit of
     the model's sequences is known."""
+    models = served_models(config, facts, names)
+    factory, sessions = inference.chat_router_factory(), (root / SESSIONS).absolute()
+    return ServiceHandle.start(config, factory, models, keys, adopt, sessions, log_dir, say)
+
+
+def sessions_factory(config: Config, facts: ModelFacts | None) -> Callable[[], AgentSessions] | None:
+    """Returns a function that makes the sessions of a run's agents, and can be pickled; None where no environment is an
+    agent. Raises BadInput if no limit of the model's sequences is known."""
+    if not any(env.id.startswith(AGENT) for env in (*config.env, *config.eval_envs)):
+        return None
+    assert facts is not None, "what starts actors has read the model's config.json"
+    from service.agents import LoopbackSessions  # brings FastAPI, which other runs need not import
+
+    return partial(LoopbackSessions, config, served_models(config, facts, (POLICY,)))
+
+
+def served_models(config: Config, facts: ModelFacts, names: tuple[str, ...]) -> ServedModels:
+    """Describes the model to those who serve it. Raises BadInput if no limit of its sequences is known."""
     max_len = config.seq_limit(facts)
     if max_len is None:
         raise BadInput("the longest sequence of the model is not known: set --model.max-seq-len")
-    models = ServedModels(names, max_len, facts.vocab_size)
-    factory, sessions = inference.chat_router_factory(), (root / SESSIONS).absolute()
-    return ServiceHandle.start(config, factory, models, keys, adopt, sessions, log_dir, say)
+    return ServedModels(names, max_len, facts.vocab_size)
 
 
 @dataclass(frozen=True)

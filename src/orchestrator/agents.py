@@ -1,0 +1,156 @@
+"""Rollouts that agents play: each has a session, and what the agent was given in it becomes the trajectory.
+
+    agent --HTTP--> session --sample--> SessionTurns --> the rollout's own requests --> replicas
+      |                |
+    reward          turns, branch by branch --> Trajectory: a segment for each branch, each sampled token once
+
+An agent may ask for several answers at once; they are sampled one after the other, as the places of a run are those of
+rollouts. Seeds follow from the order of the requests, so that a linear agent is sampled as an `Env` would be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+from orchestrator.env import AgentEnv, Trajectory
+from orchestrator.lifetimes import uninterrupted
+from orchestrator.rollout import RolloutError, RolloutKey, RolloutLimits, Sample, check_report, check_spans, checked
+from orchestrator.trajectory import TrajectoryBuilder
+from orchestrator.unfinished import RolloutProgress
+from trireme.config.schema import SamplingConfig
+from trireme.core.agents import AgentSessions, PlayedSession
+from trireme.core.errors import BadInput, TriremeError
+from trireme.core.types import SampledSequence, SampleRequest
+from trireme.process import trace
+from trireme.process.faults import fault_point
+
+
+class NoAnswer(RolloutError):
+    """The agent ended without an answer of the policy: there is nothing to train on."""
+
+
+_current: AgentSessions | None = None
+
+
+@asynccontextmanager
+async def agent_sessions(factory: Callable[[], AgentSessions]) -> AsyncIterator[None]:
+    """Gives `play_session` a port for its agents within the block. A run has it from start to end."""
+    global _current
+    _current = started = factory()
+    await started.start()
+    try:
+        yield
+    finally:
+        _current = None
+        await started.stop()
+
+
+class SessionTurns:
+    """Samples the turns of one rollout's session."""
+
+    def __init__(
+        self,
+        sample: Sample,
+        key: RolloutKey,
+        limits: RolloutLimits,
+        sampling: SamplingConfig,
+        run_seed: int,
+        progress: RolloutProgress,
+    ) -> None:
+        self._sample, self._key, self._limits = sample, key, limits
+        self._sampling, self._run_seed, self._progress = sampling, run_seed, progress
+        self._one_by_one = asyncio.Lock()
+        self._number = 0
+        self.failure: Exception | None = None
+        """The first error of a request that the agent is not to blame for."""
+
+    async def sample(self, request: SampleRequest) -> SampledSequence:
+        """Samples one answer as the run does. Raises BadInput for a prompt that is too long, RolloutError, and what the
+        rollout's sampler raises."""
+        try:
+            async with self._one_by_one:
+                return await self._one(request)
+        except BadInput:
+            raise
+        except Exception as error:
+            self.failure = self.failure or error
+            raise
+
+    async def _one(self, request: SampleRequest) -> SampledSequence:
+        key, limits, prompt = self._key, self._limits, len(request.prompt)
+        room = limits.max_seq_len - prompt
+        if room <= 0 or prompt > (limits.max_prompt_len or prompt):
+            raise BadInput(
+                f"a prompt of {prompt} tokens; it leaves no room below model.max_seq_len = {limits.max_seq_len}, or "
+                f"exceeds orchestrator.max_prompt_len = {limits.max_prompt_len}: shorten the conversation"
+            )
+        turn, self._number = self._number, self._number + 1
+        stop = tuple(dict.fromkeys((*request.params.stop_token_ids, *request.params.stop_strings, *limits.stop)))
+        params = self._sampling.params(key.seed(self._run_seed, turn), stop, room)
+        own = SampleRequest(
+            request_id=f"{key.problem}/{key.sample}/{key.attempt}/{turn}",
+            prompt=request.prompt,
+            params=replace(params, max_tokens=min(params.max_tokens or room, request.params.max_tokens or room)),
+            route_key=key.route_key,
+            began=request.began,
+        )
+        sampled = checked(await self._sample(own), own, key, limits)
+        check_spans(sampled.spans, len(sampled.tokens))
+        self._progress.note(sampled.spans)
+        return sampled
+
+
+async def play_session(
+    env: AgentEnv,
+    sample: Sample,
+    key: RolloutKey,
+    limits: RolloutLimits,
+    sampling: SamplingConfig,
+    run_seed: int,
+    progress: RolloutProgress | None = None,
+) -> Trajectory:
+    """Lets an agent play one episode to its end, and closes its session, however it ended. Raises RolloutError, what
+    the agent raises, and errors of the rooms whatever the agent makes of them."""
+    fault_point("orchestrator.rollout")
+    assert _current is not None, "an agent is played within agent_sessions"
+    turns = SessionTurns(sample, key, limits, sampling, run_seed, progress or RolloutProgress())
+    session, access = await _current.open(turns.sample)
+    closed: list[PlayedSession] = []
+
+    async def close(sessions: AgentSessions) -> None:
+        closed.append(await sessions.close(session))
+
+    try:
+        with trace.overlapping("play", "environment", problem=key.problem):
+            played = await env.play(access)
+    except Exception as error:
+        raise turns.failure or error from error
+    finally:
+        await uninterrupted(close(_current))
+    if isinstance(turns.failure, TriremeError):
+        raise turns.failure
+    reward, metrics = _reward(played)
+    check_report(reward, metrics, key)
+    return _trajectory(closed[0], reward, {**closed[0].metrics, **metrics}, key)
+
+
+def _reward(played: Any) -> tuple[Any, Any]:
+    """Returns reward and metrics of what an agent returned, which `check_report` then looks at."""
+    return played if isinstance(played, tuple) and len(played) == 2 else (played, {})
+
+
+def _trajectory(session: PlayedSession, reward: float, metrics: Mapping[str, float], key: RolloutKey) -> Trajectory:
+    """Makes the trajectory of a session; its last turn has the reward of the whole episode too."""
+    if not session.turns:
+        raise NoAnswer(f"{key}: the agent ended without an answer of the policy; there is nothing to train on")
+    builder, last = TrajectoryBuilder(), len(session.turns) - 1
+    for n, turn in enumerate(session.turns):
+        builder.ask(turn.prompt, follows=turn.follows)
+        own = turn.reward + (float(reward) if n == last else 0.0)
+        said = metrics if n == last else {}
+        builder.answer(turn.tokens, turn.logprobs, turn.spans, turn.stop_reason, own, said, {}, bool(turn.delivered))
+    return builder.finish(session.turns[-1].stop_reason)

@@ -1,0 +1,139 @@
+"""Sessions for the agents that play a run's rollouts: a port on loopback, in the orchestrator's process.
+
+    agent --HTTP--> app --> SessionDoor --> SessionRegistry --sample--> the rollout that the session belongs to
+
+The rollout samples: places, seeds, time limits and ages are those of any other rollout. Nothing is journaled, as an
+agent of a rollout does not outlive the orchestrator.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+import uvicorn
+
+from service.app import make_app
+from service.asked import Made
+from service.front import Front, ServedModels
+from service.guard import Limits
+from service.keys import ServiceKey, ServiceKeys
+from service.places import Places
+from service.sessions.door import SessionDoor
+from service.sessions.journal import Replayed
+from service.sessions.records import SessionRecord
+from service.sessions.registry import SessionRegistry
+from service.sessions.session import SessionLimits
+from trireme.config import Config
+from trireme.core.agents import AgentAccess, PlayedSession, SampleTurn
+from trireme.core.errors import RoomFailed
+from trireme.core.tokenizer import load_tokenizer
+from trireme.core.types import SampledSequence, SampleRequest
+from trireme.renderers import make_renderer
+
+HOST = "127.0.0.1"
+MANY = 1 << 30
+MEGABYTE = 10**6
+STOP_S = 3.0
+
+
+class NoJournal:
+    """Keeps no records."""
+
+    def replay(self) -> Replayed:
+        """Returns none."""
+        return []
+
+    def append(self, record: SessionRecord) -> None:
+        """Keeps nothing."""
+
+    def close(self) -> None:
+        """Has nothing to close."""
+
+
+class RolloutSampler:
+    """Hands each request to the rollout of its session."""
+
+    def __init__(self) -> None:
+        self.rollouts: dict[str, SampleTurn] = {}
+
+    async def sample(self, request: SampleRequest, told: Callable[[Made], None] | None = None) -> SampledSequence:
+        """Samples one sequence. Raises what the rollout raises, and RoomFailed once that has ended."""
+        if (sample := self.rollouts.get(request.route_key)) is None:
+            raise RoomFailed("the rollout of this session has ended")
+        return await sample(request)
+
+
+class LoopbackSessions:
+    """Implements `trireme.core.agents.AgentSessions`."""
+
+    def __init__(self, config: Config, models: ServedModels) -> None:
+        self._config, self._models = config, models
+        self._sampler = RolloutSampler()
+
+    async def start(self) -> None:
+        """Opens the port. Raises RoomFailed if there is none."""
+        options, own = self._config.service, self._config.inference.sampling
+        tokenizer = load_tokenizer(self._config.tokenizer_name)
+        renderer = make_renderer(**self._config.renderer.model_dump(), tokenizer=tokenizer)
+        front = Front(self._sampler, self._models, tokenizer, renderer, Places(MANY, MANY, MANY))
+        limits = SessionLimits(options.sessions.turns, options.sessions.tokens, inf, inf, inf)
+        sampling = replace(own.params(0, tuple(own.stop), self._models.max_len), seed=None, max_tokens=None)
+        self._registry = SessionRegistry(
+            self._sampler,
+            renderer,
+            NoJournal(),
+            limits,
+            sampling,
+            self._models.max_len,
+            time.monotonic,
+            lambda: None,  # the ledger evicts a group that has become too old, and with it its sessions
+            front.vocabulary,
+        )
+        keys = ServiceKeys([ServiceKey("admin", secrets.token_urlsafe())])  # which only signs
+        self._door = SessionDoor(self._registry, front, keys, sampling, _no_floor, MANY)
+        bounds = Limits(int(options.max_body_mb * MEGABYTE), options.body_s, None)
+        app = make_app(front, self._door, keys, bounds)
+        self._server = uvicorn.Server(uvicorn.Config(app, HOST, 0, log_config=None, access_log=False, lifespan="off"))
+        server: Any = self._server
+        server.capture_signals = nullcontext  # they are the orchestrator's
+        self._serving = asyncio.create_task(self._server.serve())
+        while not self._server.started:
+            if self._serving.done():
+                raise RoomFailed(f"no port on {HOST} for agents: {self._serving.exception()}")
+            await asyncio.sleep(0.01)
+
+    async def open(self, sample: SampleTurn) -> tuple[str, AgentAccess]:
+        """Opens a session for one rollout."""
+        opened = await self._door.open()
+        self._sampler.rollouts[opened.name] = sample
+        port = self._server.servers[0].sockets[0].getsockname()[1]
+        base = f"http://{HOST}:{port}/sessions/{opened.name}"
+        return opened.name, AgentAccess(f"{base}/v1", base, opened.key)
+
+    async def close(self, session: str) -> PlayedSession:
+        """Ends a session and forgets it. Returns what it came to."""
+        await self._registry.end(session, "its rollout has ended")
+        self._sampler.rollouts.pop(session, None)
+        export = self._registry.export(session)
+        self._registry.forget(session)
+        return PlayedSession(export.turns, export.metrics)
+
+    async def stop(self) -> None:
+        """Closes the port; turns that are being sampled end."""
+        await self._door.close()
+        self._server.should_exit = True
+        await asyncio.wait([self._serving], timeout=STOP_S)
+        self._server.force_exit = True  # an agent does not read its answer
+        await asyncio.wait([self._serving], timeout=STOP_S)
+
+
+async def _no_floor() -> int:
+    """Returns the version 0: the ledger knows the floor of the rollout's group, and checks its tokens."""
+    return 0

@@ -1,0 +1,88 @@
+"""Sessions of agents as the orchestrator sees them: it opens one for each rollout that an agent plays, samples what the
+agent asks for, and gets back what the agent was given. Only `trireme.launch` sees the classes behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from trireme.core.types import SampledSequence, SampleRequest, StopReason, VersionSpan
+
+SampleTurn = Callable[[SampleRequest], Awaitable[SampledSequence]]
+
+
+@dataclass(frozen=True)
+class AgentAccess:
+    """All that an agent has to know of the policy."""
+
+    base_url: str
+    """For OpenAI's client."""
+    anthropic_base_url: str
+    """For Anthropic's client."""
+    api_key: str = field(repr=False)
+    """The key of its session alone."""
+    model: str = "policy"
+    """The name of the model to ask for."""
+
+
+class AgentTurn(Protocol):
+    """One answer with its prompt, branch by branch."""
+
+    @property
+    def prompt(self) -> npt.NDArray[np.int32]:
+        """The whole prompt; where it `follows`, what comes behind the answer before."""
+
+    @property
+    def follows(self) -> bool:
+        """The prompt begins with the prompt and the answer of the turn before."""
+
+    @property
+    def tokens(self) -> npt.NDArray[np.int32]:
+        """The answer, [T]."""
+
+    @property
+    def logprobs(self) -> npt.NDArray[np.float32]:
+        """Those of the answer, [T]."""
+
+    @property
+    def spans(self) -> tuple[VersionSpan, ...]:
+        """The weights of the answer."""
+
+    @property
+    def stop_reason(self) -> StopReason: ...
+
+    @property
+    def reward(self) -> float:
+        """The sum of the rewards that the agent itself gave for it."""
+
+    @property
+    def delivered(self) -> bool:
+        """False: the agent never got the answer, which must not count in the loss."""
+
+
+@dataclass(frozen=True, eq=False)
+class PlayedSession:
+    """A session that has ended."""
+
+    turns: Sequence[AgentTurn]
+    metrics: Mapping[str, float]
+
+
+class AgentSessions(Protocol):
+    """Opens sessions of agents, within one event loop."""
+
+    async def start(self) -> None:
+        """Opens the port; called once, before any other verb."""
+
+    async def open(self, sample: SampleTurn) -> tuple[str, AgentAccess]:
+        """Opens a session whose answers `sample` samples. Returns its name, and what its agent is told."""
+
+    async def close(self, session: str) -> PlayedSession:
+        """Ends a session, cancels what is being sampled for it, and forgets it. Returns what it came to."""
+
+    async def stop(self) -> None:
+        """Closes the port."""

@@ -1,0 +1,340 @@
+"""Rollouts that agents play, with OpenAI's own client over loopback: what is trained is what was sampled for them and
+delivered, each token once."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from renderer_support import QWEN3, bpe
+from service_support import ScriptedSampler
+
+import orchestrator.agents
+import service.agents
+from orchestrator.advantages import WeightedTrajectory, lay_out
+from orchestrator.agents import NoAnswer, agent_sessions, play_session
+from orchestrator.env import AgentEnv, EnvContext, Trajectory, load_dataset
+from orchestrator.rollout import BadReward, RolloutKey, RolloutLimits
+from orchestrator.unfinished import RolloutProgress
+from service.agents import LoopbackSessions
+from service.front import ServedModels
+from trireme.config import Config
+from trireme.config.inference import SamplingConfig
+from trireme.config.orchestrator import EnvConfig
+from trireme.core.agents import AgentAccess
+from trireme.core.errors import BadInput, RoomFailed
+from trireme.core.types import SampledSequence, SampleRequest
+
+KEY = RolloutKey("agent", "0.1.2", sample=3, attempt=0, route_key="0.1.2/0")
+SAMPLING = SamplingConfig(max_tokens=300, temperature=0.7)
+EXAMPLE = Path(__file__).parents[3] / "examples" / "agents"
+MAX_LEN = 2000
+Play = Callable[[openai.AsyncOpenAI], Awaitable[Any]]
+
+
+class Plays(AgentEnv):
+    """An agent that is a function of its client."""
+
+    def __init__(self, function: Play) -> None:
+        self.function = function
+
+    async def play(self, access: AgentAccess) -> tuple[float, Mapping[str, float]]:
+        self.access = access
+        async with openai.AsyncOpenAI(base_url=access.base_url, api_key=access.api_key, max_retries=0) as client:
+            played: tuple[float, Mapping[str, float]] = await self.function(client)
+            return played
+
+
+class Rollout:
+    """A port for agents, and a sampler that says its texts and keeps what it said."""
+
+    def __init__(self, sampler: ScriptedSampler, limits: RolloutLimits) -> None:
+        self.sampler, self.limits = sampler, limits
+        self.record: list[SampledSequence] = []
+        self.progress = RolloutProgress()
+
+    async def sample(self, request: SampleRequest) -> SampledSequence:
+        self.record.append(await self.sampler.sample(request))
+        return self.record[-1]
+
+    async def play(self, function: Play) -> Trajectory:
+        return await self.play_env(Plays(function))
+
+    async def play_env(self, env: AgentEnv) -> Trajectory:
+        return await play_session(env, self.sample, KEY, self.limits, SAMPLING, 5, self.progress)
+
+    @property
+    def sampled(self) -> list[int]:
+        return [token for answer in self.record for token in answer.tokens.tolist()]
+
+
+@asynccontextmanager
+async def rollout(*texts: str | Exception) -> AsyncIterator[Rollout]:
+    tokenizer = bpe(QWEN3)
+    config = Config.model_validate(
+        {
+            "model": {"name": "m", "max_seq_len": MAX_LEN},
+            "orchestrator": {"batch_size": 2, "group_size": 2},
+            "env": {"id": "agent:calculator:play"},
+            "inference": {"sampling": {"max_tokens": 300}},
+        }
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(service.agents, "load_tokenizer", lambda name: tokenizer)
+        models = ServedModels(("policy",), MAX_LEN, len(tokenizer))
+        async with agent_sessions(lambda: LoopbackSessions(config, models)):
+            limits = RolloutLimits(len(tokenizer), MAX_LEN, decode=tokenizer.decode)
+            yield Rollout(ScriptedSampler(*texts, tokenizer=tokenizer), limits)
+
+
+def asynchronous(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    @wraps(test)
+    def run(**given: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(**given), 60))
+
+    return run
+
+
+def user(text: str) -> Any:
+    return {"role": "user", "content": text}
+
+
+async def ask(client: openai.AsyncOpenAI, *messages: Any, **body: Any) -> Any:
+    answer = await client.chat.completions.create(model="policy", messages=list(messages), **body)
+    said = [{"role": "assistant", "content": choice.message.content} for choice in answer.choices]
+    return said if "n" in body else said[0]
+
+
+def trained(trajectory: Trajectory) -> list[int]:
+    """The tokens that count in the loss."""
+    batch = lay_out([WeightedTrajectory(trajectory, 1.0, 0.7)])
+    found: list[int] = batch.columns["target_tokens"][batch.columns["mask"] > 0].tolist()
+    return found
+
+
+def open_sessions() -> int:
+    sessions: Any = orchestrator.agents._current
+    return len(sessions._registry.book.sessions) + len(sessions._sampler.rollouts)
+
+
+@asynchronous
+async def test_a_linear_agent_is_one_growing_sequence_sampled_as_the_run_samples() -> None:
+    async def play(client: openai.AsyncOpenAI) -> Any:
+        messages = [user("q0")]
+        for turn in range(3):
+            messages += [await ask(client, *messages, temperature=0.1, seed=9), user(f"q{turn + 1}")]
+        return 0.5, {"turns": 3}
+
+    async with rollout("one", "two", "three") as run:
+        trajectory = await run.play(play)
+        assert trajectory.num_segments == 1
+        assert trained(trajectory) == run.sampled
+        assert (trajectory.reward, [turn.reward for turn in trajectory.turns]) == (0.5, [0.0, 0.0, 0.5])
+        assert trajectory.turns[-1].metrics["turns"] == 3
+        assert trajectory.turns[-1].metrics["session/roots"] == 1
+        requests = run.sampler.requests
+        assert [request.request_id for request in requests] == [f"0.1.2/3/0/{turn}" for turn in range(3)]
+        assert [request.params.seed for request in requests] == [KEY.seed(5, turn) for turn in range(3)]
+        assert {(request.params.temperature, request.route_key) for request in requests} == {(0.7, "0.1.2/0")}
+        assert requests[2].prompt.tolist()[: len(requests[1].prompt)] == requests[1].prompt.tolist()
+        assert run.progress.identities == trajectory.identities
+        assert open_sessions() == 0
+
+
+@asynchronous
+async def test_a_sub_agent_and_calls_at_once_are_branches_and_each_token_is_trained_once() -> None:
+    async def play(client: openai.AsyncOpenAI) -> float:
+        first = await ask(client, user("q"))
+        best = await ask(client, user("q"), first, user("best of"), n=2)
+        helper = await asyncio.gather(*(ask(client, user("help")) for _ in range(3)))
+        await ask(client, user("q"), first, user("best of"), best[1], user(helper[0]["content"]))
+        await ask(client, user("q"), first, user("go back"))
+        return 1.0
+
+    async with rollout(*(f"text {n}" for n in range(8))) as run:
+        trajectory = await run.play(play)
+        assert sorted(trained(trajectory)) == sorted(run.sampled)
+        assert len(run.record) == len(trajectory.turns) == 8
+        assert trajectory.num_segments == 6
+        assert trajectory.reward == 1.0
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 2**32), steps=st.integers(1, 8))
+def test_whatever_an_agent_does_what_is_trained_is_what_it_was_given(seed: int, steps: int) -> None:
+    """The witnesses are the sampler's record and the client's, not the tree."""
+    rng, given_ids = random.Random(seed), list[int]()
+
+    async def play(client: openai.AsyncOpenAI) -> float:
+        conversations: list[list[Any]] = [[]]
+        for _ in range(steps):
+            before = rng.choice(conversations)
+            messages = [*before, user(rng.choice("pq"))]
+            body: Any = {"model": "policy", "messages": messages, "n": rng.choice([1, 1, 2])}
+            answer = await client.chat.completions.create(**body, extra_body={"return_token_ids": True})
+            for choice in answer.choices:
+                given_ids.extend(choice.token_ids)  # type: ignore[attr-defined]
+                conversations.append([*messages, {"role": "assistant", "content": choice.message.content}])
+        return 0.0
+
+    async def check() -> None:
+        async with rollout(*(f"text {n}" for n in range(99))) as run:
+            trajectory = await run.play(play)
+            assert sorted(trained(trajectory)) == sorted(given_ids) == sorted(run.sampled)
+
+    asyncio.run(asyncio.wait_for(check(), 60))
+
+
+@asynchronous
+async def test_an_answer_that_the_agent_gave_up_is_masked() -> None:
+    async with rollout("one", "two") as run:
+        run.sampler.hold = asyncio.Event()
+
+        async def play(client: openai.AsyncOpenAI) -> float:
+            with pytest.raises(openai.APITimeoutError):
+                await ask(client, user("q"), timeout=0.2)
+            assert run.sampler.hold
+            run.sampler.hold.set()
+            await ask(client, user("other"))
+            return 1.0
+
+        trajectory = await run.play(play)
+        assert trajectory.turns[-1].metrics["session/undelivered"] == 1
+        assert len(run.record) == 2
+        assert trained(trajectory) == run.record[1].tokens.tolist()
+
+
+@asynchronous
+async def test_the_error_of_an_agent_is_that_of_its_rollout_and_its_session_is_closed() -> None:
+    async def play(client: openai.AsyncOpenAI) -> float:
+        await ask(client, user("q"))
+        raise ValueError("a bug of the agent")
+
+    async with rollout("one") as run:
+        env = Plays(play)
+        with pytest.raises(ValueError, match="a bug of the agent"):
+            await run.play_env(env)
+        assert open_sessions() == 0
+        with pytest.raises(openai.APIStatusError) as gone:
+            await Plays(lambda client: ask(client, user("q"))).play(env.access)
+        assert gone.value.status_code == 410
+
+
+@asynchronous
+async def test_the_error_of_a_room_is_raised_whatever_the_agent_makes_of_it() -> None:
+    async def play(client: openai.AsyncOpenAI) -> float:
+        with pytest.raises(openai.InternalServerError):
+            await ask(client, user("q"))
+        return 1.0
+
+    async with rollout(RoomFailed("no replica is left")) as run:
+        with pytest.raises(RoomFailed, match="no replica is left"):
+            await run.play(play)
+
+
+@pytest.mark.parametrize(
+    ("texts", "result", "error", "why"),
+    [([], 1.0, NoAnswer, "nothing to train on"), (["one"], "much", BadReward, "expected a number")],
+)
+def test_what_an_agent_must_give(texts: list[str], result: Any, error: type[Exception], why: str) -> None:
+    async def play(client: openai.AsyncOpenAI) -> Any:
+        for _ in texts:
+            await ask(client, user("q"))
+        return result
+
+    @asynchronous
+    async def check() -> None:
+        async with rollout("one") as run:
+            with pytest.raises(error, match=why):
+                await run.play(play)
+
+    check()
+
+
+@asynchronous
+async def test_a_conversation_that_is_too_long_is_refused_to_the_agent_alone() -> None:
+    async def play(client: openai.AsyncOpenAI) -> float:
+        await ask(client, user("q"))
+        with pytest.raises(openai.BadRequestError):
+            await ask(client, user("word " * MAX_LEN))
+        return 0.25
+
+    async with rollout("one") as run:
+        trajectory = await run.play(play)
+        assert trained(trajectory) == run.sampled
+        assert trajectory.reward == 0.25
+
+
+@asynchronous
+async def test_a_cancelled_rollout_ends_what_is_sampled_and_its_session() -> None:
+    async with rollout("one") as run:
+        run.sampler.hold = asyncio.Event()
+        task = asyncio.ensure_future(run.play(lambda client: ask(client, user("q"))))
+        while not run.sampler.requests:  # noqa: ASYNC110  the task makes it true
+            await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert run.sampler.cancelled == 1
+        assert open_sessions() == 0
+
+
+def dataset(env_id: str, **args: Any) -> Any:
+    context = EnvContext(bpe(QWEN3), seed=3, group_size=2)
+    return load_dataset(EnvConfig(id=env_id, args=args), context)
+
+
+def test_the_example_plays_with_its_tool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(EXAMPLE), *sys.path])
+    found = dataset("agent:calculator:play", count=20, batch_size=8)
+    assert [len(found.get_batch(index)) for index in range(len(found))] == [8, 8, 4]
+    again = dataset("agent:calculator:play", count=20)
+    assert [each.problem for each in again.get_batch(0)][:8] == [each.problem for each in found.get_batch(0)]
+    (a, b), env = found.get_batch(0)[0].problem, asyncio.run(found.get_batch(0)[0].make_env(0))
+    call = f'<tool_call>\n{{"name": "multiply", "arguments": {{"a": {a}, "b": {b}}}}}\n</tool_call>'
+
+    @asynchronous
+    async def check() -> None:
+        async with rollout(call, str(a * b)) as run:
+            trajectory = await run.play_env(env)
+            assert (trajectory.reward, trajectory.turns[-1].metrics["tool_calls"]) == (1.0, 1)
+            assert trajectory.num_segments == 1
+            assert trained(trajectory) == run.sampled
+            asked = run.sampler.tokenizer.decode(run.sampler.requests[1].prompt)
+            assert str(a * b) in asked
+
+    check()
+
+
+@pytest.mark.parametrize(
+    ("env_id", "why"),
+    [
+        ("agent:calculator", r"has no function \(none is named\)"),
+        ("agent:calculator:nothing", "has no function nothing"),
+        ("agent:calculator:multiply", "a coroutine that takes one AgentRun"),
+        ("agent:not_there:play", "cannot be imported"),
+        ("agent:", "no module"),
+    ],
+)
+def test_agents_that_are_refused(env_id: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(EXAMPLE), *sys.path])
+    with pytest.raises(BadInput, match=why):
+        dataset(env_id)
+
+
+def test_an_agent_is_told_its_address_and_its_problem() -> None:
+    from orchestrator.envs.agent import AgentRun
+
+    run = AgentRun(base_url="u", anthropic_base_url="a", api_key="secret", problem=(1, 2), sample=3)
+    assert (run.model, run.problem, run.sample) == ("policy", (1, 2), 3)
+    assert "secret" not in repr(run)
