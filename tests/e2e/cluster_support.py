@@ -23,8 +23,6 @@ STOP_S = 60
 UNNEEDED = ("--no-monitor", "--include-log-monitor=false")
 """Flags of `ray start` that leave out processes of a node (the autoscaler's, and one for drivers that want logs). Their
 imports would take the time in which the node's raylet waits for its agents."""
-UNNEEDED_OF_HEAD = ("--include-dashboard=false", "--ray-client-server-port=0")
-"""The same of a head that takes no jobs, and no drivers from outside."""
 DECLARED_GPUS = 4
 """GPUs that the cluster shared by many tests says it has. Nothing computes on them."""
 
@@ -116,6 +114,6 @@ def cluster_of_one(cpus: int, environ: Mapping[str, str] | None = None) -> Itera
         nodes = Nodes(f"127.0.0.1:{port}", cpus, {"TMPDIR": directory, **dict([mark.split("=")]), **(environ or {})})
         ending.callback(assert_gone, mark)
         ending.callback(nodes.stop)
-        nodes.add("--head", f"--port={port}", *UNNEEDED_OF_HEAD, f"--temp-dir={directory}")
+        nodes.add("--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={directory}")
         assert any(ask(nodes.address, NODES, 1) for _ in range(5))  # it takes some seconds until the head answers
         yield nodes

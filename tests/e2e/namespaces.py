@@ -22,14 +22,16 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 import psutil
-from cluster_support import UNNEEDED, UNNEEDED_OF_HEAD
+from cluster_support import UNNEEDED
 from run_support import ROOT
 
 COMMANDS = ("ip", "tc", "nsenter", "setpriv", "unshare", "mount")
@@ -91,6 +93,7 @@ class NamespaceNode:
     fabric_pid: int
     environ: Mapping[str, str]
     started: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    said: IO[bytes] = field(default_factory=tempfile.TemporaryFile)
 
     @property
     def name(self) -> str:
@@ -119,10 +122,12 @@ class NamespaceNode:
         )
 
     def start(self, *command: str, environ: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
-        """Starts a process in this node, which ends with it."""
+        """Starts a process in this node, which ends with it. What it prints goes to `said`."""
         env = {**self.environ, **(environ or {})}
         null = subprocess.DEVNULL
-        process = subprocess.Popen(self.inside(*command), cwd=ROOT, env=env, stdin=null, stdout=null, stderr=null)
+        process = subprocess.Popen(
+            self.inside(*command), cwd=ROOT, env=env, stdin=null, stdout=self.said, stderr=self.said
+        )
         self.started.append(process)
         return process
 
@@ -188,7 +193,7 @@ class Fabric:
     ) -> None:
         """Starts Ray on one node, again if it gives up because the machine is busy. `before`: a command that runs it,
         such as `prlimit --nofile=1024`."""
-        head = [f"--port={RAY_PORT}", "--head", *UNNEEDED_OF_HEAD, "--temp-dir=/tmp/ray"]
+        head = [f"--port={RAY_PORT}", "--head", "--include-dashboard=false", "--temp-dir=/tmp/ray"]
         role = head if node is self.nodes[0] else [f"--address={self.ray_address}"]
         own = [f"--node-ip-address={node.address}", f"--num-cpus={cpus}", f"--object-store-memory={store_mb * 10**6}"]
         ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", *UNNEEDED]
@@ -200,7 +205,8 @@ class Fabric:
                     return
                 time.sleep(0.3)
             self.stop_node(node)
-        raise AssertionError(f"Ray did not start on {node.name} in {STARTS} tries")
+        node.said.seek(0)
+        raise AssertionError(f"Ray did not start on {node.name} in {STARTS} tries: {node.said.read().decode()}")
 
     def stop_node(self, node: NamespaceNode) -> None:
         """Ends Ray on a node, and waits until all of it has ended."""
