@@ -20,6 +20,9 @@ from run_support import KILLED_GONE_S, wait_until_gone
 
 NODES = "sum(node['Alive'] for node in ray.nodes())"
 STOP_S = 60
+UNNEEDED = ("--no-monitor", "--include-log-monitor=false")
+"""Flags of `ray start` that leave out processes of a node (the autoscaler's, and one for drivers that want logs). Their
+imports would take the time in which the node's raylet waits for its agents."""
 DECLARED_GPUS = 4
 """GPUs that the cluster shared by many tests says it has. Nothing computes on them."""
 
@@ -56,7 +59,7 @@ class Nodes:
     def add(self, *flags: str, apart: Sequence[str] = ()) -> None:
         """Starts one node more, with `cpus` logical CPUs; `apart`: words before its command (`blind_to`)."""
         start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
-        command = [*apart, *start, f"--num-cpus={self.cpus}", *flags]
+        command = [*apart, *start, f"--num-cpus={self.cpus}", *UNNEEDED, *flags]
         process = subprocess.Popen(
             command, env={**os.environ, **self.environ}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )

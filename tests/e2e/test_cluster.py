@@ -114,6 +114,7 @@ def test_a_run_spans_two_nodes_and_replicas_come_and_go_on_a_third(tmp_path: Pat
     (told,) = said
     assert told.second.code == EXIT_BAD_INPUT, "the run has a driver"
     assert "is running" in told.second.out
+    assert "2 nodes reach each other by " in ended.out, "they are looked at before"
     assert "rooms on 2 nodes" in ended.out
     trained, *up = told.up
     assert int(trained.split()[0]) >= 2, told.up

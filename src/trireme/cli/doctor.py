@@ -43,7 +43,7 @@ PIPE_WIDTH = 160
 
 
 def examine_nodes(argv: Sequence[str], console: Console) -> None:
-    """Runs the command; `argv` is what follows its name. Raises BadInput if a run would not work."""
+    """Runs the command; `argv` is what follows its name. Raises BadInput if a run would be refused."""
     kind = argv[0] if argv and argv[0] in ROOMS else "rl"
     options, keys = _parser().parse_known_args(argv[argv[:1] == [kind] :])
     config = _config(kind, keys)
@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="trireme doctor",
         usage="trireme doctor [rl|sft] [@ FILE] [--KEY VALUE ...] [--nodes N] [--json]",
         description="Examines all nodes of a cluster. All keys of `rl` may follow, or after `sft` its keys.",
-        epilog="Exit code 0: a run would start, perhaps with warnings; 2: it would not work.",
+        epilog="Exit code 0: a run would start, perhaps with warnings; 2: it would be refused.",
         allow_abbrev=False,
     )
     parser.add_argument("--nodes", metavar="N", help="how many nodes there should be, or their names: a,b,c")

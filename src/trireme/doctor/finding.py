@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from trireme.core.refusals import Refusal
+
 CLUSTER = "cluster"
 """Stands for the node where a finding is about all of them."""
 
@@ -23,4 +25,16 @@ class Finding:
     do: str
     """What to type, and where."""
     fatal: bool = True
-    """True: a run would not work. False: it would, but something is lost or slow."""
+    """True: a run is refused. False: it works, but something is lost or slow."""
+
+    def refusal(self) -> Refusal:
+        """Returns it as the reason why a run is refused."""
+        return Refusal(f"{self._where}: {self.found}", self.expected, self.do)
+
+    def line(self) -> str:
+        """Returns it as a sentence, for a warning."""
+        return f"{self._where}: {self.found}; expected: {self.expected}; to do: {self.do}"
+
+    @property
+    def _where(self) -> str:
+        return self.node if self.node == CLUSTER else f"node {self.node}"

@@ -19,10 +19,12 @@ SHOWN = 3
 HARMLESS = frozenset({"driver", "pydantic", "numpy"})
 """What may differ with a warning. (A difference of another package, or of this project's source, changes what is
 computed, or what processes understand of each other.)"""
+UNSHARED = "unshared directory"
+"""The check of nodes that do not see run.output_dir."""
 
 
 def findings(examination: Examination, expected: Expected) -> list[Finding]:
-    """Returns all that is wrong, in the order of the nodes, those first with which a run would not work."""
+    """Returns all that is wrong, in the order of the nodes, those first for which a run is refused."""
     found = [*_missing(examination, expected), *_silent(examination, expected), *_job_stop(examination, expected)]
     found += _plan(expected)
     for node in examination.nodes:
@@ -190,7 +192,7 @@ def _unshared(node: Declared, examination: Examination, expected: Expected) -> F
     found = "does not see what the command wrote" if not sees else "wrote a file that the command does not see"
     return Finding(
         node.name,
-        "unshared directory",
+        UNSHARED,
         f"in run.output_dir = {expected.output_dir} it {found}",
         "a directory that all nodes share; else commits and logs are gathered, and only one node has a copy",
         f"mount it on {node.name}, or put --run.output-dir on a file system that the nodes share",

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from trireme.core.errors import RoomFailed
 from trireme.process.interfaces import listen
 
-CONNECT_S = 3.0
-"""Time limit for a connection, and for the answer to it."""
+CONNECT_S, AGAIN_S = 3.0, 10.0
+"""Time limits for a connection, and for the answer to it: at first, and once more where that was too short. What is
+blocked answers in neither, a machine that is busy in the second."""
 SEND_S = 0.3
 """Seconds for which bytes are sent to measure a rate."""
 MOST_BYTES = 2**28
@@ -99,25 +100,30 @@ class Listener:
 
 def reach(to: Endpoint, token: bytes) -> str:
     """Connects to a `Listener`. Returns why that does not work; "" if it does."""
-    try:
-        _send(to, token, 0.0)
-    except (OSError, RoomFailed) as error:
-        return str(error)
-    return ""
+    for limit_s in (CONNECT_S, AGAIN_S):
+        try:
+            _send(to, token, 0.0, limit_s)
+        except (OSError, RoomFailed) as error:
+            reason = str(error)
+            if not isinstance(error, TimeoutError):
+                break
+        else:
+            return ""
+    return reason
 
 
 def rate(to: Endpoint, token: bytes) -> float:
     """Returns the bytes per second that reach a `Listener`, confirmed by it; 0 if the connection fails."""
     try:
-        count, seconds = _send(to, token, SEND_S)
+        count, seconds = _send(to, token, SEND_S, AGAIN_S)
     except (OSError, RoomFailed):
         return 0.0
     return count / seconds
 
 
-def _send(to: Endpoint, token: bytes, send_s: float) -> tuple[int, float]:
+def _send(to: Endpoint, token: bytes, send_s: float, connect_s: float) -> tuple[int, float]:
     """Sends for so many seconds. Returns how many bytes arrived, and the seconds until that was confirmed."""
-    with socket.create_connection((to.host, to.port), CONNECT_S) as connection:
+    with socket.create_connection((to.host, to.port), connect_s) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFERED_BYTES)
         connection.sendall(token)
         started, sent = time.monotonic(), 0
@@ -126,7 +132,7 @@ def _send(to: Endpoint, token: bytes, send_s: float) -> tuple[int, float]:
             connection.sendall(PIECE)
             sent += len(PIECE)
         connection.shutdown(socket.SHUT_WR)
-        connection.settimeout(ANSWER_S if send_s else CONNECT_S)
+        connection.settimeout(ANSWER_S if send_s else connect_s)
         answer = _read(connection, COUNT_BYTES)
         seconds = time.monotonic() - started
     count = int.from_bytes(answer, "big")

@@ -6,7 +6,7 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -14,13 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
+from rich.console import Console
 
 from trireme.core.errors import TriremeError
-from trireme.core.refusals import Refusal
-from trireme.doctor.examination import ClockOffset, Declared, Examination
+from trireme.core.refusals import Refusal, refuse
+from trireme.doctor.examination import ClockOffset, Declared, Examination, Expected, absolute
 from trireme.doctor.examiner import Examiner
 from trireme.doctor.facts import Questions, answer_file, collect
+from trireme.doctor.findings import UNSHARED, findings
 from trireme.doctor.links import Endpoint
+from trireme.doctor.report import network_line
+from trireme.plan.base import Plan
 from trireme.process import waits
 from trireme.process.ray_cluster import on_node
 
@@ -36,6 +41,8 @@ ROUNDS = 8
 """The most rounds in which rates are measured. In each one every node sends to one other, so up to nine nodes measure
 all their connections, and more nodes a sample."""
 TOKEN_BYTES = 16
+WARNINGS = 8
+"""How many warnings the start of a run shows; `trireme doctor` shows all."""
 
 
 class Calls:
@@ -74,9 +81,9 @@ class Calls:
         return best
 
 
-def joined_nodes() -> list[Declared]:
-    """Returns all nodes that the cluster knows, the head first."""
-    told = sorted(ray.nodes(), key=lambda node: ("node:__internal_head__" not in node["Resources"], node["NodeID"]))
+def joined_nodes(among: Collection[str] = ()) -> list[Declared]:
+    """Returns all nodes that the cluster knows, the head first; of `among`, Ray's ids, only these and the head."""
+    told = sorted(ray.nodes(), key=lambda node: (not _is_head(node), node["NodeID"]))
     alive = [node["NodeManagerAddress"] for node in told if node["Alive"]]
 
     def name(node: Mapping[str, Any]) -> str:
@@ -95,13 +102,19 @@ def joined_nodes() -> list[Declared]:
             id=node["NodeID"],
         )
         for node in told
+        if not among or node["NodeID"] in among or _is_head(node)
     ]
 
 
-def examine(output_dir: str, model: str, ports: Sequence[int]) -> Examination:
-    """Examines all nodes of the cluster. `output_dir`: where runs are written, which is made, and `model`, a directory
-    or a name on the hub; "" leaves out what is about them. `ports`: cluster.ports."""
-    nodes = joined_nodes()
+def _is_head(node: Mapping[str, Any]) -> bool:
+    return "node:__internal_head__" in node["Resources"]
+
+
+def examine(output_dir: str, model: str, ports: Sequence[int], among: Collection[str] = ()) -> Examination:
+    """Examines all nodes of the cluster, or the head and those `among` them. `output_dir`: where runs are written,
+    which is made, and `model`, a directory or a name on the hub; "" leaves out what is about them. `ports`:
+    cluster.ports."""
+    nodes = joined_nodes(among)
     living = {node.name: node for node in nodes if node.alive}
     salt = secrets.token_hex(16)
     peers = list(dict.fromkeys(node.address for node in living.values()))
@@ -213,6 +226,33 @@ def _write(file: Path, text: str) -> None:
 def _sees(asked: Questions, number: int) -> bool:
     file = answer_file(asked, number)
     return file.is_file() and file.read_text() == asked.nonce
+
+
+def check_nodes(plan: Plan, nodes: Collection[str], console: Console) -> None:
+    """Examines the nodes of a run, before its actors start on `nodes` (Ray's ids). Does nothing if the driver's node is
+    the only one. Prints warnings, and the interfaces that the run will use. Raises BadInput, which names the nodes, for
+    what cannot work."""
+    among = {*nodes, ray.get_runtime_context().get_node_id()}
+    if len(among) == 1:
+        return
+    config = plan.config
+    found = examine(absolute(config.run.output_dir), config.model.name, config.cluster.port_range, among)
+    expected = Expected.of(config, replace(plan, resources=found.resources())) if found.facts else Expected()
+    expected = replace(expected, head=join_address(), grace_s=expected.grace_s if is_submitted() else 0.0)
+    # Which nodes do not see the run directory is said at the start of each attempt, by who writes there.
+    wrong = [finding for finding in findings(found, expected) if finding.check != UNSHARED]
+    warnings = [finding for finding in wrong if not finding.fatal]
+    for finding in warnings[:WARNINGS]:
+        console.print(f"warning: {finding.line()}", style="yellow", markup=False)
+    if left := warnings[WARNINGS:]:
+        console.print(f"warning: {len(left)} more; `trireme doctor` shows them", style="yellow", markup=False)
+    refuse([finding.refusal() for finding in wrong if finding.fatal])
+    console.print(network_line(found), markup=False)
+
+
+def is_submitted() -> bool:
+    """Returns True if this process is the entrypoint of a job of `ray job submit`, which `ray job stop` ends."""
+    return RAY_JOB_CONFIG_JSON_ENV_VAR in os.environ
 
 
 def join_address() -> str:

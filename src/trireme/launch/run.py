@@ -22,6 +22,7 @@ from trireme.config import CommonConfig
 from trireme.config.model_facts import ModelFacts
 from trireme.core.errors import BadInput, LimitReached, LockLost, RoomFailed, TriremeError
 from trireme.launch.common import StartProgress
+from trireme.launch.doctor import check_nodes
 from trireme.launch.far_logs import GatheredLogs
 from trireme.launch.gathering import AskedNodes, FarNodes
 from trireme.launch.restoring import bring_back
@@ -155,8 +156,8 @@ def resume_hint(run: RunDir) -> Iterator[None]:
 def supervised(
     training: TrainingRun, run: RunDir, roster: Roster, console: Console
 ) -> Iterator[tuple[Supervisor, str]]:
-    """Reserves places for all actors, and watches them; says how many nodes they are on. What happens to them is
-    printed."""
+    """Reserves places for all actors, looks at the nodes where they are, and watches the actors; says how many nodes
+    they are on. What happens to them is printed. Raises BadInput where the nodes cannot work together."""
 
     def tell(_roster: Roster, incident: Incident | None) -> None:
         if incident:
@@ -168,6 +169,8 @@ def supervised(
         config = plan.resolved(training.config)
         group, options = reserve(plan.options, config.timeouts.place_s, StartProgress(console), ending, plan.blocks)
         training.places = plan.by_room(options)
+        if cluster_address(config):
+            check_nodes(plan, nodes_of(training.places), console)
         elastic = training.start_lasting(run, ending)
         nodes = len(set(placement_group_table(group)["bundles_to_node_id"].values()))
         with Supervisor(config, roster, training.core, elastic) as supervisor:

@@ -63,6 +63,8 @@ def test_each_fault_is_found_and_nothing_else(fault: str) -> None:
     assert text in finding.found
     assert finding.expected
     assert node in finding.do or node == SECOND, "where to type it"
+    assert text in str(finding.refusal())
+    assert text in finding.line()
 
 
 def test_a_full_disk_of_a_node_that_does_not_share_the_directory_stops_no_run() -> None:

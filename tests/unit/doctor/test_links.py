@@ -1,10 +1,12 @@
 """Connections on the loopback: who is answered, and what cannot be reached."""
 
 import socket
+import time
 
 import pytest
 
 from trireme.core.errors import RoomFailed
+from trireme.doctor import links
 from trireme.doctor.links import Endpoint, Listener, rate, reach
 
 HERE, ELSEWHERE = "127.0.0.1", "127.0.0.2"
@@ -30,6 +32,29 @@ def test_what_does_not_listen_is_not_reached(listener: Listener) -> None:
     listener.close()
     assert "refused" in reach(at, TOKEN)
     assert rate(at, TOKEN) == 0.0
+
+
+def test_a_node_that_is_busy_is_asked_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "CONNECT_S", 0.05)
+    late = Late(TOKEN)
+    try:
+        assert reach(late.add(HERE), TOKEN) == ""
+        assert late.callers == 2
+        monkeypatch.setattr(links, "AGAIN_S", 0.05)
+        assert "timed out" in reach(late.add(HERE), TOKEN), "and no further"
+    finally:
+        late.close()
+
+
+class Late(Listener):
+    """Answers each caller after 0.5 s."""
+
+    callers = 0
+
+    def _answer(self, caller: socket.socket) -> None:
+        self.callers += 1
+        time.sleep(0.5)
+        super()._answer(caller)
 
 
 def test_callers_without_the_token_get_no_answer(listener: Listener) -> None:

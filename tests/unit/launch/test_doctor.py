@@ -1,11 +1,19 @@
 """Calls to all nodes at once name the one that does not answer; the nonce leaves nothing behind."""
 
+from __future__ import annotations
+
+import io
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from doctor_support import HEAD, SECOND, THIRD, changed, facts_of, healthy
+from plan_support import plan
+from rich.console import Console
 
 from trireme.core.errors import BadInput, RoomFailed
+from trireme.doctor.examination import Examination
 from trireme.launch import doctor
 from trireme.launch.doctor import Calls, nonce_in
 
@@ -93,3 +101,66 @@ def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(BadInput, match=r"run.output_dir = .*/file"), nonce_in(str(tmp_path / "file")):
         pass
+
+
+class TestBeforeARun:
+    """Names of nodes stand for Ray's ids. The driver is on the head."""
+
+    @pytest.fixture(autouse=True)
+    def ray(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        context = SimpleNamespace(get_node_id=lambda: HEAD, gcs_address=f"{HEAD}:6379")
+        monkeypatch.setattr(doctor.ray, "get_runtime_context", lambda: context)
+
+    def said(self, monkeypatch: pytest.MonkeyPatch, found: Examination, *nodes: str) -> str:
+        """Checks the nodes of a run, and returns what is printed."""
+
+        def examine(output_dir: str, model: str, ports: range, among: set[str]) -> Examination:
+            assert (output_dir, model, among) == (str(Path("outputs").absolute()), "m", {HEAD, *nodes})
+            return found
+
+        monkeypatch.setattr(doctor, "examine", examine)
+        console = Console(file=io.StringIO(), width=1000)
+        doctor.check_nodes(plan(), nodes, console)
+        assert isinstance(console.file, io.StringIO)
+        return console.file.getvalue()
+
+    def test_a_healthy_cluster_has_one_line(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert self.said(monkeypatch, healthy(), SECOND, THIRD).count("\n") == 1
+
+    def test_the_nodes_of_a_fault_are_named_and_the_run_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with pytest.raises(BadInput, match=rf"given: node {THIRD}: it has no model m\n.*\n.*on {THIRD}: copy them"):
+            self.said(monkeypatch, changed(THIRD, model=None, variables={"HF_HUB_OFFLINE": "1"}), THIRD)
+
+    def test_warnings_are_shown_up_to_a_number(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Nodes that do not see the run directory are told by the attempt itself."""
+        variables = {f"NCCL_{n}": "1" for n in range(doctor.WARNINGS + 1)} | dict(facts_of(THIRD).variables)
+        *shown, more, network = self.said(
+            monkeypatch, changed(THIRD, variables=variables, nonce_seen=""), THIRD
+        ).splitlines()
+        assert [line.partition(": NCCL_")[0] for line in shown] == [f"warning: node {THIRD}"] * doctor.WARNINGS
+        assert more == "warning: 1 more; `trireme doctor` shows them"
+        assert network.startswith("3 nodes reach each other by eth0")
+
+    def test_jobs_need_time_to_stop(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        hasty = changed(HEAD, stop_wait_s=3)
+        assert "job stop" not in self.said(monkeypatch, hasty, THIRD)
+        monkeypatch.setenv(doctor.RAY_JOB_CONFIG_JSON_ENV_VAR, "{}")
+        assert "`ray job stop` kills after 3 s" in self.said(monkeypatch, hasty, THIRD)
+
+    def test_nothing_is_looked_at_on_the_drivers_node_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert self.said(monkeypatch, healthy(), HEAD) == ""
+
+    def test_of_a_large_cluster_the_nodes_of_the_run_and_the_head(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        nodes = [
+            {
+                "NodeID": node.name,
+                "NodeManagerAddress": node.address,
+                "NodeManagerHostname": node.host,
+                "Alive": node.name != SECOND,
+                "Resources": {"CPU": 2.0, **({"node:__internal_head__": 1.0} if node.name == HEAD else {})},
+            }
+            for node in reversed(healthy().nodes)
+        ]
+        monkeypatch.setattr(doctor.ray, "nodes", lambda: nodes)
+        assert [node.name for node in doctor.joined_nodes()] == [HEAD, SECOND, THIRD]
+        assert [node.name for node in doctor.joined_nodes({THIRD})] == [HEAD, THIRD]
