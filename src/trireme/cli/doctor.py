@@ -125,7 +125,7 @@ def _examine(config: CommonConfig | None, address: str | None) -> tuple[Examinat
         from trireme.launch.doctor import examine, has_dashboard, join_address  # imports Ray, which reads the variables
         from trireme.process.ray_cluster import connected
 
-        with connected(address):
+        with connected(address, config):
             found = examine(output_dir, model, ports)
             head, stopped_by_ray = join_address(), has_dashboard()
     if config is None:

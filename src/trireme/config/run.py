@@ -110,6 +110,9 @@ class ClusterConfig(Section):
     listen where the kernel lets them: net.ipv4.ip_local_port_range of the nodes."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """Where models compute; auto = on GPUs if the cluster has any, else on CPUs."""
+    variables: list[str] = Field([])
+    """Further environment variables of the driver that all nodes get; those of Hugging Face, W&B, NCCL, gloo, vLLM and
+    Trireme travel anyway."""
     max_restarts: NonNegativeInt = 3
     """How often the same part of a run (a replica; the trainer, with the orchestrator) is started again after its
     death within restart_window_s; then the run stops with exit code 3. 0 = never: it fails."""

@@ -23,8 +23,17 @@ _formats = re.compile(
     re.DOTALL,
 )
 _assigned = re.compile(rf"({NAME}[\"']?\s*[=:]\s*[\"']?)(?=[\w+/=.-]*\d)([\w+/=.-]{{16,}})", re.IGNORECASE)
+_like_secrets = re.compile(r"TOKEN(?!IZER)|KEY|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
+_with_password = re.compile(r"://[^/\s@]+@|^[^/\s@:]+:[^/\s@]+@")
 SHORTEST = 8
 """Characters. Shorter values of variables are words that may stand anywhere."""
+
+
+def is_secret(name: str, value: str) -> bool:
+    """Returns True for the value of an environment variable that has a name like a secret's, the format of one, or the
+    form of an address with the name or the password of a user, as a proxy's may be. Where that only decides who sees
+    it, a value too many does no harm."""
+    return bool(_like_secrets.search(name) or _with_password.search(value)) or MASK in redact_values(value, name)
 
 
 def redact(text: str) -> str:

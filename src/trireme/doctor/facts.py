@@ -20,7 +20,7 @@ import xxhash
 
 from trireme.config.installed import package_versions
 from trireme.core.errors import RoomFailed
-from trireme.core.redaction import MASK, redact_values
+from trireme.core.redaction import is_secret
 from trireme.doctor.model_files import digests, model_directory
 from trireme.process.device import DRIVER
 from trireme.process.interfaces import GLOO, NCCL, interface_towards
@@ -36,9 +36,6 @@ VARIABLES = re.compile(
     r"|(HTTPS?|NO)_PROXY|SSL_CERT_(FILE|DIR)|REQUESTS_CA_BUNDLE"
 )
 """Environment variables that change what a process of a run does, so that nodes have to agree on them."""
-NAMED_LIKE_SECRETS = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
-WITH_PASSWORD = re.compile(r"://[^/\s@]+@|^[^/\s@:]+:[^/\s@]+@")
-"""An address with the name or the password of a user, as a proxy's may be."""
 SECRET = "(secret"
 """The beginning of what stands in place of a secret."""
 STOP_WAIT, STOP_WAIT_S = "RAY_JOB_STOP_WAIT_TIME_S", 3
@@ -192,8 +189,7 @@ def _variables(salt: str) -> dict[str, str]:
 
 
 def _shown(name: str, value: str, salt: str) -> str:
-    secret = NAMED_LIKE_SECRETS.search(name) or WITH_PASSWORD.search(value) or MASK in redact_values(value, name)
-    if not secret:
+    if not is_secret(name, value):
         return value
     return f"{SECRET}, digest {hmac.new(salt.encode(), value.encode(), hashlib.sha256).hexdigest()[:8]})"
 

@@ -31,7 +31,7 @@ def bring_back(config: CommonConfig, say: Callable[[str], None]) -> None:
         return
     if CheckpointStore(root).commits() and not (root / STAGING).exists():
         return
-    with connected(address):
+    with connected(address, config):
         held = _ask(root, config.timeouts.start_s)
         copy = _wanted(root, held)
         if copy is None:

@@ -22,13 +22,14 @@ from trireme.core.refusals import Refusal
 from trireme.plan.needs import GPU_TOLERANCE, HOST_TOLERANCE, Need, NodeNeeds, distribute, gib
 from trireme.plan.ways import ways_out
 from trireme.process.environ import Resources, cluster_address
+from trireme.process.worker_environment import travels_text
 
 C = TypeVar("C", bound=CommonConfig)
 T = TypeVar("T")
 ORDER = (
-    *("trainer", "orchestrator", "inference", "service", "resources", "packages", "model", "adapters", "data", "steps"),
-    *("tokens", "memory", "machines", "staleness", "in flight", "each update", "evaluation", "commits", "start"),
-    *("recovery", "written to", "warning"),
+    *("trainer", "orchestrator", "inference", "service", "resources", "packages", "travels", "model", "adapters"),
+    *("data", "steps", "tokens", "memory", "machines", "staleness", "in flight", "each update", "evaluation"),
+    *("commits", "start", "recovery", "written to", "warning"),
 )
 """The rows of a plan, in the order in which they are printed."""
 SHORT = ("trainer", "orchestrator", "inference", "service", "model", "data", "steps", "tokens", "written to", "warning")
@@ -320,10 +321,8 @@ class Plan:
                 f"needs {count(self.gpus_needed, 'GPU')}, {where} has {has.gpus}: "
                 "start it where they are, or give --cluster.address"
             )
-        if sum(_models(self.parts)) > has.cpus and not self.on_gpus:
-            found.append(
-                f"{sum(_models(self.parts))} processes compute on {has.cpus} cores of {where}: it works, slower"
-            )
+        if (models := sum(_models(self.parts))) > has.cpus and not self.on_gpus:
+            found.append(f"{models} processes compute on {has.cpus} cores of {where}: it works, slower")
         found += [f"too little memory, by an estimate: {text}" for text in self.shortages(hopeless=False)]
         found += [text for machine in self.machines if (text := machine.store_warning)]
         return found
@@ -356,6 +355,7 @@ class Plan:
                 f"memory on {count(len(has.nodes), 'node')}; models compute on {'GPU' if self.on_gpus else 'CPU'}s",
             ),
             ("packages", ", ".join(f"{name} {number}" for name, number in package_versions().items())),
+            *([("travels", travels_text(self.config))] if cluster_address(self.config) else []),
             ("model", self._model_text()),
             ("commits", self._commits_text()),
             *([("machines", "; ".join(machine.row for machine in self.machines))] if self.machines else []),

@@ -27,6 +27,7 @@ from trireme.process import waits
 from trireme.process.environ import Resources, cluster_address, user_cache
 from trireme.process.faults import fault_point
 from trireme.process.machine import VISIBLE, Node, this_machine
+from trireme.process.worker_environment import WorkerEnvironment
 
 Progress = Callable[[list[str], float], None]
 SHUTDOWN_S = 15.0
@@ -62,16 +63,19 @@ def ray_cluster(config: CommonConfig, here: Resources) -> Iterator[Resources]:
         with _local_cluster(here.cpus):
             yield here
         return
-    with connected(address):
+    with connected(address, config):
         yield Resources(_nodes(config.timeouts.start_s), "the Ray cluster")
 
 
 @contextmanager
-def connected(address: str) -> Iterator[None]:
-    """Connects to a running cluster for the time of the block. Raises BadInput where none answers."""
+def connected(address: str, config: CommonConfig | None) -> Iterator[None]:
+    """Connects to a running cluster for the time of the block; processes there get what a run of `config` takes with
+    it, or nothing. Raises BadInput where no cluster answers."""
     _without_obituaries()
     _refuse_unless_reachable(address)
-    ray.init(address=address, log_to_driver=False, configure_logging=False)
+    os.environ["RAY_OVERRIDE_JOB_RUNTIME_ENV"] = "1"  # else Ray refuses variables that a submitted job also sets
+    runtime_env = WorkerEnvironment.of(config, os.environ).runtime_env(os.environ) if config else {}
+    ray.init(address=address, log_to_driver=False, configure_logging=False, runtime_env=runtime_env)
     try:
         yield
     finally:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from trireme.core.redaction import MASK, redact, redact_values
+from trireme.core.redaction import MASK, is_secret, redact, redact_values
 
 # Written in parts, so that no scanner of this repository takes them for real.
 SECRETS = {
@@ -82,3 +82,18 @@ def test_this_repository_holds_no_secret() -> None:
     for name in listed.stdout.decode().split():
         text = (root / name).read_text(errors="replace")
         assert redact(text) == text, name
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("HF_TOKEN", "x"), ("JUDGE_APIKEY", "x"), ("https_proxy", "http://me:word@proxy:80"), ("X", SECRETS["openai"])],
+)
+def test_variables_that_are_secrets_by_name_or_value(name: str, value: str) -> None:
+    assert is_secret(name, value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("TOKENIZERS_PARALLELISM", "true"), ("HF_HOME", "/models"), ("https_proxy", "http://proxy:80")]
+)
+def test_other_variables_are_none(name: str, value: str) -> None:
+    assert not is_secret(name, value)

@@ -34,7 +34,7 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Disk:
     (disk.own / "config.json").write_text("{}")
     (disk.own / STAGING).touch()
     held = {"empty": [], "far": copies(disk.own)}
-    monkeypatch.setattr(restoring, "connected", lambda _: nullcontext())
+    monkeypatch.setattr(restoring, "connected", lambda *_: nullcontext())
     monkeypatch.setattr(restoring, "ray", SimpleNamespace())
     monkeypatch.setattr(restoring, "_ask", lambda *_: held)
     monkeypatch.setattr(restoring, "_address", lambda node: f"address of {node}")

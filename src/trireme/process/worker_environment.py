@@ -1,0 +1,166 @@
+"""Chooses what a run takes with it to the nodes of a cluster: environment variables, and code that is not installed
+there. Ray's runtime environment carries both. Imports no Ray.
+
+Without it an actor has the variables with which its node's Ray was started, and can import only what is installed on
+that node. A cluster that a run starts for itself needs none of this: its processes inherit what the driver has.
+
+Ray logs the variables of a runtime environment on every node, and shows them in its dashboard. So secrets travel in
+another way: in a function that Ray keeps as bytes in memory, and calls at the start of each process.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import re
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+from trireme.config import CommonConfig
+from trireme.config.keys import keys_of
+from trireme.config.trust import named_code
+from trireme.core.redaction import is_secret
+from trireme.core.refusals import Refusal
+
+PREFIXES = ("HF_", "WANDB_", "NCCL_", "GLOO_", "VLLM_", "TRIREME_")
+"""The variables of what computes in actors begin like this: hub, W&B, collectives, vLLM, this project."""
+NAMES = ("PYTHONPATH", "TRANSFORMERS_OFFLINE", "TOKENIZERS_PARALLELISM", "CUBLAS_WORKSPACE_CONFIG")
+"""Further variables that decide what is found and computed."""
+KEYS = "TRIREME__"
+"""Variables of this prefix are keys of the configuration, which travels as an object."""
+OWN = ("trireme", "trainer", "orchestrator", "inference", "service")
+"""The packages of this project."""
+INSTALLED = ("stdlib", "platstdlib", "purelib", "platlib")
+"""The directories of installed packages, as `sysconfig` names them."""
+IMPORT_PATH = re.compile(r"([A-Za-z_]\w*)(\.\w+)*:[A-Za-z_]\w*")
+"""The form `package.module:name`. Its first group is the top-level module."""
+JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""The variable in which `ray job submit` gives its driver the runtime environment of the job."""
+
+
+@dataclass(frozen=True)
+class WorkerEnvironment:
+    """The variables and the code that actors get from the driver."""
+
+    variables: Mapping[str, str]
+    """Values by name."""
+    secrets: Mapping[str, str] = field(repr=False)
+    """The same of secrets, whose values are neither printed nor written anywhere."""
+    modules: tuple[Path, ...] = ()
+    """Top-level packages (directories) and modules (files)."""
+
+    @classmethod
+    def of(cls, config: CommonConfig, environ: Mapping[str, str]) -> WorkerEnvironment:
+        """Chooses them by the configuration and the driver's environment. Raises BadInput for a variable that the
+        configuration names and that is not set."""
+        given = _chosen(config.cluster.variables, environ)
+        named = named_code(config.model_dump(mode="json"), keys_of(type(config))).values()
+        paths = (IMPORT_PATH.fullmatch(value) for value in named if isinstance(value, str))
+        return cls(
+            {name: value for name, value in given.items() if not is_secret(name, value)},
+            {name: value for name, value in given.items() if is_secret(name, value)},
+            modules_not_installed([found[1] for found in paths if found]),
+        )
+
+    @property
+    def text(self) -> str:
+        """Says by name what travels."""
+        parts = [
+            ("code of", [module.stem for module in self.modules]),
+            ("variables", sorted(self.variables)),
+            ("secrets, outside of Ray's logs:", sorted(self.secrets)),
+        ]
+        return "; ".join(f"{what} {', '.join(names)}" for what, names in parts if names) or "nothing but the run"
+
+    def runtime_env(self, environ: Mapping[str, str]) -> dict[str, Any]:
+        """Returns it as Ray's runtime environment of a driver with this `environ`, which may be that of a submitted
+        job: its modules stay."""
+        job = (json.loads(environ.get(JOB_CONFIG) or "{}").get("runtime_env") or {}).get("py_modules") or []
+        found: dict[str, Any] = {"env_vars": dict(self.variables), "excludes": ["__pycache__"]}
+        if modules := [*map(str, self.modules), *job]:
+            found["py_modules"] = modules
+        if self.secrets:
+            found["worker_process_setup_hook"] = _setter(dict(self.secrets))
+        return found
+
+
+def travels_text(config: CommonConfig) -> str:
+    """Says by name what a run of this configuration takes with it, for its plan."""
+    return f"{WorkerEnvironment.of(config, os.environ).text}, from the driver to all nodes"
+
+
+def _setter(secrets: Mapping[str, str]) -> Callable[[], None]:
+    """Returns a function that sets variables. Ray sends it whole, because it is no function of a module."""
+
+    def set_secrets() -> None:
+        os.environ.update(secrets)
+
+    return set_secrets
+
+
+def _chosen(names: Iterable[str], environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables that travel: those of PREFIXES and NAMES, and `names`. Relative entries of PYTHONPATH
+    become absolute. Raises BadInput."""
+    for name in names:
+        if name not in environ:
+            raise Refusal(
+                f"cluster.variables names {name}",
+                "environment variables that the driver has",
+                f"export {name}, or take it out of --cluster.variables",
+            ).error()
+    usual = [name for name in environ if (name.startswith(PREFIXES) and not name.startswith(KEYS)) or name in NAMES]
+    found = {name: environ[name] for name in dict.fromkeys([*usual, *names])}
+    if paths := found.get("PYTHONPATH"):
+        found["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in paths.split(os.pathsep) if path)
+    return found
+
+
+def modules_not_installed(names: Iterable[str]) -> tuple[Path, ...]:
+    """Returns where the top-level modules `names`, this project's packages, and all that their sources import lie, as
+    far as they are not among the installed packages: those are expected on every node."""
+    installed = [Path(sysconfig.get_path(kind)).resolve() for kind in INSTALLED]
+    found: dict[str, Path] = {}
+    left = [*OWN, *names]
+    while left:
+        name = left.pop(0)
+        for place in () if name in found else _places(name):
+            if any(place.resolve().is_relative_to(path) for path in installed):
+                continue
+            found[name] = place
+            left += [] if name in OWN else sorted(_imported(place))
+    return tuple(found.values())
+
+
+def _places(name: str) -> list[Path]:
+    """Returns the file of a top-level module, or the directories of a package; none for one that is built in, or is not
+    there: actors say so. The working directory is searched too, as Ray's workers do."""
+    spec = None
+    with suppress(ValueError):  # __main__
+        spec = importlib.util.find_spec(name) or PathFinder.find_spec(name, [os.getcwd()])
+    if spec is None:
+        return []
+    if spec.submodule_search_locations is not None:
+        return [Path(place) for place in spec.submodule_search_locations]
+    return [Path(spec.origin)] if spec.has_location and spec.origin else []
+
+
+def _imported(place: Path) -> Iterator[str]:
+    """Yields the top-level modules that the Python files at `place` import by name."""
+    for file in [place] if place.is_file() else place.rglob("*.py"):
+        with suppress(SyntaxError, ValueError):  # it may never be imported
+            yield from _imported_by(ast.parse(file.read_bytes(), str(file)))
+
+
+def _imported_by(source: ast.Module) -> Iterator[str]:
+    for node in ast.walk(source):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.module.partition(".")[0]

@@ -1,0 +1,134 @@
+"""What a run takes with it to the nodes of a cluster: which variables, which code, and that secrets are never shown.
+(Through a real cluster: tests/e2e/test_job.py.)"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from plan_support import plan
+
+import trireme
+from trireme.config import Config
+from trireme.core.errors import BadInput
+from trireme.process.worker_environment import JOB_CONFIG, OWN, WorkerEnvironment, modules_not_installed
+
+TOKEN = "not-in-the-format-of-any-service"
+
+
+def config(env: str = "sort", loss: str | None = None, variables: tuple[str, ...] = ()) -> Config:
+    given = plan().config
+    return Config.model_validate(
+        {
+            **given.model_dump(mode="json"),
+            "env": [{"id": env}],
+            "trainer": {**given.trainer.model_dump(), "loss_fn": loss},
+            "cluster": {"address": "10.0.0.1:6379", "variables": list(variables)},
+        }
+    )
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with a module that imports another one, and a package."""
+    (tmp_path / "travelled_games.py").write_text("import os\nimport numpy\nfrom travelled_words import WORDS\n")
+    (tmp_path / "travelled_words.py").write_text("WORDS = ()\nimport travelled_nowhere\n")
+    package = tmp_path / "travelled_losses" / "kinds"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").write_text("")
+    (package / "clipped.py").write_text("def loss(: broken\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+class TestVariables:
+    def test_those_of_libraries_and_of_this_project_travel(self) -> None:
+        environ = {
+            "HF_HOME": "/hf",
+            "NCCL_DEBUG": "INFO",
+            "TRIREME_FAULTS": "x",
+            "VLLM_X": "1",
+            "GLOO_SOCKET_IFNAME": "e",
+        }
+        others = {
+            "PATH": "/bin",
+            "HOME": "/root",
+            "CUDA_VISIBLE_DEVICES": "0",
+            "TRIREME__SEED": "1",
+            "RAY_ADDRESS": "a",
+        }
+        found = WorkerEnvironment.of(config(), environ | others)
+        assert found.variables == environ
+        assert found.secrets == {}
+
+    def test_paths_of_modules_become_absolute(self, directory: Path) -> None:
+        found = WorkerEnvironment.of(config(), {"PYTHONPATH": "src:/opt/code:"})
+        assert found.variables == {"PYTHONPATH": f"{directory}/src:/opt/code"}
+
+    def test_the_configuration_names_more(self) -> None:
+        environ = {"JUDGE_URL": "http://judge", "OTHER": "1"}
+        assert WorkerEnvironment.of(config(variables=("JUDGE_URL",)), environ).variables == {
+            "JUDGE_URL": "http://judge"
+        }
+
+    def test_one_that_is_named_and_not_set_is_refused(self) -> None:
+        with pytest.raises(BadInput, match=r"cluster\.variables names JUDGE_URL"):
+            WorkerEnvironment.of(config(variables=("JUDGE_URL",)), {})
+
+    @pytest.mark.parametrize("name", ["HF_TOKEN", "WANDB_API_KEY", "JUDGE_PASSWORD"])
+    def test_secrets_are_apart_and_never_shown(self, name: str) -> None:
+        environ = {name: TOKEN, "HF_HOME": "/hf"}
+        found = WorkerEnvironment.of(config(variables=(name,)), environ)
+        assert (found.secrets, found.variables) == ({name: TOKEN}, {"HF_HOME": "/hf"})
+        assert name in found.text
+        for shown in (repr(found), found.text, repr(found.runtime_env(environ))):
+            assert TOKEN not in shown
+
+    def test_secrets_are_set_by_what_ray_calls_first(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("HF_TOKEN", "another one")
+        found = WorkerEnvironment.of(config(), {"HF_TOKEN": TOKEN})
+        found.runtime_env({})["worker_process_setup_hook"]()
+        assert os.environ["HF_TOKEN"] == TOKEN
+        assert "worker_process_setup_hook" not in WorkerEnvironment.of(config(), {}).runtime_env({})
+
+
+class TestCode:
+    def test_this_project_travels_as_it_lies_outside_of_the_installed_packages(self) -> None:
+        names = [path.name for path in modules_not_installed([])]
+        assert names == list(OWN)
+        assert modules_not_installed([])[0] == Path(trireme.__file__).parent
+
+    def test_what_the_configuration_names_and_what_that_imports(self, directory: Path) -> None:
+        found = WorkerEnvironment.of(config("travelled_games:Game", "travelled_losses.kinds.clipped:loss"), {})
+        own = {path for path in found.modules if path.is_relative_to(directory)}
+        assert own == {directory / name for name in ("travelled_games.py", "travelled_words.py", "travelled_losses")}
+        assert "travelled_games" in found.text
+
+    def test_installed_and_built_in_modules_stay(self, directory: Path) -> None:
+        assert modules_not_installed(
+            ["numpy", "json", "sys", "travelled_nowhere", "__main__"]
+        ) == modules_not_installed([])
+
+    def test_an_address_is_no_module(self) -> None:
+        assert len(WorkerEnvironment.of(config("http://10.0.0.1:80/games"), {}).modules) == len(OWN)
+
+    def test_the_modules_of_a_submitted_job_stay(self) -> None:
+        environ = {JOB_CONFIG: json.dumps({"runtime_env": {"py_modules": ["gcs://_ray_pkg_1.zip"]}})}
+        assert WorkerEnvironment.of(config(), environ).runtime_env(environ)["py_modules"][-1] == "gcs://_ray_pkg_1.zip"
+        without = WorkerEnvironment({}, {})
+        assert "py_modules" not in without.runtime_env({JOB_CONFIG: "{}"})
+        assert without.text == "nothing but the run"
+
+
+def test_the_plan_names_what_travels_to_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    assert "travels" not in dict(plan().rows())
+    row = dict(replace(plan(), config=config()).rows())["travels"]
+    assert "NCCL_DEBUG" in row
+    assert "HF_TOKEN" in row
+    assert TOKEN not in row
+    assert "code of trireme, trainer, orchestrator, inference, service;" in row
