@@ -9,15 +9,19 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from resume_support import assert_same_run, rows_of, run_and_kill
-from run_support import DEADLINE_S, ROOT, SFT, Ended, run_rl
+from run_support import DEADLINE_S, ROOT, SFT, Ended, Running, run_rl
+from store_support import double, stored
 from trainer_support import VOCAB, make_model
 
-from trireme.checkpoint.store import CheckpointStore
+from trireme.checkpoint.bucket import Bucket
+from trireme.checkpoint.store import HEAD, CheckpointStore
+from trireme.checkpoint.stored_run import StoredRun
 from trireme.cli.trireme import main as trireme
 from trireme.core.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_SIGTERM
 from trireme.supervision.status import Status, read_incidents
@@ -113,6 +117,57 @@ def test_killed_and_stopped_it_comes_to_the_same(config: Path, reference: Ended,
     assert (status.step, status.ended.exit_code) == (len(ended.rows), EXIT_OK)
     assert_same_run(ended.root, reference.root)
     ended.assert_nothing_left()
+
+
+def test_a_run_in_object_storage_goes_on_after_its_machine_is_lost(
+    config: Path, reference: Ended, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed once its first commit is in the store, with everything on its disk deleted, the same command resumes it in
+    an empty directory, and comes to what a run in a directory comes to."""
+    with double() as server:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        local = [
+            "@",
+            str(config),
+            "--run.output-dir",
+            server.url,
+            "--run.local-dir",
+            str(tmp_path),
+            "--run.name",
+            "run",
+        ]
+        command = [*local, "--resume", "auto"]
+        # The second commit does not come to an end, so neither does training, and the first one has its time.
+        faults = {"TRIREME_FAULTS": "commit.manifest@2=freeze", "TRIREME_FAULT_REACHED": str(tmp_path / "reached")}
+        with (tmp_path / "out").open("w") as out:
+            running = Running.start(*command, environ=faults, out=out, module=SFT)
+        try:
+            deadline = time.monotonic() + DEADLINE_S
+            while not has_commit(server.url):
+                assert running.process.poll() is None, (tmp_path / "out").read_text()
+                assert time.monotonic() < deadline, f"{server.url} has no commit:\n{(tmp_path / 'out').read_text()}"
+                time.sleep(0.1)
+        finally:
+            running.kill_tree()
+            running.files_left()
+        shutil.rmtree(tmp_path / "run")
+
+        ended = run_rl(tmp_path, *command, module=SFT, directory=False)
+        assert ended.code == EXIT_OK, ended.out
+        assert "was brought from" in " ".join(ended.out.split())
+        assert f"resumed from {tmp_path}/run/checkpoints/step_000003" in " ".join(ended.out.split())
+        assert_same_run(ended.root, reference.root)
+        ended.assert_nothing_left()
+        kept = stored(server.url, "run")
+        assert list(kept.of_branch()) == [6, STEPS], "the end is in the store, and what was pruned is not"
+        assert sum(part.size for part in kept.files["metrics.jsonl"]) == (ended.root / "metrics.jsonl").stat().st_size
+
+
+def has_commit(url: str) -> bool:
+    """Returns True once the run in the store has a commit."""
+    found = Bucket(f"{url}/run").read(HEAD)
+    return found is not None and bool(StoredRun.from_json(found[0]).of_branch())
 
 
 def test_what_it_made_opens_with_transformers_and_peft(config: Path, reference: Ended, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ import json
 import os
 import secrets
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -104,11 +105,13 @@ class CheckpointStore:
     """The commits under the run directory `root`. A process that changes anything must hold the run's lock.
 
     `owner`: run and attempt of the driver on whose behalf they are changed; then LockLost is raised instead of each
-    change after another driver has started. Without it nothing is checked.
+    change after another driver has started. Without it nothing is checked. `fence` raises LockLost where something
+    else than this directory says who the driver is.
     """
 
     root: Path
     owner: tuple[str, int] | None = None
+    fence: Callable[[], None] | None = field(default=None, compare=False)
     _read: dict[Path, Manifest] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Manifests of the commits that this store has read whole and found unaltered."""
 
@@ -175,7 +178,10 @@ class CheckpointStore:
         return None, passed_over
 
     def check_owner(self) -> None:
-        """Raises LockLost if another driver, or a later attempt of this one, has started in the run directory."""
+        """Raises LockLost if another driver, or a later attempt of this one, has started in the run directory, and what
+        `fence` raises."""
+        if self.fence:
+            self.fence()
         if self.owner is None or ((head := self.head()) and (head.run_id, head.attempt) == self.owner):
             return
         newer = f"attempt {head.attempt} of run {head.run_id}" if head else f"a driver that removed {HEAD}"

@@ -111,7 +111,7 @@ def _address(keys: Sequence[str]) -> str | None:
 
 def _examine(config: CommonConfig | None, address: str | None) -> tuple[Examination, Expected]:
     """Examines the cluster at `address`, or this machine without one."""
-    output_dir = absolute(config.run.output_dir) if config else ""
+    output_dir = absolute(config.run.directory) if config else ""
     model = config.model.name if config else ""
     ports = config.cluster.port_range if config else range(0)
     head, stopped_by_ray = "HEAD:6379", False
@@ -137,7 +137,7 @@ def _examine(config: CommonConfig | None, address: str | None) -> tuple[Examinat
 def _expected(config: CommonConfig, found: Examination) -> Expected:
     """Returns what the run expects of the nodes that answered, and why its plan does not fit them if it does not."""
     if not found.facts:
-        return Expected(output_dir=absolute(config.run.output_dir), model=config.model.name)
+        return Expected(output_dir=absolute(config.run.directory), model=config.model.name)
     plan = _plan(config, found.resources())
     expected = Expected.of(config, plan)
     try:

@@ -224,6 +224,12 @@ def _resume(config: CommonConfig) -> Iterator[Refusal]:
             "the name of the run, by which the same command finds it again",
             "add --run.name NAME, or take --resume, which takes the newest run of this environment and model",
         )
+    if config.run.url and config.run.name is None and config.resume.wanted and config.resume.dir is None:
+        yield Refusal(
+            f"--resume without --run.name, and run.output_dir = {config.run.output_dir}",
+            "the name of the run in object storage: which one was started last is not known there",
+            "add --run.name NAME",
+        )
     if config.resume.latest == "auto" and config.resume.step is not None and config.resume.dir is None:
         yield Refusal(
             f"--resume auto with --resume.step {config.resume.step}",

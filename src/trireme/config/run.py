@@ -17,11 +17,29 @@ START_LIMIT = "timeouts.start_s, and the time to read the model"
 """The time limit of a start, in errors."""
 
 
+def is_url(place: str) -> bool:
+    """Returns True for the URL of object storage, False for a directory."""
+    return "://" in place
+
+
 class RunConfig(Section):
     name: str | None = None
     """Name of the run; none = `<env>-<model>-<8 hex>`."""
     output_dir: str = "outputs"
-    """The run directory is `output_dir/name`."""
+    """The run directory is `output_dir/name`. A URL such as s3://bucket/prefix: the run is kept there, and works in
+    `local_dir/name`."""
+    local_dir: str = "outputs"
+    """Where runs lie on this machine if output_dir is a URL; else nothing reads it."""
+
+    @property
+    def url(self) -> str | None:
+        """The URL below which runs are kept; None if that is a directory."""
+        return self.output_dir.rstrip("/") if is_url(self.output_dir) else None
+
+    @property
+    def directory(self) -> str:
+        """The directory of run directories on this machine."""
+        return self.local_dir if self.url else self.output_dir
 
 
 class ResumeConfig(Section):

@@ -142,7 +142,7 @@ class Expected:
             commit_bytes=COMMIT_BYTES * parameters + LOG_BYTES,
             kept=config.checkpoint.keep_last,
             memory={machine.node.name: sum(machine.host.values()) for machine in plan.machines},
-            output_dir=absolute(config.run.output_dir),
+            output_dir=absolute(config.run.directory),
             model=config.model.name,
             ports=config.cluster.port_range,
             grace_s=math.ceil(config.checkpoint.grace_s),

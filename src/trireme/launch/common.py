@@ -29,12 +29,15 @@ def prepare_cluster(config: CommonConfig, plan: Plan) -> None:
     """Prepares the environment for Ray. Raises BadInput when this machine lacks what the run needs."""
     if (address := cluster_address(config)) is None:
         plan.check_resources()
-    elif UNPACKED in str(output := Path(config.run.output_dir).expanduser().absolute()):
+    elif UNPACKED in str(output := Path(config.run.directory).expanduser().absolute()):
+        key = "local_dir" if config.run.url else "output_dir"
         raise Refusal(
-            f"run.output_dir = {config.run.output_dir}, which is {output}: where Ray has unpacked this job "
+            f"run.{key} = {config.run.directory}, which is {output}: where Ray has unpacked this job "
             "on one node, and deletes them after it",
-            "a directory that all nodes share and that outlives the job",
-            "give an absolute --run.output-dir",
+            "a directory on a disk of the nodes"
+            if config.run.url
+            else "a directory that all nodes share and that outlives the job",
+            f"give an absolute --run.{key.replace('_', '-')}",
         ).error()
     prepare_ray_environment(address, plan.threads, config.deterministic)
 

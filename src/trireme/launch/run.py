@@ -32,6 +32,7 @@ from trireme.process.environ import cluster_address
 from trireme.process.ray_cluster import Progress, await_places, nodes_of, ray_cluster, reserve
 from trireme.run.commits import Commits
 from trireme.run.metrics import Journal, Tracker, trackers
+from trireme.run.remote import RemoteRun
 from trireme.run.rundir import RunDir, resume_command
 from trireme.supervision.replica_manager import ReplicaUser
 from trireme.supervision.roster import Incident, Roster
@@ -101,8 +102,17 @@ def launch(training: TrainingRun, console: Console) -> Path | None:
     """Trains to the last step, and returns the run's directory; None if there was nothing to do. Raises TriremeError,
     Stopped."""
     say = console.print
-    bring_back(training.config, say)
-    with RunDir.open(training.config, training.fixed) as run, resume_hint(run):
+    roster = Roster(time.time)
+    note_store = partial(roster.note, "store")
+    url = training.config.run.url
+    remote = RemoteRun(url, training.config, say) if url else None
+    if remote is None:
+        bring_back(training.config, say)
+    with (
+        RunDir.open(training.config, training.fixed) as opened,
+        resume_hint(opened),
+        remote.kept(opened, note_store) if remote else nullcontext(opened) as run,
+    ):
         for note in run.start.notes:
             say(note)
         training.enter(run)
@@ -110,7 +120,6 @@ def launch(training: TrainingRun, console: Console) -> Path | None:
         if run.start.step >= config.max_steps:
             say(f"{run.root} is at step {run.start.step} of {config.max_steps}: nothing to do")
             return None
-        roster = Roster(time.time)
         roster.attempt, roster.step = run.start.attempt, run.start.step
         with (
             StatusWriter(run.root, roster),

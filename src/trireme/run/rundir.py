@@ -10,7 +10,7 @@ import secrets
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -25,6 +25,7 @@ from trireme.checkpoint.rows import METRICS
 from trireme.checkpoint.store import HEAD, LOCK, STAGING, CheckpointStore, Head, VerifiedCommit
 from trireme.config.keys import keys_of
 from trireme.config.load import WRITTEN_BY
+from trireme.config.run import is_url
 from trireme.config.schema import CommonConfig, Config
 from trireme.config.sft import SftConfig
 from trireme.config.trust import FLAG, RECORD, named_code
@@ -61,7 +62,9 @@ def rerun_command(root: Path, *flags: str, own: bool = False) -> str:
 def resume_command(root: Path, longer: int | None = None, *, own: bool = False) -> str:
     """Returns the command that resumes the run in `root`, up to step `longer` if that is given; `own` as above."""
     steps = ["--max-steps", str(longer)] if longer else []
-    place = ("--run.output-dir", str(root.parent), "--run.name", root.name)
+    given = json.loads((root / CONFIG).read_bytes()).get("run", {}).get("output_dir", "")
+    directory = ("--run.local-dir" if is_url(given) else "--run.output-dir", str(root.parent))
+    place = (*directory, "--run.name", root.name)
     return rerun_command(root, *place, "--resume", *steps, own=own)
 
 
@@ -92,6 +95,7 @@ class RunDir:
     root: Path
     lock: IO[str]  # the open lock file
     start: Start  # where this attempt starts
+    fence: Callable[[], None] | None = None  # raises LockLost where object storage says who the driver is
 
     @classmethod
     def open(cls, config: CommonConfig, fixed: Mapping[str, Any]) -> RunDir:
@@ -145,7 +149,7 @@ class RunDir:
     @cached_property
     def store(self) -> CheckpointStore:
         """The commits, as this attempt may change them."""
-        return CheckpointStore(self.root, (self.start.run_id, self.start.attempt))
+        return CheckpointStore(self.root, (self.start.run_id, self.start.attempt), self.fence)
 
     @property
     def logs(self) -> Path:
@@ -191,12 +195,12 @@ def _source(config: CommonConfig, fixed: Mapping[str, Any]) -> VerifiedCommit | 
 
 def named_root(config: CommonConfig) -> Path | None:
     """Returns the run directory that the configuration names; None if it has to be searched for or gets a new name."""
-    return Path(config.run.output_dir).expanduser().absolute() / config.run.name if config.run.name else None
+    return Path(config.run.directory).expanduser().absolute() / config.run.name if config.run.name else None
 
 
 def _root(config: CommonConfig) -> tuple[Path, tuple[str, ...]]:
     """Returns the run directory, and a note if it had to be searched for. Raises BadInput."""
-    output_dir = Path(config.run.output_dir).expanduser().absolute()
+    output_dir = Path(config.run.directory).expanduser().absolute()
     name = config.run.name
     if name is None and config.resume.wanted and config.resume.dir is None:
         root = _latest_run(output_dir, config.default_name(""))

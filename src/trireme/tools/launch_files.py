@@ -118,8 +118,9 @@ def launch_file(
     if they were given; the file says how it is printed again."""
     name = label(config.run.name or config.default_name(""))
     own = [] if config.run.name else ["--run.name", name]
-    if kind != "slurm" and not Path(config.run.output_dir).is_absolute():
-        own = ["--run.output-dir", f"{SHARED}/{_below(config.run.output_dir)}", *own]
+    if kind != "slurm" and not Path(config.run.directory).is_absolute():
+        key = "--run.local-dir" if config.run.url else "--run.output-dir"
+        own = [key, f"{SHARED}/{_below(config.run.directory)}", *own]
     run = shlex.join([command, *words, *own, "--resume", "auto"])
     again = [] if gpus is None else ["--gpus-per-node", str(gpus)]
     if image != IMAGE:

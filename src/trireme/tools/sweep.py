@@ -81,6 +81,12 @@ class Sweep:
         runs = request.runs()
         config, shared = _common(request, runs.values())
         known = {"command": request.kind, "config": shared}
+        if config.run.url:
+            raise Refusal(
+                f"a sweep with run.output_dir = {config.run.output_dir}",
+                "a directory: table and plot of a sweep are made from the runs beside them",
+                "give another --run.output-dir",
+            ).error()
         name = request.name or f"sweep-{config.label}-{short_digest(to_json(known, sort_keys=True))}"
         sweep = cls(request, Path(config.run.output_dir).expanduser().absolute() / name)
         if not request.dry_run:

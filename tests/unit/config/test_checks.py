@@ -303,6 +303,13 @@ class TestDeterministicAndResume:
             check(config(resume={"latest": "auto"}), FACTS)
         check(config(resume={"latest": "auto"}, run={"name": "r"}), FACTS)
 
+    def test_a_resume_from_object_storage_needs_a_name(self) -> None:
+        store = {"output_dir": "s3://bucket/runs"}
+        with pytest.raises(BadInput, match=r"--resume without --run\.name"):
+            check(config(resume={"latest": True}, run=store), FACTS)
+        check(config(run=store), FACTS)
+        check(config(resume={"latest": True}, run={**store, "name": "r"}), FACTS)
+
     def test_auto_and_a_step_exclude_each_other_except_in_a_fork(self) -> None:
         named = {"name": "r"}
         with pytest.raises(BadInput, match="never come further"):

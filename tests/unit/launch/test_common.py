@@ -61,5 +61,8 @@ def test_a_run_directory_in_the_copy_of_a_submitted_job_is_refused(
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     with pytest.raises(BadInput, match=r"absolute --run\.output-dir"):
         prepare_cluster(plan().config, plan())
+    in_a_store = plan().config.model_copy(update={"run": RunConfig(output_dir="s3://bucket/runs")})
+    with pytest.raises(BadInput, match=r"run\.local_dir = outputs.*\n.*\n.*absolute --run\.local-dir"):
+        prepare_cluster(in_a_store, plan())
     elsewhere = plan().config.model_copy(update={"run": RunConfig(output_dir=str(tmp_path))})
     prepare_cluster(elsewhere, plan())

@@ -124,6 +124,13 @@ def test_a_path_with_spaces_is_one_word() -> None:
     assert words[words.index("--run.name") - 1] == "/shared/my runs"
 
 
+def test_a_run_in_object_storage_works_in_a_directory_that_outlives_the_job() -> None:
+    text = made("rayjob", "--run.output-dir", "s3://bucket/runs")
+    words = shlex.split(yaml.safe_load(text)["spec"]["entrypoint"])
+    assert words[words.index("--run.output-dir") + 1] == "s3://bucket/runs"
+    assert words[words.index("--run.local-dir") + 1] == "/shared/outputs"
+
+
 @pytest.mark.parametrize("place", ["~/outputs", "../outputs"])
 def test_a_directory_outside_of_the_shared_volume_is_refused(place: str) -> None:
     with pytest.raises(BadInput, match=r"run\.output_dir"):

@@ -195,6 +195,12 @@ class TestRunning:
         assert any(line.startswith("seed=0: nothing printed yet (") for line in said)
 
 
+def test_a_sweep_needs_a_directory(tmp_path: Path) -> None:
+    given = [*words(tmp_path, "--grid", "seed=0"), "--run.output-dir", "s3://bucket/runs"]
+    with pytest.raises(BadInput, match=r"a sweep with run\.output_dir = s3"):
+        Sweep.open(read_request("rl", given))
+
+
 def test_a_signal_is_passed_on_and_the_sweep_goes_on_later(tmp_path: Path) -> None:
     """The sweep in a process of its own: SIGTERM ends the run under way, starts no other, and its code is that of a
     run."""

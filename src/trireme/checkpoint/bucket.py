@@ -1,0 +1,190 @@
+"""Object storage below a URL such as s3://bucket/prefix: objects that are put whole, some of them on a condition.
+
+A put whose condition does not hold has to be refused by the store itself (If-None-Match and If-Match of S3; Google's
+and Azure's stores have the same). `try_conditions` tries that before a run relies on it.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+
+from trireme.checkpoint.files import Bytes, FileRecord
+from trireme.checkpoint.pieces import PIECE_BYTES, WINDOW, Assembly, Piece, cut, flow
+from trireme.core.errors import StorageFailed
+from trireme.core.extras import require
+from trireme.core.refusals import Refusal
+
+REQUEST_S = 60.0
+"""Time limit of one request, which moves at most PIECE_BYTES."""
+RETRIES = 3
+RETRY_S = 60.0
+"""Seconds after which a request that failed is not sent again."""
+PIECE_S = 2 * (REQUEST_S + RETRY_S)
+"""Time limit for a piece, with what is sent again."""
+DELETED_AT_ONCE = 1000
+CONDITIONS = (
+    "object storage that refuses a put whose condition does not hold (If-None-Match, If-Match), as Amazon's S3 does: "
+    "only by that two drivers of one run notice each other"
+)
+
+
+class PutRefused(Exception):
+    """The object is not the one that a conditional put was to replace."""
+
+
+class Bucket:
+    """The objects below a URL. Each method raises StorageFailed for a store that cannot be reached or refuses."""
+
+    def __init__(self, url: str) -> None:
+        """Raises BadInput where the package is missing, or for a URL that it does not know."""
+        require("obstore", extra="s3", what_for=f"run.output_dir = {url}")
+        from obstore.store import from_url
+
+        self.url = url
+        try:
+            self._store = from_url(
+                url,
+                client_options={"timeout": timedelta(seconds=REQUEST_S), "allow_http": True},  # as the endpoint says
+                retry_config={"max_retries": RETRIES, "retry_timeout": timedelta(seconds=RETRY_S)},
+            )
+        except Exception as error:  # the package has an error of its own for each kind of store
+            raise Refusal(
+                f"run.output_dir = {url}: {_first_line(error)}",
+                "a directory, or a URL such as s3://bucket/prefix",
+                "correct --run.output-dir; keys, region and endpoint are taken from the environment (AWS_...)",
+            ).error() from None
+
+    @contextmanager
+    def _asked(self, key: str) -> Iterator[None]:
+        """Turns an error of the block into StorageFailed, but for a refused condition."""
+        from obstore.exceptions import AlreadyExistsError, PreconditionError
+
+        try:
+            yield
+        except (AlreadyExistsError, PreconditionError) as error:
+            raise PutRefused(f"{self.url}/{key}") from error
+        except StorageFailed:
+            raise
+        except Exception as error:  # one class for each kind of failure, without a common base
+            raise StorageFailed(f"{self.url}/{key}: {_first_line(error)}") from error
+
+    def read(self, key: str) -> tuple[bytes, str] | None:
+        """Returns the contents of an object and its tag; None if there is none."""
+        import obstore
+
+        with self._asked(key):
+            try:
+                found = obstore.get(self._store, key)
+                return bytes(found.bytes()), str(found.meta["e_tag"])
+            except FileNotFoundError:
+                return None
+
+    def tag(self, key: str) -> str | None:
+        """Returns the tag of an object, which changes with its contents; None if there is none."""
+        import obstore
+
+        with self._asked(key):
+            try:
+                return str(obstore.head(self._store, key)["e_tag"])
+            except FileNotFoundError:
+                return None
+
+    def put(self, key: str, contents: bytes | Path) -> None:
+        """Puts an object, whole or not at all; a file travels in parts."""
+        import obstore
+
+        with self._asked(key):
+            obstore.put(self._store, key, contents, chunk_size=PIECE_BYTES)
+
+    def swap(self, key: str, contents: bytes, tag: str | None) -> str:
+        """Replaces the object that has this `tag`, or makes it (None). Returns its new tag. Raises PutRefused if it is
+        another one by now."""
+        import obstore
+
+        with self._asked(key):
+            put = obstore.put(
+                self._store, key, contents, mode="create" if tag is None else {"e_tag": tag}, use_multipart=False
+            )
+        return str(put["e_tag"])
+
+    def fetch(self, key: str, assembly: Assembly, record: FileRecord) -> None:
+        """Brings an object to the disk as the file `record`, and verifies it. Raises StorageFailed, also for an object
+        that is not that file."""
+        import obstore
+
+        with self._asked(key), ThreadPoolExecutor(WINDOW) as pool:
+            size = int(obstore.head(self._store, key)["size"])
+            if size != record.size:
+                raise StorageFailed(f"{self.url}/{key} has {size} bytes, it was written with {record.size}")
+            flow(
+                cut([record]),
+                lambda piece: pool.submit(self._piece, key, piece),
+                lambda piece, asked: assembly.take(piece, asked.result(PIECE_S)),
+            )
+
+    def _piece(self, key: str, piece: Piece) -> Bytes:
+        import obstore
+
+        if not piece.size:
+            return np.empty(0, np.uint8)
+        contents = obstore.get_range(self._store, key, start=piece.offset, length=piece.size)
+        return np.frombuffer(memoryview(contents), np.uint8)
+
+    def keys(self, prefix: str) -> list[str]:
+        """Returns the keys that begin with `prefix`, a whole part of a path."""
+        import obstore
+
+        with self._asked(prefix):
+            return [str(found["path"]) for page in obstore.list(self._store, prefix) for found in page]
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Deletes objects; those that are not there count as deleted."""
+        import obstore
+
+        rest = list(keys)
+        while rest:
+            now, rest = rest[:DELETED_AT_ONCE], rest[DELETED_AT_ONCE:]
+            with self._asked(now[0]), suppress(FileNotFoundError):
+                obstore.delete(self._store, now)
+
+    def try_conditions(self) -> None:
+        """Tries whether the store refuses what it has to refuse. Raises BadInput if it does not, or cannot be written
+        at all."""
+        key = f"trial-{secrets.token_hex(8)}"
+        try:
+            first = self.swap(key, b"first", None)
+            self._expect_refusal(key, None, "If-None-Match: *")
+            self.swap(key, b"second", first)
+            self._expect_refusal(key, first, f"If-Match: {first}")
+            self.delete([key])
+        except (StorageFailed, PutRefused) as error:
+            raise Refusal(
+                f"run.output_dir = {self.url}, which did not take a conditional put: {error}",
+                CONDITIONS,
+                "correct the URL, or keys, region and endpoint in the environment (AWS_...); or take a directory",
+            ).error() from None
+
+    def _expect_refusal(self, key: str, tag: str | None, condition: str) -> None:
+        try:
+            self.swap(key, b"refuse this", tag)
+        except PutRefused:
+            return
+        with suppress(StorageFailed):
+            self.delete([key])
+        raise Refusal(
+            f"run.output_dir = {self.url}, a store that took a put with `{condition}` although that does not hold",
+            CONDITIONS,
+            "take another store, or a newer version of it, or a directory as --run.output-dir",
+        ).error()
+
+
+def _first_line(error: Exception) -> str:
+    """Returns what an error says, without the package's own account of itself."""
+    return str(error).split("\n\nDebug source")[0].strip().replace("\n", " ")[:500]

@@ -1,0 +1,166 @@
+"""A run in object storage: what its HEAD says there, and which objects that refers to. Moves no bytes.
+
+    HEAD                                           the run, its driver, its commits and files; put on condition
+    commits/000002/step_000020-<lineage>-1/...     the files of a commit that the second driver brought there
+    rows/000002/metrics.jsonl/000000-<checksum>    a part of a file beside the commits
+
+HEAD is what there is: an object counts once HEAD names it, and HEAD is put after everything that it names. An object is
+never put twice, because its name has the number of the driver, and it is deleted only when HEAD has ceased to name it.
+So a crash between any two puts leaves the run as the last HEAD says, and what a driver does that has been superseded
+changes nothing that the new one names. Commits and rows of a branch are named by another path, and stay where they
+are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import xxhash
+
+from trireme.checkpoint.manifest import CommitRef, Manifest, step_name, step_of
+from trireme.checkpoint.store import Head
+from trireme.core.errors import CheckpointInvalid
+from trireme.core.finite_json import to_json
+
+FORMAT = 1
+PART_BYTES = 4 << 20
+"""Size of the parts of a file; only its last one is shorter, and is put anew when the file has grown."""
+COMMITS, ROWS = "commits", "rows"
+
+
+@dataclass(frozen=True)
+class StoredCommit:
+    """A commit in object storage."""
+
+    key: str
+    """Its files are KEY/<path>, its manifest too."""
+    manifest: str
+    """The checksum of the manifest's text."""
+    kept: bool = False
+    """True: it is marked as referred to by something else (`checkpoint.store.KEEP`)."""
+
+
+@dataclass(frozen=True)
+class FilePart:
+    """A part of a file in object storage."""
+
+    driver: int
+    """The driver that put it."""
+    size: int
+    checksum: str
+
+
+@dataclass(frozen=True)
+class StoredRun:
+    """The contents of HEAD in object storage."""
+
+    driver: int
+    """Counts the drivers, from 1."""
+    token: str
+    """Chosen by the driver at random, so that no other one's HEAD is equal to its own."""
+    holder: str
+    """The process, for people."""
+    head: Head
+    """HEAD of the run directory."""
+    written: int = 0
+    """Counts what this driver has put, so that no two HEADs are equal."""
+    commits: Mapping[str, StoredCommit] = field(default_factory=dict)
+    """The commits, by their paths in the run directory."""
+    files: Mapping[str, tuple[FilePart, ...]] = field(default_factory=dict)
+    """The parts of the files beside them, by their paths in the run directory."""
+
+    def to_json(self) -> bytes:
+        values = {"format": FORMAT, **asdict(self)}
+        values["files"] = {
+            path: [[part.driver, part.size, part.checksum] for part in parts] for path, parts in self.files.items()
+        }
+        return to_json(values).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> StoredRun:
+        """Parses what `to_json` wrote. Raises CheckpointInvalid for any other text."""
+        try:
+            values = json.loads(text)
+            written = values.pop("format")
+            if written != FORMAT:
+                raise CheckpointInvalid(f"HEAD has format version {written}, but this program reads {FORMAT}")
+            head = values["head"]
+            base = CommitRef(**head["base"]) if head["base"] else None
+            return cls(
+                **{
+                    **values,
+                    "head": Head(**{**head, "base": base}),
+                    "commits": {path: StoredCommit(**each) for path, each in values["commits"].items()},
+                    "files": {
+                        path: tuple(FilePart(*part) for part in parts) for path, parts in values["files"].items()
+                    },
+                }
+            )
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise CheckpointInvalid(f"HEAD is damaged ({type(error).__name__}: {error})") from None
+
+    def of_branch(self) -> dict[int, str]:
+        """Returns {step: path} of the commits of HEAD's branch, in order of step."""
+        steps = {path: step_of(Path(path).name) for path in self.commits if path.startswith("checkpoints/")}
+        return dict(sorted((step, path) for path, step in steps.items() if step is not None))
+
+    def parts(self) -> set[str]:
+        """Returns the keys of all parts of files."""
+        return {part_key(path, number, part) for path, parts in self.files.items() for number, part in enumerate(parts)}
+
+    def commit_keys(self) -> set[str]:
+        return {commit.key for commit in self.commits.values()}
+
+
+def part_key(path: str, number: int, part: FilePart) -> str:
+    """Returns the key of a part of the file `path`."""
+    return f"{ROWS}/{part.driver:06d}/{path}/{number:06d}-{part.checksum}"
+
+
+def commit_key(driver: int, manifest: Manifest) -> str:
+    """Returns the key below which a driver puts a commit."""
+    return f"{COMMITS}/{driver:06d}/{step_name(manifest.step)}-{manifest.lineage}-{manifest.attempt}"
+
+
+def driver_of(key: str) -> int | None:
+    """Returns the number of the driver that put an object; None for a key of another form."""
+    words = key.split("/")
+    return int(words[1]) if len(words) > 2 and words[0] in (COMMITS, ROWS) and words[1].isdecimal() else None
+
+
+def part_of(block: bytes, driver: int, known: FilePart | None) -> FilePart:
+    """Returns the part with these contents: the `known` one if it has them, else a new one of `driver`."""
+    part = FilePart(driver, len(block), xxhash.xxh3_128_hexdigest(block))
+    return known if known and (known.size, known.checksum) == (part.size, part.checksum) else part
+
+
+def elsewhere(
+    stored: StoredRun, head: Head, here: Mapping[str, StoredCommit], keep_last: int, keep_every: int | None
+) -> dict[str, StoredCommit]:
+    """Returns the commits of `stored` that are in object storage alone, and stay there: `here` are those that the run
+    directory holds. They are kept as long as they would be in the directory (`CheckpointStore.prune`), and belong to
+    the branch that was left when the run has gone back behind them."""
+    alone: dict[str, StoredCommit] = {}
+    on_branch: dict[int, str] = {}
+    held, steps = {commit.manifest for commit in here.values()}, {path: n for n, path in stored.of_branch().items()}
+    left = head.lineage != stored.head.lineage
+    base = head.base.step if head.base else -1
+    for path, commit in stored.commits.items():
+        step = steps.get(path)
+        if commit.manifest in held:
+            continue
+        if step is None:
+            alone[path] = commit
+        elif left and step > base:
+            alone[f"branches/{stored.head.lineage}/{path}"] = commit
+        elif path not in here:
+            alone[path], on_branch[step] = commit, path
+    known = sorted({*on_branch, *replace(stored, commits=here).of_branch()})
+    for step, path in on_branch.items():
+        is_old = step not in known[-keep_last:] and not (keep_every and step % keep_every == 0)
+        if is_old and not alone[path].kept:
+            del alone[path]
+    return alone

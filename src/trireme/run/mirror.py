@@ -1,0 +1,313 @@
+"""Keeps a run in object storage while it trains: `run.output_dir = "s3://bucket/prefix"` (`checkpoint.stored_run`).
+
+The run works in its directory on this machine as every run does. A thread brings each new commit to the store, its
+manifest last, then what is new in the files beside it, then HEAD, which names all of that, and which the store takes
+only from the driver that put it last. A driver whose HEAD is refused has been superseded: its next look at its right to
+write raises LockLost. What cannot be brought is an incident, and is tried again; after more than
+`checkpoint.max_missed` commits in a row the run stops.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import xxhash
+
+from trireme.checkpoint.bucket import Bucket, PutRefused
+from trireme.checkpoint.manifest import MANIFEST, Manifest
+from trireme.checkpoint.rows import METRICS, ROLLOUTS, TRAINED
+from trireme.checkpoint.store import HEAD, KEEP, CheckpointStore, Head
+from trireme.checkpoint.stored_run import (
+    PART_BYTES,
+    FilePart,
+    StoredCommit,
+    StoredRun,
+    commit_key,
+    driver_of,
+    elsewhere,
+    part_key,
+    part_of,
+)
+from trireme.config.run import CheckpointConfig
+from trireme.config.trust import RECORD
+from trireme.core.errors import CheckpointInvalid, LockLost, StorageFailed
+from trireme.core.refusals import Refusal
+from trireme.process import trace
+from trireme.process.faults import fault_point
+
+FILES = (RECORD, "code.diff", METRICS, TRAINED, "checkpoints.jsonl")
+TREES = (ROLLOUTS, "logs", "trace", "tensorboard", "wandb")
+LOOK_S = 1.0
+"""Seconds between looks for a new commit."""
+EVERY_S = 60.0
+"""Seconds after which rows and logs are brought without a commit, and HEAD is looked at."""
+RETRY_S = 30.0
+"""Seconds until what could not be brought is tried again."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The part of a run directory that only the start of an attempt changes."""
+
+    head: Head
+    parked: frozenset[str]
+    """The paths of commits of branches that were left."""
+
+
+class Mirror:
+    """Brings what the run directory `root` holds to `bucket`, for the driver that put `stored` there, with this `tag`.
+
+    `limit_s`: for everything that is new at one time. `note` records an incident.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        root: Path,
+        stored: StoredRun,
+        tag: str,
+        options: CheckpointConfig,
+        limit_s: float,
+        note: Callable[[str], None],
+    ) -> None:
+        self._bucket, self._root, self._options, self._limit_s, self._note = bucket, root, options, limit_s, note
+        self._stored, self._tag = stored, tag
+        self._seen: set[str] = set()  # commits that the directory held at some time, by path
+        self._looked_at: set[str] = set()  # commits that the directory held at the last success, by name
+        self._put: set[str] = set()  # files of commits that have arrived, by key
+        self._stats: dict[str, tuple[int, int, int]] = {}  # of the files whose parts `_stored` has
+        self._swept = False
+        self._waiting: set[str] = set()  # new commits since the last success
+        self._failed: Exception | None = None
+        self._lost: Exception | None = None
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="store", daemon=True)
+
+    def start(self) -> None:
+        """Begins to follow what the directory holds."""
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raises LockLost if another driver has taken over, and StorageFailed if too many commits are only here."""
+        if self._lost:
+            raise self._lost
+        if self._failed and len(self._waiting) > self._options.max_missed:
+            raise StorageFailed(self._said(self._failed))
+
+    def close(self, limit_s: float) -> None:
+        """Brings what is new for the last time. Raises LockLost, and StorageFailed if it has not arrived within
+        `limit_s`."""
+        self._ending.set()
+        self._thread.join(limit_s)
+        if self._lost:
+            raise self._lost
+        if self._thread.is_alive() or self._failed:
+            late = StorageFailed(f"waited {limit_s:g} s for {self._bucket.url}")
+            raise StorageFailed(self._said(self._failed or late)) from self._failed
+
+    def _said(self, error: Exception) -> str:
+        return (
+            f"{self._bucket.url} lacks what is new in {self._root}, {len(self._waiting)} commits among it "
+            f"(checkpoint.max_missed = {self._options.max_missed}): {error}"
+        )
+
+    def _follow(self) -> None:
+        """Brings new commits at once, and everything else every EVERY_S. What failed waits for RETRY_S, and is tried
+        once more at the end."""
+        full_at, retry_at = time.monotonic(), 0.0
+        while not self._lost and not self._ending.wait(LOOK_S):
+            self._waiting |= self._new_commits()
+            now = time.monotonic()
+            if now >= retry_at and (self._waiting or now >= full_at):
+                self._try()
+                full_at = time.monotonic() + EVERY_S
+                retry_at = time.monotonic() + RETRY_S if self._failed else 0.0
+        if not self._lost:
+            self._waiting |= self._new_commits()
+            self._try()
+
+    def _new_commits(self) -> set[str]:
+        """Returns the names of the commits that were not there when everything was brought for the last time."""
+        return {commit.name for commit in CheckpointStore(self._root).commits()} - self._looked_at
+
+    def _try(self) -> None:
+        names = {commit.name for commit in CheckpointStore(self._root).commits()}
+        try:
+            while not self.bring():
+                pass
+        except (StorageFailed, CheckpointInvalid, OSError) as error:
+            if not self._failed:
+                self._note(f"{self._said(error)}; tried again every {RETRY_S:g} s")
+            self._failed = error
+        except Exception as error:  # LockLost, or an error of this program, which ends the run
+            self._lost = error
+        else:
+            if self._failed:
+                self._note(f"{self._bucket.url} has everything again")
+            self._failed, self._looked_at = None, names
+            self._waiting.clear()
+
+    def bring(self) -> bool:
+        """Brings everything that is new to the store, and deletes there what HEAD has ceased to name. Returns False if
+        an attempt began meanwhile: then it has to be called again. Raises LockLost, StorageFailed, OSError."""
+        deadline, shape, driver = time.monotonic() + self._limit_s, self._shape(), self._stored.driver
+        if shape is None:
+            return True  # the directory was emptied for a start that has not come to an end
+        commits = self._bring_commits(deadline)
+        self._seen |= commits.keys()
+        fault_point("store.commits")
+        stats, files = dict(self._stats), {}
+        for path in sorted(_files(self._root)):
+            with suppress(FileNotFoundError):  # moved to a branch just now
+                files[path] = self._bring_file(path, driver, deadline)
+        if self._shape() != shape:
+            self._stats = stats
+            return False
+        gone = self._seen - commits.keys()
+        known = replace(
+            self._stored, commits={path: each for path, each in self._stored.commits.items() if path not in gone}
+        )
+        keep_last, keep_every = self._options.keep_last, self._options.keep_every
+        commits |= elsewhere(known, shape.head, commits, keep_last, keep_every)
+        new = replace(self._stored, head=shape.head, commits=commits, files=files)
+        if new == self._stored:
+            if self._bucket.tag(HEAD) != self._tag:
+                self._settle()
+        else:
+            self._put_head(replace(new, written=self._stored.written + 1))
+        if not self._swept:
+            self._sweep()
+        return True
+
+    def _shape(self) -> Shape | None:
+        head = CheckpointStore(self._root).head()
+        parked = frozenset(str(path.relative_to(self._root)) for path in _parked(self._root))
+        return Shape(head, parked) if head else None
+
+    def _bring_commits(self, deadline: float) -> dict[str, StoredCommit]:
+        """Brings the commits of the directory, the newest first. Returns those that are whole in the store."""
+        known = {commit.manifest: commit for commit in self._stored.commits.values()}
+        brought = {}
+        for commit in [*reversed(CheckpointStore(self._root).commits()), *_parked(self._root)]:
+            try:
+                text = (commit / MANIFEST).read_bytes()
+                checksum = xxhash.xxh3_128_hexdigest(text)
+                there = known.get(checksum) or self._bring_commit(commit, text, checksum, deadline)
+            except (CheckpointInvalid, FileNotFoundError):
+                continue  # damaged, or deleted just now
+            path = str(commit.relative_to(self._root))
+            brought[path] = replace(there, kept=(commit / KEEP).exists())
+        return brought
+
+    def _bring_commit(self, commit: Path, text: bytes, checksum: str, deadline: float) -> StoredCommit:
+        manifest = Manifest.verified(commit, contents=False)
+        key = commit_key(self._stored.driver, manifest)
+        with trace.span("upload", "store", version=manifest.step, bytes=manifest.size):
+            for record in manifest.files:
+                if (file_key := f"{key}/{record.path}") not in self._put:
+                    self._in_time(deadline, file_key)
+                    if not (commit / record.path).exists():
+                        raise CheckpointInvalid(f"{commit} is being deleted")
+                    self._bucket.put(file_key, commit / record.path)
+                    self._put.add(file_key)
+                    fault_point("store.file")
+            self._bucket.put(f"{key}/{MANIFEST}", text)
+            fault_point("store.manifest")
+        return StoredCommit(key, checksum)
+
+    def _bring_file(self, path: str, driver: int, deadline: float) -> tuple[FilePart, ...]:
+        """Brings the new parts of a file. Returns all of its parts."""
+        file, known = self._root / path, self._stored.files.get(path, ())
+        stat = file.stat()
+        now = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
+        if self._stats.get(path) == now and path in self._stored.files:
+            return known
+        parts: list[FilePart] = []
+        with file.open("rb") as stream:
+            while block := stream.read(PART_BYTES):
+                number = len(parts)
+                part = part_of(block, driver, known[number] if number < len(known) else None)
+                if number >= len(known) or part is not known[number]:
+                    self._in_time(deadline, path)
+                    self._bucket.put(part_key(path, number, part), block)
+                    fault_point("store.part")
+                parts.append(part)
+        self._stats[path] = now
+        return tuple(parts)
+
+    def _in_time(self, deadline: float, what: str) -> None:
+        if time.monotonic() > deadline:
+            raise StorageFailed(
+                f"after {self._limit_s:g} s (timeouts.checkpoint_s) {what} and what comes after it were not there"
+            )
+
+    def _put_head(self, new: StoredRun) -> None:
+        """Puts HEAD on the condition that it is still this driver's, then deletes what it has ceased to name."""
+        old = self._stored
+        try:
+            self._tag = self._bucket.swap(HEAD, new.to_json(), self._tag)
+        except PutRefused:
+            if self._settle() != new:
+                raise StorageFailed(f"{self._bucket.url}: an earlier HEAD of this driver arrived late") from None
+        self._stored = new
+        fault_point("store.head")
+        self._bucket.delete(sorted(old.parts() - new.parts()))
+        for key in sorted(old.commit_keys() - new.commit_keys()):
+            self._bucket.delete(self._bucket.keys(key))
+            self._put = {put for put in self._put if not put.startswith(f"{key}/")}
+
+    def _settle(self) -> StoredRun:
+        """Reads HEAD again: a put may have been taken although its answer was lost. Returns it if it is this driver's.
+        Raises LockLost if it is another one's."""
+        found = self._bucket.read(HEAD)
+        there = StoredRun.from_json(found[0]) if found else None
+        if there and found and there.token == self._stored.token:
+            self._stored, self._tag = there, found[1]
+            return there
+        by = f"{there.holder}, attempt {there.head.attempt} of run {there.head.run_id}" if there else "no driver"
+        refusal = Refusal(
+            f"{self._bucket.url}, whose HEAD was put by {by}, after driver {self._stored.driver} "
+            f"({self._stored.holder})",
+            "one driver for a run: the store takes HEAD only from the one that put it last",
+            "leave the run to the new driver: this one ends, and nothing that the new one names was changed by it",
+        )
+        raise LockLost(str(refusal))
+
+    def _sweep(self) -> None:
+        """Deletes what earlier drivers put and no HEAD came to name. Those may still live, so what they put from now on
+        stays until the next driver."""
+        stored = self._stored
+        swept: list[str] = []
+        parts, commits = stored.parts(), stored.commit_keys()
+        for key in [*self._bucket.keys("commits"), *self._bucket.keys("rows")]:
+            driver = driver_of(key)
+            is_named = key in parts or "/".join(key.split("/")[:3]) in commits
+            if driver is not None and driver < stored.driver and not is_named:
+                swept.append(key)
+        self._bucket.delete(swept)
+        self._swept = True
+
+
+def _parked(root: Path) -> list[Path]:
+    """Returns the commits of the branches that were left."""
+    return sorted(root.glob("branches/*/checkpoints/step_*"))
+
+
+def _files(root: Path) -> Iterator[str]:
+    """Yields the paths of the files beside the commits, those of branches too; links are left out."""
+    for top in (root, *root.glob("branches/*")):
+        for name in (*FILES, *((HEAD,) if top != root else ())):
+            if (top / name).is_file():
+                yield str((top / name).relative_to(root))
+        for tree in TREES:
+            for directory, _, names in os.walk(top / tree):
+                for name in names:
+                    file = Path(directory, name)
+                    if file.is_file() and not file.is_symlink() and file.suffix != ".new":
+                        yield str(file.relative_to(root))

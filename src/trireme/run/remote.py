@@ -1,0 +1,236 @@
+"""Starts a run that is kept in object storage: brings what is there to this machine, and takes over its HEAD."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import xxhash
+
+from trireme.checkpoint.bucket import Bucket, PutRefused
+from trireme.checkpoint.files import (
+    FileRecord,
+    HashingWriter,
+    fsync_directory,
+    make_directory,
+    replace_file,
+    storage_errors,
+    write_bytes,
+)
+from trireme.checkpoint.manifest import MANIFEST, Manifest, file_of
+from trireme.checkpoint.pieces import Assembly
+from trireme.checkpoint.store import HEAD, STAGING, CheckpointStore
+from trireme.checkpoint.stored_run import StoredRun, part_key
+from trireme.config import CommonConfig
+from trireme.core.errors import CheckpointInvalid, StorageFailed
+from trireme.core.finite_json import to_json
+from trireme.core.refusals import Refusal
+from trireme.run.mirror import Mirror
+from trireme.run.rundir import BEFORE_MARKS, RunDir, locked, named_root
+
+RECORD = "STORE"
+"""File of a run directory that is kept in object storage: the tokens of the HEADs there that it has everything of."""
+ARRIVING = ".arriving"
+"""The end of the name of a run directory that is not whole yet."""
+
+
+class RemoteRun:
+    """A run in object storage, as this start found it."""
+
+    def __init__(self, url: str, config: CommonConfig, say: Callable[[str], None]) -> None:
+        """Tries whether the store can hold a run. Raises BadInput if it cannot, StorageFailed, CheckpointInvalid."""
+        self._url, self._config, self._say = url, config, say
+        Bucket(url).try_conditions()
+        self._bucket: Bucket | None = None
+        self._found: StoredRun | None = None
+        self._tag: str | None = None
+        if root := named_root(config):
+            self._look(root.name)
+            self._prepare(root)
+
+    def _look(self, name: str) -> Bucket:
+        """Reads HEAD of the run with this name."""
+        self._bucket = bucket = Bucket(f"{self._url}/{name}")
+        if found := bucket.read(HEAD):
+            try:
+                self._found, self._tag = StoredRun.from_json(found[0]), found[1]
+            except CheckpointInvalid as error:
+                raise CheckpointInvalid(f"{bucket.url}: {error}") from None
+        return bucket
+
+    def _prepare(self, root: Path) -> None:
+        """Makes `root` what the start needs: nothing, this machine's own directory, or what was brought."""
+        resume, found = self._config.resume, self._found
+        if found is None:
+            return
+        if not resume.wanted or (resume.dir is not None and resume.latest != "auto"):
+            if not self._config.clean:
+                raise Refusal(
+                    f"the run {self._url}/{root.name}, which is in use (step {max(found.of_branch(), default=0)})",
+                    "a new run, or --resume",
+                    "choose another --run.name, continue it by --resume, or delete what it holds with --clean",
+                ).error()
+            return
+        if _is_up_to_date(root, found):
+            return
+        with storage_errors(root):
+            if moved := _set_aside(root, found.driver):
+                self._say(f"{root} is older than {self._url}/{root.name}, or another run: it is now {moved}")
+            notes = self._bring(root, found)
+        for note in notes:
+            self._say(note)
+
+    def _bring(self, root: Path, found: StoredRun) -> list[str]:
+        """Makes the run directory `root`, with one commit. Returns notes for people."""
+        bucket = self._bucket
+        assert bucket
+        arriving = root.with_name(root.name + ARRIVING)
+        shutil.rmtree(arriving, ignore_errors=True)
+        make_directory(arriving)
+        for path, parts in found.files.items():
+            file = file_of(arriving, FileRecord(path, 0, ""))
+            make_directory(file.parent)
+            with HashingWriter(file) as writer:
+                for number, part in enumerate(parts):
+                    contents = bucket.read(part_key(path, number, part))
+                    if not contents or xxhash.xxh3_128_hexdigest(contents[0]) != part.checksum:
+                        raise StorageFailed(
+                            f"{bucket.url}/{part_key(path, number, part)} is {'altered' if contents else 'missing'}; "
+                            "if a driver of this run is alive it has put another HEAD meanwhile: try again"
+                        )
+                    writer.write(contents[0])
+        commit, notes = self._bring_commit(arriving, found)
+        if commit is None and notes:
+            raise Refusal(
+                f"the run {bucket.url}, none of whose commits verifies: {'; '.join(notes)}",
+                "a commit that is whole",
+                "restore one from a backup, or start a new run under another --run.name",
+            ).error()
+        found.head.write(arriving / HEAD)
+        _record(arriving, found.token)
+        arriving.rename(root)
+        fsync_directory(root.parent)
+        return [*notes, f"{root} was brought from {bucket.url}, with {commit or 'no commit: there is none yet'}"]
+
+    def _bring_commit(self, root: Path, found: StoredRun) -> tuple[str | None, list[str]]:
+        """Brings the commit to resume from. Returns its name, None without one, and a note for each newer one that does
+        not verify."""
+        steps, wanted = found.of_branch(), self._config.resume.step
+        notes: list[str] = []
+        if wanted is not None and wanted >= 0:
+            if wanted not in steps:
+                raise Refusal(
+                    f"--resume.step {wanted}, of which {self._url}/{root.name.removesuffix(ARRIVING)} holds no commit",
+                    f"a step that was committed and not superseded; there are: {', '.join(map(str, steps)) or 'none'}",
+                    "choose one of these, or the newest with --resume alone",
+                ).error()
+            steps = {wanted: steps[wanted]}
+        for path in reversed(steps.values()):
+            try:
+                self._bring_files(root, path, found)
+                return Path(path).name, notes
+            except (StorageFailed, CheckpointInvalid) as error:
+                notes.append(f"passed over {path} in the store: {error}")
+                shutil.rmtree(root / path, ignore_errors=True)
+        return None, notes
+
+    def _bring_files(self, root: Path, path: str, found: StoredRun) -> None:
+        bucket, stored = self._bucket, found.commits[path]
+        assert bucket
+        text = bucket.read(f"{stored.key}/{MANIFEST}")
+        if text is None or xxhash.xxh3_128_hexdigest(text[0]) != stored.manifest:
+            raise CheckpointInvalid(f"{stored.key}/{MANIFEST} is {'altered' if text else 'missing'}")
+        manifest = Manifest.from_json(text[0].decode())
+        assembly = Assembly(root / path)
+        try:
+            for record in manifest.files:
+                bucket.fetch(f"{stored.key}/{record.path}", assembly, record)
+        finally:
+            assembly.abandon()
+        write_bytes(root / path, MANIFEST, text[0])
+
+    def claim(self, run: RunDir, note: Callable[[str], None]) -> Mirror:
+        """Takes over HEAD in the store for `run`. Returns what brings it there. Raises BadInput if another driver was
+        faster, StorageFailed."""
+        bucket = self._bucket or self._look(run.root.name)
+        before = self._found if self._found and self._found.head.run_id == run.start.run_id else None
+        mine = StoredRun(
+            driver=self._found.driver + 1 if self._found else 1,
+            token=secrets.token_hex(8),
+            holder=f"pid {os.getpid()} on {os.uname().nodename}",
+            head=run.head,
+            commits=before.commits if before else {},
+            files=before.files if before else {},
+        )
+        with storage_errors(run.root):
+            _record(run.root, mine.token, *([before.token] if before else []))
+        try:
+            tag = bucket.swap(HEAD, mine.to_json(), self._tag)
+        except PutRefused:
+            tag = _own_tag(bucket, mine)
+        self._say(f"the run is kept in {bucket.url}, and any machine can resume it from there")
+        options, limit_s = self._config.checkpoint, self._config.timeouts.checkpoint_s
+        return Mirror(bucket, run.root, mine, tag, options, limit_s, note)
+
+    @contextmanager
+    def kept(self, run: RunDir, note: Callable[[str], None]) -> Iterator[RunDir]:
+        """Takes over HEAD in the store for `run`, which is brought there during the block and once more at its end.
+        Yields the run, whose right to write ends with the right to that HEAD. Raises BadInput if another driver was
+        faster; LockLost, and StorageFailed where the end of the run has not arrived."""
+        mirror, limit_s = self.claim(run, note), self._config.timeouts.checkpoint_s
+        mirror.start()
+        try:
+            yield replace(run, fence=mirror.check)
+        except BaseException as error:
+            try:
+                mirror.close(min(self._config.checkpoint.grace_s, limit_s))
+            except StorageFailed as late:
+                error.add_note(str(late))
+            raise
+        mirror.close(limit_s)
+
+
+def _own_tag(bucket: Bucket, mine: StoredRun) -> str:
+    """Returns the tag of HEAD if it is this driver's: its put was taken, and only the answer lost. Raises BadInput."""
+    there = bucket.read(HEAD)
+    if there and there[0] == mine.to_json():
+        return there[1]
+    raise Refusal(
+        f"the run {bucket.url}, whose HEAD another driver has put since this one began",
+        "one driver for a run",
+        "stop that driver, or leave the run to it; then start this one again",
+    ).error() from None
+
+
+def _record(root: Path, *tokens: str) -> None:
+    replace_file(root / RECORD, to_json(tokens).encode())
+
+
+def _is_up_to_date(root: Path, found: StoredRun) -> bool:
+    """Returns True if `root` has everything that `found` names: its driver, or who brought it, worked there."""
+    if not (root / RECORD).exists() or not (root / HEAD).exists() or (root / STAGING).exists():
+        return False
+    head = CheckpointStore(root).head()
+    tokens: list[str] = json.loads((root / RECORD).read_bytes())
+    return head is not None and head.run_id == found.head.run_id and found.token in tokens
+
+
+def _set_aside(root: Path, driver: int) -> Path | None:
+    """Renames what is in the way, and returns where it is now; None if there was nothing. Raises BadInput for the
+    directory of a living driver, OSError."""
+    if not root.exists():
+        return None
+    if {entry.name for entry in root.iterdir()} <= set(BEFORE_MARKS):
+        shutil.rmtree(root)
+        return None
+    with locked(root):
+        moved = root.with_name(f"{root.name}.before-{driver}-{secrets.token_hex(2)}")
+        root.rename(moved)
+        fsync_directory(root.parent)
+    return moved

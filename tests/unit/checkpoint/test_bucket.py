@@ -1,0 +1,107 @@
+"""Objects of a store that enforces conditions, and what is said where it fails."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from store_support import Double, double
+
+from trireme.checkpoint.bucket import Bucket, PutRefused
+from trireme.checkpoint.copies import record_of
+from trireme.checkpoint.pieces import PIECE_BYTES, Assembly
+from trireme.core.errors import BadInput, StorageFailed
+
+pytestmark = pytest.mark.usefixtures("instant_disk")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Double]:
+    with double() as running:
+        yield running
+
+
+@pytest.fixture
+def bucket(server: Double, monkeypatch: pytest.MonkeyPatch) -> Bucket:
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    server.ignores, server.refuses = (), lambda _request: False
+    return Bucket(server.url)
+
+
+def test_a_put_on_a_condition(bucket: Bucket) -> None:
+    first = bucket.swap("HEAD", b"1", None)
+    with pytest.raises(PutRefused):
+        bucket.swap("HEAD", b"2", None)
+    second = bucket.swap("HEAD", b"2", first)
+    with pytest.raises(PutRefused):
+        bucket.swap("HEAD", b"3", first)
+    assert bucket.read("HEAD") == (b"2", second)
+    assert bucket.tag("HEAD") == second
+    with pytest.raises(PutRefused):
+        bucket.swap("missing", b"1", first)
+
+
+def test_what_is_not_there(bucket: Bucket) -> None:
+    assert bucket.read("nothing") is None
+    assert bucket.tag("nothing") is None
+    assert bucket.keys("nothing") == []
+    bucket.delete(["nothing"])
+    bucket.delete([])
+
+
+def test_keys_below_a_part_of_a_path(bucket: Bucket) -> None:
+    for key in ("a/b/1", "a/b/2", "a/bc/3"):
+        bucket.put(key, b"x")
+    assert sorted(bucket.keys("a/b")) == ["a/b/1", "a/b/2"]
+    bucket.delete(bucket.keys("a"))
+    assert bucket.keys("a") == []
+
+
+@pytest.mark.parametrize("size", [0, 1, PIECE_BYTES, PIECE_BYTES + 3])
+def test_a_file_there_and_back(bucket: Bucket, tmp_path: Path, size: int) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "file").write_bytes(os.urandom(size))
+    record = record_of(tmp_path / "here", "file")
+    bucket.put("c/file", tmp_path / "here" / "file")
+    assembly = Assembly(tmp_path / "there")
+    bucket.fetch("c/file", assembly, record)
+    assert (tmp_path / "there" / "file").read_bytes() == (tmp_path / "here" / "file").read_bytes()
+
+
+@pytest.mark.parametrize("contents", [b"", b"abcde", b"abcdefgh", b"abcdef!"])
+def test_another_file_is_never_read(bucket: Bucket, tmp_path: Path, contents: bytes) -> None:
+    (tmp_path / "file").write_bytes(b"abcdefg")
+    record = record_of(tmp_path, "file")
+    bucket.put("torn", contents)
+    assembly = Assembly(tmp_path / "there")
+    with pytest.raises(StorageFailed):
+        bucket.fetch("torn", assembly, record)
+    assembly.abandon()
+    assert list((tmp_path / "there").glob("*")) == []
+
+
+def test_a_missing_file_is_named(bucket: Bucket, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"a")
+    with pytest.raises(StorageFailed, match="group/gone"):
+        bucket.fetch("gone", Assembly(tmp_path / "there"), record_of(tmp_path, "file"))
+
+
+def test_a_refusal_is_said_in_a_line(bucket: Bucket, server: Double) -> None:
+    server.refuses = lambda _request: True
+    with pytest.raises(StorageFailed) as failed:
+        bucket.put("key", b"x")
+    assert f"{server.url}/key" in str(failed.value)
+    assert "403" in str(failed.value)
+    assert "\n" not in str(failed.value)
+    assert "Debug source" not in str(failed.value)
+
+
+def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(BadInput, match="uv sync --extra s3") as refused:
+        Bucket("s3://bucket/prefix")
+    assert "run.output_dir = s3://bucket/prefix" in str(refused.value)

@@ -1,0 +1,107 @@
+"""What HEAD in object storage says, and which commits stay there alone."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from trireme.checkpoint.manifest import CommitRef
+from trireme.checkpoint.store import Head
+from trireme.checkpoint.stored_run import (
+    FORMAT,
+    FilePart,
+    StoredCommit,
+    StoredRun,
+    driver_of,
+    elsewhere,
+    part_key,
+    part_of,
+)
+from trireme.core.errors import CheckpointInvalid
+
+HEAD = Head("11111111", "aaaaaaaa", 1, None)
+
+
+def stored(*steps: int, kept: int | None = None) -> StoredRun:
+    commits = {f"checkpoints/step_{n:06d}": StoredCommit(f"commits/{n}", f"sum {n}", n == kept) for n in steps}
+    return StoredRun(2, "token", "pid 1 on node", HEAD, 3, commits, {"metrics.jsonl": (FilePart(1, 5, "ab"),)})
+
+
+def here(*steps: int) -> dict[str, StoredCommit]:
+    return dict(stored(*steps).commits)
+
+
+def alone(run: StoredRun, held: dict[str, StoredCommit], head: Head = HEAD, **rule: int | None) -> list[str]:
+    return sorted(elsewhere(run, head, held, **{"keep_last": 3, "keep_every": None, **rule}))  # type: ignore[arg-type]
+
+
+def test_its_text() -> None:
+    run = stored(1, 2)
+    assert StoredRun.from_json(run.to_json()) == run
+    forked = StoredRun(1, "t", "h", Head("1", "2", 3, CommitRef("b", 4)))
+    assert StoredRun.from_json(forked.to_json()) == forked
+
+
+@pytest.mark.parametrize("text", [b"", b"[]", b"{}", b'{"format": 1}', b"null", stored(1).to_json()[:-9]])
+def test_another_text_is_refused(text: bytes) -> None:
+    with pytest.raises(CheckpointInvalid, match="damaged"):
+        StoredRun.from_json(text)
+
+
+def test_another_format_is_named() -> None:
+    text = json.dumps({**json.loads(stored().to_json()), "format": FORMAT + 1}).encode()
+    with pytest.raises(CheckpointInvalid, match=f"format version {FORMAT + 1}"):
+        StoredRun.from_json(text)
+
+
+def test_keys_say_who_put_them() -> None:
+    part = part_of(b"abc", 7, None)
+    key = part_key("logs/attempt_1/a.log", 2, part)
+    assert driver_of(key) == 7
+    assert key in StoredRun(7, "t", "h", HEAD, files={"logs/attempt_1/a.log": (part, part, part)}).parts()
+    assert [driver_of(other) for other in ("HEAD", "trial-1", "rows/x/y", "other/000001/y")] == [None] * 4
+
+
+def test_a_part_of_equal_contents_is_the_known_one() -> None:
+    known = part_of(b"abc", 1, None)
+    assert part_of(b"abc", 2, known) is known
+    assert part_of(b"abd", 2, known).driver == 2
+
+
+@pytest.mark.parametrize(
+    ("steps", "held", "rule", "stay"),
+    [
+        ((1, 2, 3), (3,), {}, [1, 2]),
+        ((1, 2, 3), (3, 4), {}, [2]),
+        ((1, 2, 3), (4, 5, 6), {}, []),
+        ((2, 4, 5), (6,), {"keep_last": 1, "keep_every": 4}, [4]),
+        ((1, 2), (), {"keep_last": 1}, [2]),
+    ],
+)
+def test_what_is_in_the_store_alone_is_kept_by_the_same_rule(
+    steps: tuple[int, ...], held: tuple[int, ...], rule: dict[str, int], stay: list[int]
+) -> None:
+    assert alone(stored(*steps), here(*held), **rule) == [f"checkpoints/step_{n:06d}" for n in stay]
+
+
+def test_a_commit_that_something_refers_to_stays() -> None:
+    assert alone(stored(1, 2, kept=1), here(3), keep_last=1) == ["checkpoints/step_000001"]
+
+
+def test_what_the_run_went_back_behind_is_on_the_branch() -> None:
+    back = Head("11111111", "bbbbbbbb", 2, CommitRef("aaaaaaaa", 2))
+    anew = {"checkpoints/step_000003": StoredCommit("commits/anew", "another sum")}
+    assert alone(stored(1, 2, 3, 4), {**here(2), **anew}, back) == [
+        "branches/aaaaaaaa/checkpoints/step_000003",
+        "branches/aaaaaaaa/checkpoints/step_000004",
+        "checkpoints/step_000001",
+    ]
+    begun_again = Head("11111111", "bbbbbbbb", 2, None)
+    assert alone(stored(1), {}, begun_again) == ["branches/aaaaaaaa/checkpoints/step_000001"]
+
+
+def test_a_parked_commit_is_there_once() -> None:
+    parked = {"branches/aaaaaaaa/checkpoints/step_000002": stored(2).commits["checkpoints/step_000002"]}
+    back = Head("11111111", "bbbbbbbb", 2, CommitRef("aaaaaaaa", 1))
+    assert alone(stored(1, 2), parked, back) == ["checkpoints/step_000001"]

@@ -1,0 +1,303 @@
+"""A run in object storage: what a start finds there, takes over and refuses, and what a crash leaves."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from store_support import Double, Driver, config, double, everything, objects, rows, stored
+
+from trireme.checkpoint.bucket import Bucket
+from trireme.checkpoint.manifest import MANIFEST, Manifest
+from trireme.checkpoint.store import HEAD, CheckpointStore
+from trireme.checkpoint.stored_run import StoredRun
+from trireme.config.load import load
+from trireme.core.errors import BadInput, LockLost, StorageFailed
+from trireme.process.faults import InjectedFault
+from trireme.run.remote import RemoteRun
+from trireme.run.rundir import resume_command
+
+pytestmark = pytest.mark.usefixtures("instant_disk")
+POINTS = ("store.file", "store.file@2", "store.manifest", "store.commits", "store.part", "store.part@3", "store.head")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Double]:
+    with double() as running:
+        yield running
+
+
+@pytest.fixture
+def url(server: Double, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    server.ignores, server.refuses = (), lambda _request: False
+    return f"{server.url}/{abs(hash(request.node.name))}"
+
+
+def begun(url: str, local: Path) -> Driver:
+    """A run with commits of steps 1 and 2, and the rows of step 3, all in the store."""
+    driver = Driver(url, local).claim()
+    driver.step(1, committed=True)
+    driver.step(2, committed=True)
+    driver.step(3)
+    driver.bring()
+    return driver
+
+
+def test_brought_to_an_empty_machine_it_goes_on(url: str, tmp_path: Path) -> None:
+    first = begun(url, tmp_path / "one")
+    first.die()
+    second = Driver(url, tmp_path / "two", "--resume", "auto")
+    start = second.run.start
+    assert (start.step, start.attempt, start.run_id) == (2, 2, first.run.start.run_id)
+    assert start.commit
+    assert Manifest.verified(start.commit)
+    assert any("was brought from" in line and "step_000002" in line for line in second.said)
+    second.claim()
+    assert rows(second.run.root) == [0, 1], "the row of step 3 is of a step that is done again"
+    for number in (3, 4):
+        second.step(number, committed=number == 4)
+    second.bring()
+    second.die()
+    third = Driver(url, tmp_path / "three", "--resume")
+    assert third.run.start.step == 4
+    assert rows(third.run.root) == [0, 1, 2, 3]
+    assert sorted(file.name for file in (third.run.root / "rollouts").iterdir()) == [
+        f"step_{step:06d}.jsonl" for step in range(4)
+    ]
+    assert list((third.run.root / "branches").glob("*/metrics.jsonl")), "what was superseded is there too"
+
+
+def test_the_same_machine_needs_nothing_brought(url: str, tmp_path: Path) -> None:
+    first = begun(url, tmp_path)
+    first.step(4, committed=True)  # only here
+    first.die()
+    second = Driver(url, tmp_path, "--resume")
+    assert second.said == []
+    assert second.run.start.step == 4
+    second.claim().bring()
+    assert list(stored(url).of_branch()) == [1, 2, 4]
+
+
+def test_a_directory_that_was_superseded_is_set_aside(url: str, tmp_path: Path) -> None:
+    first = begun(url, tmp_path / "one")
+    first.die()
+    second = Driver(url, tmp_path / "two", "--resume").claim()
+    second.step(3, committed=True)
+    second.bring()
+    second.die()
+    again = Driver(url, tmp_path / "one", "--resume")
+    assert again.run.start.step == 3
+    (aside,) = (tmp_path / "one").glob("r.before-2-*")
+    assert CheckpointStore(aside).commit(2).exists()
+    assert str(aside) in again.said[0]
+
+
+def test_of_two_drivers_the_later_one_has_the_run(url: str, tmp_path: Path) -> None:
+    first = begun(url, tmp_path / "one")
+    second = Driver(url, tmp_path / "two", "--resume").claim()
+    second.step(3, committed=True)
+    second.bring()
+    winners = objects(url)
+    first.step(4, committed=True)
+    assert first.mirror
+    with pytest.raises(LockLost, match="driver 1") as lost:
+        first.bring()
+    assert stored(url).holder in str(lost.value)
+    after = objects(url)
+    assert {key: after.get(key) for key in winners} == winners, "nothing of the winner is touched"
+    first.mirror._lost = lost.value
+    with pytest.raises(LockLost):
+        replace(first.run, fence=first.mirror.check).store.check_owner()
+    second.step(4, committed=True)
+    second.bring()
+    assert list(stored(url).of_branch()) == [2, 3, 4], "checkpoint.keep_last counts what is in the store alone, too"
+    # What the loser put, and no HEAD names, goes with the start of the next driver.
+    second.die()
+    third = Driver(url, tmp_path / "three", "--resume").claim()
+    third.bring()
+    state = stored(url)
+    named = state.parts() | {HEAD}
+    for key in objects(url):
+        short = key.removeprefix("r/")
+        assert short in named or any(short.startswith(f"{commit}/") for commit in state.commit_keys()), key
+
+
+def test_of_two_that_begin_together_one_is_refused(url: str, tmp_path: Path) -> None:
+    begun(url, tmp_path / "one").die()
+    second, third = (Driver(url, tmp_path / name, "--resume") for name in ("two", "three"))
+    second.claim()
+    with pytest.raises(BadInput, match="another driver has put"):
+        third.claim()
+
+
+def test_an_idle_driver_notices_too(url: str, tmp_path: Path) -> None:
+    first = begun(url, tmp_path / "one")
+    Driver(url, tmp_path / "two", "--resume").claim()
+    with pytest.raises(LockLost):
+        first.bring()
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_crash_leaves_the_last_whole_commit(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    first = begun(url, tmp_path / "one")
+    before = stored(url)
+    for number in (4, 5):
+        first.step(number, committed=True)
+    name, _, passage = point.partition("@")
+    monkeypatch.setenv("TRIREME_FAULTS", f"{name}@{passage or 1}=raise")
+    monkeypatch.setattr("trireme.process.faults._passed", Counter())
+    with pytest.raises(InjectedFault):
+        first.bring()
+    monkeypatch.delenv("TRIREME_FAULTS")
+    first.die()
+    is_named = point == "store.head"
+    assert (stored(url) == before) == (not is_named)
+    second = Driver(url, tmp_path / "two", "--resume")
+    step = 5 if is_named else 2
+    assert second.run.start.step == step
+    second.claim()
+    assert rows(second.run.root) == list(range(step))
+    second.step(step + 1, committed=True)
+    second.bring()
+    third = Driver(url, tmp_path / "three", "--resume")
+    assert third.run.start.step == step + 1
+    assert rows(third.run.root) == list(range(step + 1))
+
+
+def test_a_crash_while_it_is_brought_begins_anew(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun(url, tmp_path / "one").die()
+    with monkeypatch.context() as patched:
+        patched.setattr(RemoteRun, "_bring_commit", lambda *_: (_ for _ in ()).throw(InjectedFault("here")))
+        with pytest.raises(InjectedFault):
+            Driver(url, tmp_path / "two", "--resume")
+    assert not (tmp_path / "two" / "r").exists()
+    assert Driver(url, tmp_path / "two", "--resume").run.start.step == 2
+
+
+def test_a_torn_commit_is_passed_over(url: str, tmp_path: Path) -> None:
+    begun(url, tmp_path / "one").die()
+    state = stored(url)
+    key = state.commits["checkpoints/step_000002"].key
+    Bucket(f"{url}/r").put(f"{key}/trainer/__0_0.distcp", b"torn")
+    second = Driver(url, tmp_path / "two", "--resume")
+    assert second.run.start.step == 1
+    assert any("passed over checkpoints/step_000002" in line for line in second.said)
+    second.claim().bring()
+    (branch,) = [path for path in stored(url).commits if path.startswith("branches/")]
+    assert branch == f"branches/{state.head.lineage}/checkpoints/step_000002"
+    assert stored(url).commits[branch].key == key, "by reference"
+    for each in ("checkpoints/step_000001",):
+        Bucket(f"{url}/r").delete([f"{state.commits[each].key}/{MANIFEST}"])
+    with pytest.raises(BadInput, match="none of whose commits verifies"):
+        Driver(url, tmp_path / "three", "--resume")
+
+
+def test_altered_rows_are_refused(url: str, tmp_path: Path) -> None:
+    begun(url, tmp_path / "one").die()
+    key = next(key for key in stored(url).parts() if "/metrics.jsonl/" in key)
+    Bucket(f"{url}/r").put(key, b"{}")
+    with pytest.raises(StorageFailed, match=r"metrics\.jsonl.*altered"):
+        Driver(url, tmp_path / "two", "--resume")
+
+
+def test_back_to_an_earlier_step(url: str, tmp_path: Path) -> None:
+    begun(url, tmp_path / "one").die()
+    lineage = stored(url).head.lineage
+    second = Driver(url, tmp_path / "two", "--resume.step", "1").claim()
+    assert second.run.start.step == 1
+    second.step(2, committed=True)
+    second.bring()
+    state = stored(url)
+    assert set(state.commits) == {
+        "checkpoints/step_000001",
+        "checkpoints/step_000002",
+        f"branches/{lineage}/checkpoints/step_000002",
+    }
+    assert len(state.commit_keys()) == 3
+    with pytest.raises(BadInput, match="there are: 1, 2"):
+        Driver(url, tmp_path / "three", "--resume.step", "7")
+
+
+def test_a_new_run_does_not_take_an_old_ones_place(url: str, tmp_path: Path) -> None:
+    first = begun(url, tmp_path / "one")
+    first.die()
+    with pytest.raises(BadInput, match="which is in use"):
+        Driver(url, tmp_path / "two")
+    second = Driver(url, tmp_path / "two", "--clean").claim()
+    second.step(1, committed=True)
+    second.bring()
+    assert stored(url).head.run_id != first.run.start.run_id
+    assert not [key for key in objects(url) if "/000001/" in key], "the old run is deleted"
+    assert everything(first.run.root), "but on its own machine"
+    # The driver of the deleted run is another run's now.
+    with pytest.raises(LockLost):
+        first.bring()
+
+
+@pytest.mark.parametrize("condition", ["HTTP_IF_NONE_MATCH", "HTTP_IF_MATCH"])
+def test_a_store_without_conditions_is_refused(url: str, server: Double, tmp_path: Path, condition: str) -> None:
+    server.ignores = (condition,)
+    with pytest.raises(BadInput, match="although that does not hold") as refused:
+        Driver(url, tmp_path)
+    assert url in str(refused.value)
+    assert Bucket(url).keys("") == []
+    assert not (tmp_path / "r").exists()
+
+
+def test_a_store_that_cannot_be_asked_is_refused(url: str, server: Double, tmp_path: Path) -> None:
+    server.refuses = lambda request: request.startswith("PUT")
+    with pytest.raises(BadInput, match="did not take a conditional put"):
+        Driver(url, tmp_path)
+
+
+def test_a_kind_of_store_without_conditions_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "files").mkdir()
+    with pytest.raises(BadInput, match="did not take a conditional put"):
+        Driver(f"file://{tmp_path}/files", tmp_path / "local")
+
+
+def test_refused_before_the_start(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"correct --run\.output-dir"):
+        Driver("gopher://bucket/prefix", tmp_path)
+
+
+def test_the_claim_counts_where_only_its_answer_was_lost(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = Driver(url, tmp_path)
+    swap = Bucket.swap
+
+    def twice(self: Bucket, key: str, contents: bytes, tag: str | None) -> str:
+        swap(self, key, contents, tag)
+        return swap(self, key, contents, tag)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Bucket, "swap", twice)
+        driver.claim()
+        driver.step(1, committed=True)
+        driver.bring()
+    driver.step(2, committed=True)
+    driver.bring()
+    assert list(stored(url).of_branch()) == [1, 2]
+
+
+def test_the_command_that_resumes_names_both_places(url: str, tmp_path: Path) -> None:
+    driver = Driver(url, tmp_path)
+    words = shlex.split(resume_command(driver.run.root, own=True))
+    given = load(words[words.index("@") :], {}).config
+    assert (given.run, given.resume.latest) == (driver.config.run, True)
+
+
+def test_head_survives_its_text(url: str, tmp_path: Path) -> None:
+    begun(url, tmp_path)
+    state = stored(url)
+    assert StoredRun.from_json(state.to_json()) == state
+    assert config(url, tmp_path).run.directory == str(tmp_path)
