@@ -66,8 +66,8 @@ class Sharding:
         self._offload = CPUOffloadPolicy(pin_memory=on_gpus) if options.offload == "cpu" else OffloadPolicy()
 
     def keep_whole(self, wanted: bool) -> str:
-        """Keeps the whole model over each batch, as a run that is resumed did if that is `wanted`. Returns what is to
-        be said where that cannot be ("" otherwise)."""
+        """Keeps the whole model over each batch if that is `wanted`, as a resumed run did, and possible. Returns what
+        is to be said if it is not ("" otherwise)."""
         self.whole = wanted and self.memory.whole
         if wanted == self.whole or self._mesh.size == 1:
             return ""

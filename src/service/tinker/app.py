@@ -17,7 +17,6 @@ from service.guard import Limits, RequestGuard
 from service.keys import ServiceKeys
 from service.tinker.bodies import (
     BeatBody,
-    ClientBody,
     CreateModelBody,
     LoadWeightsBody,
     ModelBody,
@@ -89,11 +88,11 @@ class TinkerRoutes:
         """Tells that the server answers."""
         return JsonReply({"status": "ok"})
 
-    async def client_config(self, body: ClientBody) -> JsonReply:
+    async def client_config(self) -> JsonReply:
         """Tells the client how to behave."""
         return JsonReply(CLIENT_CONFIG)
 
-    async def dynamic_config(self, body: ClientBody) -> JsonReply:
+    async def dynamic_config(self) -> JsonReply:
         """Tells it what may change; nothing does."""
         return JsonReply({})
 

@@ -28,12 +28,6 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
 
-class ClientBody(Told):
-    """Asks how the client shall behave."""
-
-    sdk_version: str = ""
-
-
 class SessionBody(Told):
     """Begins a session."""
 
@@ -76,7 +70,6 @@ class LoadWeightsBody(Told):
     path: str
     optimizer: bool
     optimizer_config: OptimizerBody | None = None
-    weights_access_token: str | None = None
 
 
 class ModelBody(Told):

@@ -82,11 +82,17 @@ class TrainingWorker:
     """The trainer, for one client's model after the other. Its methods are called by one thread at a time."""
 
     def __init__(
-        self, trainer: TrainerVerbs, catalog: Catalog, bases: Sequence[str], base_state: Path, save_s: float
+        self,
+        trainer: TrainerVerbs,
+        catalog: Catalog,
+        bases: Sequence[str],
+        base_state: Path,
+        save_s: float,
+        max_len: int,
     ) -> None:
         """`bases`: the names of the base, the first of which is told to clients. `base_state`: a new directory for its
-        state. `save_s`: how long a save may take."""
-        self._trainer, self._catalog, self._save_s = trainer, catalog, save_s
+        state. `save_s`: how long a save may take. `max_len`: the most tokens of a datum."""
+        self._trainer, self._catalog, self._save_s, self._max_len = trainer, catalog, save_s, max_len
         self.bases, self._base_state = bases, base_state
         self._version = 0
         self._passes = 0
@@ -159,6 +165,11 @@ class TrainingWorker:
         parameters, data = call.parameters, call.data()
         if not data:
             raise UserError("no datums; expected at least one")
+        longest = max(range(len(data)), key=lambda number: data[number].model_input.length)
+        if (length := data[longest].model_input.length) > self._max_len:
+            raise UserError(
+                f"datum {longest} of {length} tokens; expected at most {self._max_len}, the model's context"
+            )
         if call.forward_only:
             output = self._trainer.forward(data)
             return replace(output, metrics=_loss(data, output) if call.loss_fn == "cross_entropy" else {})

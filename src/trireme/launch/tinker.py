@@ -44,7 +44,7 @@ def serve_clients(
         raise BadInput("the longest sequence of the model is not known: set --model.max-seq-len")
     catalog = Catalog(directory / RUNS, names[0], time.time)
     base = Path(tempfile.mkdtemp(prefix=BASE, dir=directory))
-    worker = TrainingWorker(trainer, catalog, names, base / "state", config.timeouts.checkpoint_s)
+    worker = TrainingWorker(trainer, catalog, names, base / "state", config.timeouts.checkpoint_s, max_len)
     served = ServedModels(tuple(names), max_len, facts.vocab_size)
     server = TinkerServer(worker, sampler, catalog, served, config.tokenizer_name)
     limits = Limits(int(options.max_body_mb * MEGABYTE), options.body_s, options.requests_per_minute)

@@ -33,6 +33,7 @@ from trireme.core.types import (
     SampledSequence,
     SampleResponse,
     SamplingParams,
+    TokenBatch,
 )
 
 KEY = "tml-0123456789abcdef"
@@ -89,6 +90,7 @@ class UnigramTrainer:
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, float] | None = None
     ) -> ForwardBackwardOutput:
         self.calls.append(loss_fn)
+        TokenBatch.of(data)  # refuses datums that do not go together, as the real trainer does
         probabilities, loss = np.exp(self.logprobs()), 0.0
         for datum in data:
             columns = {name: column.data for name, column in datum.loss_fn_inputs.items()}
@@ -199,7 +201,7 @@ def tinker_server(root: Path, trainer: UnigramTrainer | None = None, now: Any = 
     trainer, sampler = trainer or UnigramTrainer(), UnigramSampler()
     catalog = Catalog(root / "runs", BASE_MODEL, time.time)
     base = root / f"base-{time.monotonic_ns()}"
-    worker = TrainingWorker(trainer, catalog, (BASE_MODEL,), base, DEADLINE_S)
+    worker = TrainingWorker(trainer, catalog, (BASE_MODEL,), base, DEADLINE_S, MAX_LEN)
     models = ServedModels((BASE_MODEL,), MAX_LEN, VOCABULARY)
     server = TinkerServer(worker, sampler, catalog, models, BASE_MODEL, now)
     limits = Limits(body_bytes=2**24, body_s=5.0, per_minute=None)

@@ -194,6 +194,14 @@ class TestTheClient:
                 model.optim_step(ADAM).result(DEADLINE_S)
             with pytest.raises(tinker.RequestFailedError, match="without a gradient"):
                 model.optim_step(ADAM).result(DEADLINE_S)
+            with pytest.raises(tinker.RequestFailedError, match="the model's context"):
+                model.forward([datum([1] * (MAX_LEN + 1))], "cross_entropy").result(DEADLINE_S)
+            threshold = {name: [1.0] for name in ("logprobs", "advantages", "clip_low_threshold")}
+            mixed = [datum([1], logprobs=[0.0], advantages=[1.0]), datum([1], **threshold)]
+            with pytest.raises(tinker.RequestFailedError, match="the columns of datum 0"):
+                model.forward_backward(mixed, "ppo").result(DEADLINE_S)
+            with pytest.raises(tinker.RequestFailedError, match="a part of them is missing"):
+                model.optim_step(ADAM).result(DEADLINE_S)
             infinite = datum([1], advantages=[1.0], logprobs=[float("-inf")])
             model.forward_backward([infinite], "importance_sampling").result(DEADLINE_S)
             with pytest.raises(tinker.RequestFailedError, match="not finite"):
