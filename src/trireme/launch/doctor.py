@@ -236,7 +236,7 @@ def check_nodes(plan: Plan, nodes: Collection[str], console: Console) -> None:
     if len(among) == 1:
         return
     config = plan.config
-    found = examine(absolute(config.run.output_dir), config.model.name, config.cluster.port_range, among)
+    found = examine(absolute(config.run.directory), config.model.name, config.cluster.port_range, among)
     expected = Expected.of(config, replace(plan, resources=found.resources())) if found.facts else Expected()
     expected = replace(expected, head=join_address(), grace_s=expected.grace_s if is_submitted() else 0.0)
     # Which nodes do not see the run directory is said at the start of each attempt, by who writes there.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -149,6 +150,20 @@ class TestBeforeARun:
 
     def test_nothing_is_looked_at_on_the_drivers_node_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert self.said(monkeypatch, healthy(), HEAD) == ""
+
+    def test_of_a_run_in_object_storage_the_local_directory(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked: list[str] = []
+
+        def examine(output_dir: str, *_: object) -> Examination:
+            asked.append(output_dir)
+            return healthy()
+
+        monkeypatch.setattr(doctor, "examine", examine)
+        stored = plan()
+        place = stored.config.run.model_copy(update={"output_dir": "s3://bucket/runs", "local_dir": "/scratch"})
+        stored = replace(stored, config=stored.config.model_copy(update={"run": place}))
+        doctor.check_nodes(stored, [SECOND], Console(file=io.StringIO()))
+        assert asked == ["/scratch"]
 
     def test_of_a_large_cluster_the_nodes_of_the_run_and_the_head(self, monkeypatch: pytest.MonkeyPatch) -> None:
         nodes = [
