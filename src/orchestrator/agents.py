@@ -128,7 +128,9 @@ async def play_session(
         with trace.overlapping("play", "environment", problem=key.problem):
             played = await env.play(access)
     except Exception as error:
-        raise turns.failure or error from error
+        if turns.failure:
+            raise turns.failure from error
+        raise
     finally:
         await uninterrupted(close(_current))
     if isinstance(turns.failure, TriremeError):

@@ -74,6 +74,11 @@ class Rollout:
         return await play_session(env, self.sample, KEY, self.limits, SAMPLING, 5, self.progress)
 
     @property
+    def pairs(self) -> list[tuple[Any, SampleRequest]]:
+        """The tokens of each answer, and its request."""
+        return [(answer.tokens, request) for answer, request in zip(self.record, self.sampler.requests, strict=True)]
+
+    @property
     def sampled(self) -> list[int]:
         return [token for answer in self.record for token in answer.tokens.tolist()]
 
@@ -165,6 +170,9 @@ async def test_a_sub_agent_and_calls_at_once_are_branches_and_each_token_is_trai
         trajectory = await run.play(play)
         assert sorted(trained(trajectory)) == sorted(run.sampled)
         assert len(run.record) == len(trajectory.turns) == 8
+        prompts = {tuple(said.tolist()): request.prompt.tolist() for said, request in run.pairs}
+        for turn in trajectory.transitions:
+            assert turn.observation.tolist() == prompts[tuple(turn.action.tolist())]
         assert trajectory.num_segments == 6
         assert trajectory.reward == 1.0
 
