@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 from _common import Result, median
 from turns import ANSWER, LONG, OBSERVED, VOCAB, answers
 
@@ -34,7 +35,7 @@ from service.sessions.records import SessionOpened, TurnAnswered
 from service.sessions.session import SessionBook
 from service.sessions.tree import SampledAnswer, SessionTree, TurnGiven
 from trireme.core.types import WeightIdentity
-from trireme.renderers import Message, Renderer, ToolSpec
+from trireme.renderers import Message, Renderer, ToolSpec, TrainOn
 
 TARGET_MS = 0.2
 LAST = 10
@@ -55,6 +56,17 @@ class ReadyTokens(Renderer):
 
     def continuation(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int] | None:
         return self._next
+
+    def stop_tokens(self) -> tuple[int, ...]:
+        raise AssertionError("nothing is sampled here")
+
+    def parse_response(self, tokens: Sequence[int], tools: Sequence[ToolSpec] = ()) -> tuple[Message, bool]:
+        raise AssertionError("answers are ready")
+
+    def supervised_example(
+        self, messages: Sequence[Message], train_on: TrainOn, tools: Sequence[ToolSpec] = ()
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+        raise AssertionError("sessions make no supervised examples")
 
 
 @dataclass(frozen=True)
