@@ -54,6 +54,8 @@ VERIFIERS, TASKSETS = "verifiers:", "orchestrator.envs.verifiers:TasksetDataset"
 """The prefix of ids that name a taskset of the package verifiers, and the dataset that plays it."""
 AGENT, AGENTS = "agent:", "orchestrator.envs.agent:AgentDataset"
 """The prefix of ids that name an agent, and the dataset that it plays."""
+PROGRAM, PROGRAMS = "agent:command", "orchestrator.envs.program:ProgramDataset"
+"""The id of agents that are programs, and the dataset that they play."""
 URLS, SERVED = ("http://", "https://"), "orchestrator.envs.http:HttpDataset"
 """The prefixes of ids that are the URL of a server of environments, and the dataset that asks it."""
 
@@ -276,13 +278,17 @@ def load_dataset(env: EnvConfig, context: EnvContext, section: str = "env") -> R
 def _find_class(env_id: str, section: str) -> Callable[..., RLDataset]:
     if env_id.startswith(VERIFIERS):
         return partial(_find_class(TASKSETS, section), env_id.removeprefix(VERIFIERS))
+    if env_id == PROGRAM:
+        env_id = PROGRAMS
     if env_id.startswith(AGENT):
         return partial(_find_class(AGENTS, section), env_id.removeprefix(AGENT))
     if env_id.startswith(URLS):
         return partial(_find_class(SERVED, section), url=env_id)
     built_in = ", ".join(BUILT_IN)
-    expected = f"expected a built-in name ({built_in}), `{VERIFIERS}<taskset>`, `{AGENT}<module>:<function>`, a URL "
-    expected += "or `package.module:Class`"
+    expected = (
+        f"expected a built-in name ({built_in}), `{VERIFIERS}<taskset>`, `{AGENT}<module>:<function>`, `{PROGRAM}`, "
+    )
+    expected += "a URL or `package.module:Class`"
     module_name, _, class_name = BUILT_IN.get(env_id, env_id).partition(":")
     if not module_name or not class_name:
         raise BadInput(f"{section}.id = {env_id!r} names no environment; {expected}")

@@ -32,7 +32,7 @@ import struct
 import subprocess
 import sys
 import traceback
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -141,14 +141,20 @@ def _process(connection: socket.socket) -> subprocess.Popen[bytes]:
     """Starts a process that serves `connection`, which is closed here. It finds modules where this one does, and on
     Linux ends with the thread of the event loop."""
     path = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
-    passed_on = {name: value for name, value in os.environ.items() if any(fnmatchcase(name, p) for p in PASSED_ON)}
     with connection:
         return subprocess.Popen(
             [sys.executable, "-m", "orchestrator.workers", str(connection.fileno()), str(os.getpid())],
             pass_fds=[connection.fileno()],
-            env=passed_on | {"PYTHONPATH": path},
+            env=passed_on() | {"PYTHONPATH": path},
             stdin=subprocess.DEVNULL,
         )
+
+
+def passed_on(more: Sequence[str] = ()) -> dict[str, str]:
+    """Returns the environment variables for code that grades, or is, what a model wrote: those of PASSED_ON, and of
+    `more` patterns."""
+    patterns = (*PASSED_ON, *more)
+    return {name: value for name, value in os.environ.items() if any(fnmatchcase(name, p) for p in patterns)}
 
 
 _current: Workers | None = None

@@ -51,8 +51,8 @@ class OrchestratorConfig(Section):
 
 class EnvConfig(Section):
     id: str = Field(json_schema_extra=NAMES_CODE)
-    """Environment: a built-in name (`sort`), `verifiers:<taskset>`, `agent:<module>:<function>`, the URL of a server or
-    `package.module:Dataset`."""
+    """Environment: a built-in name (`sort`), `verifiers:<taskset>`, `agent:<module>:<function>`, `agent:command` (a
+    program), the URL of a server, or `package.module:Dataset`."""
     args: dict[str, Any] = Field({})
     """Arguments of the dataset."""
     name: str | None = None

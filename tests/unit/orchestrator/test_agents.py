@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import shutil
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -130,6 +131,21 @@ def trained(trajectory: Trajectory) -> list[int]:
 def open_sessions() -> int:
     sessions: Any = orchestrator.agents._current
     return len(sessions._registry.book.sessions) + len(sessions._sampler.rollouts)
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="there is no Node")  # reason: it is no package of Python
+@asynchronous
+async def test_a_program_in_another_language_is_an_agent() -> None:
+    args = {"command": ["node", str(EXAMPLE / "sums.mjs")], "problems": str(EXAMPLE / "sums.jsonl")}
+    dataset = load_dataset(EnvConfig(id="agent:command", args=args), EnvContext(bpe(QWEN3), 0, 2, "train"))
+    group = dataset.get_batch(0)[0]
+    async with rollout("wrong", str(sum(group.problem.values()))) as own:
+        trajectory = await own.play_env(await group.make_env(0))
+        assert trajectory.reward == 0.5
+        assert trajectory.transitions[-1].metrics["tries"] == 2
+        assert trained(trajectory) == own.sampled
+        assert len(own.record) == 2
+        assert open_sessions() == 0
 
 
 @asynchronous

@@ -1,0 +1,233 @@
+"""Agents that are programs, in any language: `env.id = "agent:command"`.
+
+    a problem, as JSON --stdin--> the program --HTTP, OPENAI_BASE_URL--> the session of this rollout
+    reward <--last line of its output--'
+
+The last line is a number, or an object: `{"reward": 1.0, "metrics": {"tests": 3}}`. The program is started for each
+rollout, in a session of processes of its own, of which all are killed once its output has ended, or when it takes too
+long or its rollout is given up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from orchestrator.env import AgentEnv, EnvContext, EnvGroupBuilder, RLDataset
+from orchestrator.workers import passed_on
+from trireme.core.agents import AgentAccess
+from trireme.core.finite_json import to_json
+from trireme.core.refusals import Refusal
+
+STARTER = Path(__file__).with_name("start_program.py")
+KEPT_BYTES = 2**16
+"""Of the end of what a program prints."""
+SHOWN = 500
+"""Characters of it that an error shows."""
+
+
+class ProgramTimeout(Exception):
+    """A program took longer than `env.args.limit_s`."""
+
+
+class ProgramFailed(Exception):
+    """A program ended with another exit code than 0."""
+
+
+class BadProgramOutput(Exception):
+    """The last line of a program's output is no reward."""
+
+
+@dataclass(frozen=True)
+class AgentProgram:
+    """Describes what is started for each rollout."""
+
+    command: tuple[str, ...]
+    limit_s: float
+    """From its start until its output ends."""
+    memory_bytes: int
+    """Most memory that each of its processes may allocate."""
+    variables: tuple[str, ...]
+    """Patterns of environment variables that it gets beside those of `orchestrator.workers`."""
+
+
+@dataclass(frozen=True)
+class ProgramEnv(AgentEnv):
+    """Starts the program once, for one rollout."""
+
+    program: AgentProgram
+    problem: Any
+    sample: int
+
+    async def play(self, access: AgentAccess) -> tuple[float, Mapping[str, float]]:
+        """Returns what the last line of its output says. Raises ProgramTimeout, ProgramFailed and BadProgramOutput."""
+        with tempfile.TemporaryDirectory(prefix="agent-") as directory:
+            said, errors, code = await self._run(self._environment(access, directory))
+        if code:
+            raise ProgramFailed(f"{self._name} ended with exit code {code}; its last words: {errors or said}")
+        return _reward(said, self._name)
+
+    @property
+    def _name(self) -> str:
+        return f"the program {' '.join(self.program.command)[:SHOWN]} of env.args.command"
+
+    def _environment(self, access: AgentAccess, directory: str) -> dict[str, str]:
+        return passed_on(self.program.variables) | {
+            "OPENAI_BASE_URL": access.base_url,
+            "OPENAI_API_KEY": access.api_key,
+            "ANTHROPIC_BASE_URL": access.anthropic_base_url,
+            "ANTHROPIC_API_KEY": access.api_key,
+            "TRIREME_MODEL": access.model,
+            "TRIREME_SAMPLE": str(self.sample),
+            "TMPDIR": directory,
+        }
+
+    async def _run(self, environment: Mapping[str, str]) -> tuple[str, str, int]:
+        """Returns the end of its output, the end of its errors, and its exit code."""
+        start = [sys.executable, "-I", "-S", str(STARTER), str(self.program.memory_bytes), str(os.getpid())]
+        process = await asyncio.create_subprocess_exec(
+            *start,
+            *self.program.command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=environment,
+            start_new_session=True,
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        try:
+            async with asyncio.timeout(self.program.limit_s) as limit:
+                _, said, errors, code = await asyncio.gather(
+                    _give(process.stdin, to_json(self.problem)),
+                    _end_of(process.stdout),
+                    _end_of(process.stderr),
+                    process.wait(),
+                )
+                return said, errors[-SHOWN:], code
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise ProgramTimeout(
+                f"{self._name} took longer than env.args.limit_s = {self.program.limit_s:g} s, or left a process "
+                "behind that still has its output open"
+            ) from None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # all that it started, also after its end
+            await process.wait()
+
+
+async def _give(stdin: asyncio.StreamWriter, line: str) -> None:
+    """Writes the problem, for programs that read it."""
+    with suppress(BrokenPipeError, ConnectionResetError):
+        stdin.write(line.encode() + b"\n")
+        await stdin.drain()
+    stdin.close()
+
+
+async def _end_of(stream: asyncio.StreamReader) -> str:
+    """Returns the last KEPT_BYTES of a stream, when it has ended."""
+    kept = b""
+    while chunk := await stream.read(KEPT_BYTES):
+        kept = (kept + chunk)[-KEPT_BYTES:]
+    return kept.decode(errors="replace")
+
+
+def _reward(said: str, name: str) -> tuple[float, Mapping[str, float]]:
+    """Reads the last line. Raises BadProgramOutput."""
+    lines = said.strip().splitlines()
+    with suppress(ValueError):
+        given = json.loads(lines[-1]) if lines else None
+        reward, metrics = (given.get("reward"), given.get("metrics", {})) if isinstance(given, dict) else (given, {})
+        if _is_number(reward) and isinstance(metrics, dict) and all(map(_is_number, metrics.values())):
+            return float(reward), {key: float(value) for key, value in metrics.items()}
+    raise BadProgramOutput(
+        f"{name} printed {lines[-1][:SHOWN] if lines else 'nothing'!r} last; expected its reward: a number, or an "
+        'object such as {"reward": 1.0, "metrics": {"tests": 3}}'
+    )
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True)
+class ProgramProblem(EnvGroupBuilder):
+    """One problem."""
+
+    program: AgentProgram
+    problem: Any
+
+    async def make_env(self, sample: int) -> ProgramEnv:
+        return ProgramEnv(self.program, self.problem, sample)
+
+
+class ProgramDataset(RLDataset):
+    """The problems of a program, in an order that follows from the seed."""
+
+    def __init__(
+        self,
+        context: EnvContext,
+        command: Sequence[str],
+        problems: str,
+        eval_problems: str | None = None,
+        limit_s: float = 600.0,
+        memory_gb: float = 4.0,
+        variables: Sequence[str] = (),
+        batch_size: int = 16,
+    ) -> None:
+        """`problems`: a file with a JSON value in each line; `eval_problems` for evaluations (None: the same). Raises
+        ValueError for limits that are not above 0, and BadInput for a program or a file that is not there."""
+        if min(limit_s, memory_gb, batch_size) <= 0:
+            raise ValueError(
+                f"limit_s = {limit_s}, memory_gb = {memory_gb}, batch_size = {batch_size}; expected above 0"
+            )
+        if isinstance(command, str) or not command or not all(isinstance(word, str) for word in command):
+            raise ValueError(f'command = {command!r}; expected a list of words, such as ["node", "agent.mjs"]')
+        if shutil.which(command[0]) is None:
+            raise Refusal(
+                f"env.args.command = {list(command)}, whose program {command[0]} is not there",
+                "a program that can be started: a name that is on PATH, or a path",
+                "install it on the node where the orchestrator runs, or correct the name",
+            ).error()
+        self._program = AgentProgram(tuple(command), limit_s, int(memory_gb * 2**30), tuple(variables))
+        self._problems = _read(Path(problems if context.split == "train" else eval_problems or problems))
+        random.Random(f"agent:{context.seed}").shuffle(self._problems)
+        self._batch_size = batch_size
+
+    def get_batch(self, index: int) -> list[EnvGroupBuilder]:
+        first = index * self._batch_size
+        return [ProgramProblem(self._program, each) for each in self._problems[first : first + self._batch_size]]
+
+    def __len__(self) -> int:
+        return -(-len(self._problems) // self._batch_size)
+
+
+def _read(path: Path) -> list[Any]:
+    """Returns the values of a file of JSON lines. Raises BadInput."""
+    place, problems = str(path), []
+    try:
+        for number, line in enumerate(path.read_text().splitlines(), start=1):
+            if line.strip():
+                place = f"line {number} of {path}"
+                problems.append(json.loads(line))
+    except (OSError, ValueError) as error:
+        raise Refusal(
+            f"{place}, the problems of env.args: {error}",
+            "a file with one problem, any JSON value, in each line",
+            "correct the file, or name another one",
+        ).error() from error
+    return problems

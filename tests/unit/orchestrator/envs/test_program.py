@@ -1,0 +1,178 @@
+"""Agents that are programs: what they are given, how their reward is read, and that nothing is left of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from renderer_support import QWEN3, bpe
+
+from orchestrator.env import EnvContext, load_dataset
+from orchestrator.envs.program import BadProgramOutput, ProgramFailed, ProgramTimeout
+from trireme.config.schema import EnvConfig, RendererConfig
+from trireme.core.agents import AgentAccess
+from trireme.core.errors import BadInput
+
+ACCESS = AgentAccess("http://127.0.0.1:1/sessions/s/v1", "http://127.0.0.1:1/sessions/s", "tr-session-s")
+
+
+def context(split: Any = "train", seed: int = 0) -> EnvContext:
+    return EnvContext(bpe(QWEN3), seed, 2, split, RendererConfig())
+
+
+def dataset(directory: Path, code: str = "", split: Any = "train", seed: int = 0, **args: Any) -> Any:
+    problems = directory / "problems.jsonl"
+    if not problems.exists():
+        problems.write_text('"first"\n\n{"second": 2}\n3\n')
+    args = {"command": [sys.executable, "-c", code], "problems": str(problems)} | args
+    return load_dataset(EnvConfig(id="agent:command", args=args), context(split, seed))
+
+
+def play(directory: Path, code: str, problem: int = 0, **args: Any) -> tuple[float, Any]:
+    async def scenario() -> Any:
+        env = await dataset(directory, code, **args).get_batch(0)[problem].make_env(4)
+        return await env.play(ACCESS)
+
+    return asyncio.run(scenario())
+
+
+def left_of(directory: Path) -> list[int]:
+    """The processes that have this directory in their environment, a moment after the program's end."""
+
+    def marked(process: psutil.Process) -> bool:
+        try:
+            return process.environ().get("MARK") == str(directory) and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.Error:
+            return False
+
+    found = [process for process in psutil.process_iter() if process.pid != os.getpid() and marked(process)]
+    return [process.pid for process in psutil.wait_procs(found, timeout=5.0)[1]]
+
+
+def test_a_program_gets_its_problem_its_session_and_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    monkeypatch.setenv("TASK_LEVEL", "7")
+    said = tmp_path / "said.json"
+    code = f"import json, os, sys; json.dump([sys.stdin.read(), dict(os.environ)], open({str(said)!r}, 'w')); print(1)"
+    assert play(tmp_path, code, variables=["TASK_*"]) == (1.0, {})
+    problem, environment = json.loads(said.read_text())
+    assert json.loads(problem) in ("first", {"second": 2}, 3)
+    given = {
+        name: environment[name] for name in environment if name.startswith(("OPENAI", "ANTHROPIC", "TRIREME", "TASK"))
+    }
+    assert given == {
+        "OPENAI_BASE_URL": ACCESS.base_url,
+        "OPENAI_API_KEY": ACCESS.api_key,
+        "ANTHROPIC_BASE_URL": ACCESS.anthropic_base_url,
+        "ANTHROPIC_API_KEY": ACCESS.api_key,
+        "TRIREME_MODEL": "policy",
+        "TRIREME_SAMPLE": "4",
+        "TASK_LEVEL": "7",
+    }
+    assert "WANDB_API_KEY" not in environment
+    assert not Path(environment["TMPDIR"]).exists(), "what it leaves there is removed"
+
+
+@pytest.mark.parametrize(
+    ("printed", "reward", "metrics"),
+    [
+        ("working\n0.5\n", 0.5, {}),
+        ('{"reward": -1}', -1.0, {}),
+        ('x\n{"reward": 1.0, "metrics": {"tests": 3}}\n\n', 1.0, {"tests": 3.0}),
+        ("y" * 300_000 + "\n2", 2.0, {}),
+    ],
+)
+def test_the_last_line_is_the_reward(tmp_path: Path, printed: str, reward: float, metrics: dict[str, float]) -> None:
+    text = tmp_path / "text"
+    text.write_text(printed)
+    assert play(tmp_path, f"print(open({str(text)!r}).read(), end='')") == (reward, metrics)
+
+
+@pytest.mark.parametrize(
+    "printed", ["", "done", "true", '{"score": 1}', '{"reward": "1"}', '{"reward": 1, "metrics": [2]}']
+)
+def test_what_is_no_reward_is_said(tmp_path: Path, printed: str) -> None:
+    with pytest.raises(BadProgramOutput, match="expected its reward: a number, or an object"):
+        play(tmp_path, f"print({printed!r}, end='')")
+
+
+def test_a_program_that_fails_is_quoted(tmp_path: Path) -> None:
+    with pytest.raises(ProgramFailed, match=r"exit code 3; its last words: no such task"):
+        play(tmp_path, "import sys; print(1); sys.stderr.write('no such task'); sys.exit(3)")
+
+
+def test_one_that_takes_too_long_is_killed_with_all_that_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MARK", str(tmp_path))
+    code = "import subprocess, sys, time; subprocess.Popen(['sleep', '600']); print(1, flush=True); time.sleep(600)"
+    with pytest.raises(ProgramTimeout, match=r"env.args.limit_s = 1 s"):
+        play(tmp_path, code, limit_s=1.0, variables=["MARK"])
+    assert left_of(tmp_path) == []
+
+
+def test_one_whose_rollout_is_given_up_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MARK", str(tmp_path))
+    begun = tmp_path / "begun"
+
+    async def scenario() -> None:
+        code = f"import pathlib, time; pathlib.Path({str(begun)!r}).touch(); time.sleep(600)"
+        env = await dataset(tmp_path, code, variables=["MARK"]).get_batch(0)[0].make_env(0)
+        playing = asyncio.ensure_future(env.play(ACCESS))
+        async with asyncio.timeout(30):
+            while not begun.exists():  # noqa: ASYNC110  another process makes the file
+                await asyncio.sleep(0.01)
+        playing.cancel()
+        await asyncio.wait([playing])
+        assert playing.cancelled()
+
+    asyncio.run(scenario())
+    assert left_of(tmp_path) == []
+
+
+def test_its_memory_is_limited(tmp_path: Path) -> None:
+    with pytest.raises(ProgramFailed, match="MemoryError"):
+        play(tmp_path, "bytearray(2**29); print(1)", memory_gb=0.25)
+    assert play(tmp_path, "bytearray(2**26); print(1)", memory_gb=0.25) == (1.0, {})
+
+
+def test_problems_follow_from_the_seed_and_the_split(tmp_path: Path) -> None:
+    def found(**args: Any) -> list[Any]:
+        made = dataset(tmp_path, batch_size=2, **args)
+        assert len(made) == 2
+        return [group.problem for index in range(2) for group in made.get_batch(index)]
+
+    assert found() == found()
+    assert {json.dumps(found(seed=seed)) for seed in range(20)} != {json.dumps(found())}
+    other = tmp_path / "other.jsonl"
+    other.write_text("8\n8\n8\n")
+    assert found(split="eval", eval_problems=str(other)) == [8, 8, 8]
+    assert sorted(map(str, found(split="eval"))) == sorted(map(str, found()))
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        ({"command": "node agent.mjs"}, "expected a list of words"),
+        ({"command": []}, "expected a list of words"),
+        ({"command": ["no-such-program-7"]}, "whose program no-such-program-7 is not there"),
+        ({"problems": "nowhere.jsonl"}, "nowhere.jsonl, the problems of env.args"),
+        ({"limit_s": 0}, "expected above 0"),
+        ({"speed": 1}, "unexpected keyword argument 'speed'"),
+    ],
+)
+def test_arguments_that_do_not_suit(tmp_path: Path, args: dict[str, Any], reason: str) -> None:
+    with pytest.raises(BadInput, match=reason):
+        dataset(tmp_path, **args)
+
+
+def test_a_line_that_is_no_json_is_named(tmp_path: Path) -> None:
+    (tmp_path / "problems.jsonl").write_text('1\n{"a": \n')
+    with pytest.raises(BadInput, match=r"line 2 of .*problems.jsonl"):
+        dataset(tmp_path)
