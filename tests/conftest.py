@@ -22,7 +22,7 @@ os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
 
 WORKERS = 2
 SAMPLE_S, FRESH_S = 1.0, 0.1
-DEAREST = 10
+DEAREST = 30
 PRINTED_FROM_S = 10.0
 """Sessions below this many CPU seconds are not worth the second that the calibration takes."""
 COST = "cpu_seconds"

@@ -30,6 +30,7 @@ def versions(ended: Ended, replica: int, how: str) -> set[int]:
     return taken(ended.root / "logs", replica, how)
 
 
+@pytest.mark.long
 def test_two_shards_send_every_version_to_two_replicas(tmp_path: Path) -> None:
     ended = run_rl(tmp_path, *TWO_BY_TWO)
     assert ended.code == EXIT_OK, ended.out

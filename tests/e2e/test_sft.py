@@ -96,6 +96,7 @@ def test_it_learns_and_says_so(reference: Ended) -> None:
     assert [sorted(trained[:18]), sorted(trained[18:])] == [list(range(18))] * 2
 
 
+@pytest.mark.long
 def test_killed_and_stopped_it_comes_to_the_same(config: Path, reference: Ended, tmp_path: Path) -> None:
     stopped = run_rl(tmp_path, config=config, module=SFT, on_line=stop_after_step_2)
     assert stopped.code == EXIT_SIGTERM, stopped.out
@@ -209,6 +210,7 @@ def test_other_data_or_seed_are_refused_and_nothing_starts(config: Path, referen
     assert "nothing to do" in again.out
 
 
+@pytest.mark.long
 def test_the_script_of_the_base_models_trains_by_sft(tmp_path: Path) -> None:
     """A few steps of it: a model of the shipped one's form, that has begun to learn the digits."""
     from transformers import AutoModelForCausalLM
