@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -96,7 +96,7 @@ class Bucket:
             except FileNotFoundError:
                 return None
 
-    def put(self, key: str, contents: bytes | Path) -> None:
+    def put(self, key: str, contents: bytes | BinaryIO) -> None:
         """Puts an object, whole or not at all; a file travels in parts."""
         import obstore
 

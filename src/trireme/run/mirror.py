@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -85,7 +85,7 @@ class Mirror:
         self._swept = False
         self._waiting: set[str] = set()  # new commits since the last success
         self._failed: Exception | None = None
-        self._lost: Exception | None = None
+        self._lost: BaseException | None = None
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="store", daemon=True)
 
@@ -118,6 +118,13 @@ class Mirror:
         )
 
     def _follow(self) -> None:
+        """Follows, and keeps any error that ends this for `check` and `close`."""
+        try:
+            self._bring_what_comes()
+        except BaseException as error:  # that of the package's compiled code is no Exception
+            self._lost = error
+
+    def _bring_what_comes(self) -> None:
         """Brings new commits at once, and everything else every EVERY_S. What failed waits for RETRY_S, and is tried
         once more at the end."""
         full_at, retry_at = time.monotonic(), 0.0
@@ -162,14 +169,17 @@ class Mirror:
         commits = self._bring_commits(deadline)
         self._seen |= commits.keys()
         fault_point("store.commits")
-        stats, files = dict(self._stats), {}
+        stats: dict[str, tuple[int, int, int]] = {}
+        files = {}
         for path in sorted(_files(self._root)):
             with suppress(FileNotFoundError):  # moved to a branch just now
-                files[path] = self._bring_file(path, driver, deadline)
+                files[path] = self._bring_file(path, driver, deadline, stats)
         if self._shape() != shape:
-            self._stats = stats
             return False
-        gone = self._seen - commits.keys()
+        # What is newer in the store than all that arrived stays: those here may have been deleted on their way.
+        newest = max(replace(self._stored, commits=commits).of_branch(), default=-1)
+        newer = {path for step, path in self._stored.of_branch().items() if step > newest}
+        gone = self._seen - commits.keys() - newer
         known = replace(
             self._stored, commits={path: each for path, each in self._stored.commits.items() if path not in gone}
         )
@@ -181,6 +191,7 @@ class Mirror:
                 self._settle()
         else:
             self._put_head(replace(new, written=self._stored.written + 1))
+        self._stats = stats
         if not self._swept:
             self._sweep()
         return True
@@ -208,24 +219,28 @@ class Mirror:
     def _bring_commit(self, commit: Path, text: bytes, checksum: str, deadline: float) -> StoredCommit:
         manifest = Manifest.verified(commit, contents=False)
         key = commit_key(self._stored.driver, manifest)
-        with trace.span("upload", "store", version=manifest.step, bytes=manifest.size):
-            for record in manifest.files:
-                if (file_key := f"{key}/{record.path}") not in self._put:
-                    self._in_time(deadline, file_key)
-                    if not (commit / record.path).exists():
-                        raise CheckpointInvalid(f"{commit} is being deleted")
-                    self._bucket.put(file_key, commit / record.path)
-                    self._put.add(file_key)
-                    fault_point("store.file")
+        left = {
+            file_key: record.path for record in manifest.files if (file_key := f"{key}/{record.path}") not in self._put
+        }
+        with ExitStack() as ending, trace.span("upload", "store", version=manifest.step, bytes=manifest.size):
+            # Opened first: the commit may be deleted here before all of it has arrived.
+            files = {file_key: ending.enter_context((commit / path).open("rb")) for file_key, path in left.items()}
+            for file_key, file in files.items():
+                self._in_time(deadline, file_key)
+                self._bucket.put(file_key, file)
+                self._put.add(file_key)
+                fault_point("store.file")
             self._bucket.put(f"{key}/{MANIFEST}", text)
             fault_point("store.manifest")
         return StoredCommit(key, checksum)
 
-    def _bring_file(self, path: str, driver: int, deadline: float) -> tuple[FilePart, ...]:
-        """Brings the new parts of a file. Returns all of its parts."""
+    def _bring_file(
+        self, path: str, driver: int, deadline: float, stats: dict[str, tuple[int, int, int]]
+    ) -> tuple[FilePart, ...]:
+        """Brings the new parts of a file. Returns all of its parts, and adds to `stats` what the file was then."""
         file, known = self._root / path, self._stored.files.get(path, ())
         stat = file.stat()
-        now = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
+        stats[path] = now = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
         if self._stats.get(path) == now and path in self._stored.files:
             return known
         parts: list[FilePart] = []
@@ -238,7 +253,6 @@ class Mirror:
                     self._bucket.put(part_key(path, number, part), block)
                     fault_point("store.part")
                 parts.append(part)
-        self._stats[path] = now
         return tuple(parts)
 
     def _in_time(self, deadline: float, what: str) -> None:

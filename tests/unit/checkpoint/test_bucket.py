@@ -66,10 +66,12 @@ def test_a_file_there_and_back(bucket: Bucket, tmp_path: Path, size: int) -> Non
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "file").write_bytes(os.urandom(size))
     record = record_of(tmp_path / "here", "file")
-    bucket.put("c/file", tmp_path / "here" / "file")
+    with (tmp_path / "here" / "file").open("rb") as file:
+        (tmp_path / "here" / "file").rename(tmp_path / "here" / "renamed")  # as a commit that is deleted meanwhile
+        bucket.put("c/file", file)
     assembly = Assembly(tmp_path / "there")
     bucket.fetch("c/file", assembly, record)
-    assert (tmp_path / "there" / "file").read_bytes() == (tmp_path / "here" / "file").read_bytes()
+    assert (tmp_path / "there" / "file").read_bytes() == (tmp_path / "here" / "renamed").read_bytes()
 
 
 @pytest.mark.parametrize("contents", [b"", b"abcde", b"abcdefgh", b"abcdef!"])

@@ -5,15 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 from store_support import Double, Driver, double, objects, stored
 
 from trireme.checkpoint.bucket import Bucket
+from trireme.checkpoint.rows import ROW_FILES
 from trireme.checkpoint.store import KEEP, CheckpointStore
-from trireme.checkpoint.stored_run import PART_BYTES
+from trireme.checkpoint.stored_run import PART_BYTES, StoredCommit
 from trireme.core.errors import LockLost, StorageFailed
 from trireme.run import mirror
+from trireme.run.mirror import Mirror
 from trireme.run.rundir import RunDir
 
 pytestmark = pytest.mark.usefixtures("instant_disk")
@@ -126,16 +129,71 @@ def test_a_commit_that_is_deleted_meanwhile_is_left_out(
     driver.step(2, committed=True)
     put = Bucket.put
 
-    def pruned_first(self: Bucket, key: str, contents: bytes | Path) -> None:
+    def pruned_first(self: Bucket, key: str, contents: bytes | BinaryIO) -> None:
         if "step_000001-" in key and CheckpointStore(driver.run.root).commit(1).exists():
             prune(driver, keep_last=1)
         put(self, key, contents)
 
     monkeypatch.setattr(Bucket, "put", pruned_first)
-    with pytest.raises(StorageFailed):
-        driver.bring()  # the file itself is gone
+    driver.bring()  # what has begun to travel arrives, although its files have no names any more
+    assert list(stored(url).of_branch()) == [1, 2]
     driver.bring()
     assert list(stored(url).of_branch()) == [2]
+
+
+def test_the_store_keeps_its_newest_commit_until_a_newer_one_is_there(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Commits are taken, and old ones deleted, faster than the store takes them."""
+    driver = Driver(url, tmp_path).claim()
+    driver.step(1, committed=True)
+    driver.bring()
+    driver.step(2, committed=True)
+    prune(driver, keep_last=1)
+    bring = Mirror._bring_commit
+
+    def deleted_first(self: Mirror, commit: Path, text: bytes, checksum: str, deadline: float) -> StoredCommit:
+        if commit.name == "step_000002":
+            driver.step(3, committed=True)
+            prune(driver, keep_last=1)
+        return bring(self, commit, text, checksum, deadline)
+
+    monkeypatch.setattr(Mirror, "_bring_commit", deleted_first)
+    driver.bring()
+    assert list(stored(url).of_branch()) == [1]
+    assert [key for key in objects(url) if "step_000001-" in key]
+    driver.bring()
+    assert list(stored(url).of_branch()) == [3]
+    assert not [key for key in objects(url) if "step_000001-" in key]
+
+
+def test_rows_that_were_put_before_a_failure_are_named_after_it(url: str, server: Double, tmp_path: Path) -> None:
+    driver = Driver(url, tmp_path).claim()
+    driver.step(1, committed=True)
+    driver.bring()
+    driver.step(2, committed=True)
+    server.refuses = lambda request: request.startswith("PUT") and "trained.jsonl" in request
+    with pytest.raises(StorageFailed):
+        driver.bring()
+    server.refuses = lambda _request: False
+    driver.bring()
+    for name in ROW_FILES:
+        size = sum(part.size for part in stored(url).files[name])
+        assert size == (driver.run.root / name).stat().st_size, name
+
+
+def test_a_thread_that_ends_early_is_told(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(url, tmp_path)
+
+    def broken(_self: Mirror) -> set[str]:
+        raise OSError("stale file handle")
+
+    def work(run: RunDir) -> None:
+        monkeypatch.setattr(Mirror, "_new_commits", broken)
+        until(stops(run), "the run stops")
+
+    with pytest.raises(OSError, match="stale file handle"):
+        kept(driver, work)
 
 
 def test_a_new_attempt_is_not_half_there(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +202,7 @@ def test_a_new_attempt_is_not_half_there(url: str, tmp_path: Path, monkeypatch: 
     driver.step(2)
     put, begun = Bucket.put, []
 
-    def next_attempt(self: Bucket, key: str, contents: bytes | Path) -> None:
+    def next_attempt(self: Bucket, key: str, contents: bytes | BinaryIO) -> None:
         put(self, key, contents)
         if not begun and "metrics.jsonl" in key:
             begun.append(
