@@ -25,7 +25,7 @@ from trireme.checkpoint.files import (
 )
 from trireme.checkpoint.manifest import MANIFEST, Manifest, file_of
 from trireme.checkpoint.pieces import Assembly
-from trireme.checkpoint.store import HEAD, STAGING, CheckpointStore
+from trireme.checkpoint.store import HEAD, KEEP, LOCK, STAGING, CheckpointStore
 from trireme.checkpoint.stored_run import StoredRun, part_key
 from trireme.config import CommonConfig
 from trireme.core.errors import CheckpointInvalid, StorageFailed
@@ -77,22 +77,29 @@ class RemoteRun:
                     "choose another --run.name, continue it by --resume, or delete what it holds with --clean",
                 ).error()
             return
-        if _is_up_to_date(root, found):
+        only_there = resume.step in found.of_branch() and not CheckpointStore(root).commit(resume.step or 0).exists()
+        if _is_up_to_date(root, found) and not only_there:
             return
+        arriving = root.with_name(root.name + ARRIVING)
         with storage_errors(root):
             if moved := _set_aside(root, found.driver):
-                self._say(f"{root} is older than {self._url}/{root.name}, or another run: it is now {moved}")
-            notes = self._bring(root, found)
+                what = "lacks the commit to resume from" if only_there else "is older"
+                self._say(f"{root} {what}, or is another run than {self._url}/{root.name}: it is now {moved}")
+            make_directory(arriving)
+            with locked(arriving):  # another start on this machine may bring it too
+                notes = self._bring(root, arriving, found)
         for note in notes:
             self._say(note)
 
-    def _bring(self, root: Path, found: StoredRun) -> list[str]:
-        """Makes the run directory `root`, with one commit. Returns notes for people."""
+    def _bring(self, root: Path, arriving: Path, found: StoredRun) -> list[str]:
+        """Makes the run directory `root`, with one commit, in `arriving`. Returns notes for people."""
         bucket = self._bucket
         assert bucket
-        arriving = root.with_name(root.name + ARRIVING)
-        shutil.rmtree(arriving, ignore_errors=True)
-        make_directory(arriving)
+        for entry in arriving.iterdir():  # of a start that was killed
+            if entry.is_dir():
+                shutil.rmtree(entry)
+            elif entry.name != LOCK:
+                entry.unlink()
         for path, parts in found.files.items():
             file = file_of(arriving, FileRecord(path, 0, ""))
             make_directory(file.parent)
@@ -153,6 +160,8 @@ class RemoteRun:
                 bucket.fetch(f"{stored.key}/{record.path}", assembly, record)
         finally:
             assembly.abandon()
+        if stored.kept:
+            (root / path / KEEP).touch()
         write_bytes(root / path, MANIFEST, text[0])
 
     def claim(self, run: RunDir, note: Callable[[str], None]) -> Mirror:

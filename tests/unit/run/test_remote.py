@@ -13,13 +13,13 @@ from store_support import Double, Driver, config, double, everything, objects, r
 
 from trireme.checkpoint.bucket import Bucket
 from trireme.checkpoint.manifest import MANIFEST, Manifest
-from trireme.checkpoint.store import HEAD, CheckpointStore
+from trireme.checkpoint.store import HEAD, KEEP, CheckpointStore
 from trireme.checkpoint.stored_run import StoredRun
 from trireme.config.load import load
 from trireme.core.errors import BadInput, LockLost, StorageFailed
 from trireme.process.faults import InjectedFault
 from trireme.run.remote import RemoteRun
-from trireme.run.rundir import resume_command
+from trireme.run.rundir import locked, resume_command
 
 pytestmark = pytest.mark.usefixtures("instant_disk")
 POINTS = ("store.file", "store.file@2", "store.manifest", "store.commits", "store.part", "store.part@3", "store.head")
@@ -180,6 +180,38 @@ def test_a_crash_while_it_is_brought_begins_anew(url: str, tmp_path: Path, monke
             Driver(url, tmp_path / "two", "--resume")
     assert not (tmp_path / "two" / "r").exists()
     assert Driver(url, tmp_path / "two", "--resume").run.start.step == 2
+
+
+def test_of_two_that_bring_it_to_one_directory_one_is_refused(url: str, tmp_path: Path) -> None:
+    begun(url, tmp_path / "one").die()
+    arriving = tmp_path / "two" / "r.arriving"
+    arriving.mkdir(parents=True)
+    with locked(arriving), pytest.raises(BadInput, match="is running"):
+        Driver(url, tmp_path / "two", "--resume")
+    assert Driver(url, tmp_path / "two", "--resume").run.start.step == 2
+    assert not arriving.exists()
+
+
+def test_a_commit_that_is_kept_stays_kept(url: str, tmp_path: Path) -> None:
+    first = begun(url, tmp_path / "one")
+    (first.run.store.commit(2) / KEEP).touch()
+    first.bring()
+    first.die()
+    second = Driver(url, tmp_path / "two", "--resume").claim()
+    second.bring()
+    assert (second.run.store.commit(2) / KEEP).exists()
+    assert stored(url).commits["checkpoints/step_000002"].kept
+
+
+def test_back_to_a_step_that_is_in_the_store_alone(url: str, tmp_path: Path) -> None:
+    begun(url, tmp_path / "one").die()
+    second = Driver(url, tmp_path / "two", "--resume").claim()
+    second.step(3, committed=True)
+    second.bring()
+    second.die()
+    third = Driver(url, tmp_path / "two", "--resume.step", "1")
+    assert third.run.start.step == 1
+    assert "lacks the commit" in third.said[0]
 
 
 def test_a_torn_commit_is_passed_over(url: str, tmp_path: Path) -> None:
