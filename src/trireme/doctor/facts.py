@@ -42,6 +42,8 @@ STOP_WAIT, STOP_WAIT_S = "RAY_JOB_STOP_WAIT_TIME_S", 3
 """The variable of a head node by which `ray job stop` waits until it kills, and its default (Ray 2.60)."""
 UNLIMITED = 2**40
 """Stands for a limit that there is not."""
+UNPACKED = "/runtime_resources/"
+"""Part of the path of each directory where Ray unpacks code for its workers."""
 KERNEL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
@@ -185,7 +187,16 @@ def answer_file(asked: Questions, number: int) -> Path:
 
 def _variables(salt: str) -> dict[str, str]:
     wanted = {name: value for name, value in sorted(os.environ.items()) if VARIABLES.fullmatch(name)}
+    if paths := _given_paths(wanted.pop("PYTHONPATH", "")):
+        wanted["PYTHONPATH"] = paths
     return {name: _shown(name, value, salt) for name, value in wanted.items()}
+
+
+def _given_paths(value: str) -> str:
+    """Returns a PYTHONPATH without what Ray puts into those of its workers: the directories where it unpacked code, and
+    what the driver and the node both have a second time. Entries become absolute, as those that travel are."""
+    paths = (os.path.abspath(path) for path in value.split(os.pathsep) if path and UNPACKED not in path)
+    return os.pathsep.join(dict.fromkeys(paths))
 
 
 def _shown(name: str, value: str, salt: str) -> str:

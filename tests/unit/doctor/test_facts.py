@@ -50,6 +50,18 @@ def test_variables_that_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     assert collect(Questions()).stop_wait_s == 3
 
 
+def test_paths_that_ray_adds_to_those_of_its_workers_are_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/code/src:/opt/games")
+    here = collect(Questions()).variables
+    unpacked = "/tmp/ray/session_1/runtime_resources/py_modules_files/_ray_pkg_1"
+    monkeypatch.setenv("PYTHONPATH", f"{unpacked}:/code/src:/opt/games:/code/src")
+    assert collect(Questions()).variables == here
+    monkeypatch.setenv("PYTHONPATH", f"{unpacked}:/code/src:/opt/games:/opt/others")
+    assert collect(Questions()).variables["PYTHONPATH"] == "/code/src:/opt/games:/opt/others"
+    monkeypatch.setenv("PYTHONPATH", unpacked)
+    assert "PYTHONPATH" not in collect(Questions()).variables
+
+
 def test_the_group_limits_tasks(tmp_path: Path) -> None:
     assert module._left_in_group(tmp_path) == module.UNLIMITED
     (tmp_path / "pids.max").write_text("max\n")
