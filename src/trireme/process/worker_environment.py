@@ -31,6 +31,8 @@ from trireme.core.refusals import Refusal
 
 PREFIXES = ("HF_", "WANDB_", "NCCL_", "GLOO_", "VLLM_", "TRIREME_")
 """The variables of what computes in actors begin like this: hub, W&B, collectives, vLLM, this project."""
+OF_ONE_NODE = "VLLM_HOST_IP"
+"""The address of the process itself, as vLLM reads it: another one on each node."""
 NAMES = ("PYTHONPATH", "TRANSFORMERS_OFFLINE", "TOKENIZERS_PARALLELISM", "CUBLAS_WORKSPACE_CONFIG")
 """Further variables that decide what is found and computed."""
 KEYS = "TRIREME__"
@@ -39,6 +41,8 @@ OWN = ("trireme", "trainer", "orchestrator", "inference", "service")
 """The packages of this project."""
 INSTALLED = ("stdlib", "platstdlib", "purelib", "platlib")
 """The directories of installed packages, as `sysconfig` names them."""
+PACKAGES = {"site-packages", "dist-packages"}
+"""Names of further directories of installed packages: a system's or a user's, which an environment may see too."""
 IMPORT_PATH = re.compile(r"([A-Za-z_]\w*)(\.\w+)*:[A-Za-z_]\w*")
 """The form `package.module:name`. Its first group is the top-level module."""
 JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
@@ -115,7 +119,9 @@ def _chosen(names: Iterable[str], environ: Mapping[str, str]) -> dict[str, str]:
                 "environment variables that the driver has",
                 f"export {name}, or take it out of --cluster.variables",
             ).error()
-    usual = [name for name in environ if (name.startswith(PREFIXES) and not name.startswith(KEYS)) or name in NAMES]
+    usual = [name for name in environ if name.startswith(PREFIXES) and not name.startswith(KEYS)]
+    usual = [name for name in usual if name != OF_ONE_NODE]
+    usual += [name for name in NAMES if name in environ]
     found = {name: environ[name] for name in dict.fromkeys([*usual, *names])}
     if paths := found.get("PYTHONPATH"):
         found["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in paths.split(os.pathsep) if path)
@@ -131,7 +137,7 @@ def modules_not_installed(names: Iterable[str]) -> tuple[Path, ...]:
     while left:
         name = left.pop(0)
         for place in () if name in found else _places(name):
-            if any(place.resolve().is_relative_to(path) for path in installed):
+            if any(place.resolve().is_relative_to(path) for path in installed) or PACKAGES & {*place.resolve().parts}:
                 continue
             found[name] = place
             left += [] if name in OWN else sorted(_imported(place))

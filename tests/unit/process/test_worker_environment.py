@@ -59,6 +59,7 @@ class TestVariables:
             "CUDA_VISIBLE_DEVICES": "0",
             "TRIREME__SEED": "1",
             "RAY_ADDRESS": "a",
+            "VLLM_HOST_IP": "10.0.0.1",
         }
         found = WorkerEnvironment.of(config(), environ | others)
         assert found.variables == environ
@@ -111,6 +112,16 @@ class TestCode:
         assert modules_not_installed(
             ["numpy", "json", "sys", "travelled_nowhere", "__main__"]
         ) == modules_not_installed([])
+
+    @pytest.mark.parametrize("name", ["site-packages", "dist-packages"])
+    def test_packages_of_the_system_and_of_the_user_stay(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    ) -> None:
+        """An environment may see them beside its own (`--system-site-packages`)."""
+        (tmp_path / name / "travelled_torch").mkdir(parents=True)
+        (tmp_path / name / "travelled_torch" / "__init__.py").touch()
+        monkeypatch.syspath_prepend(tmp_path / name)
+        assert modules_not_installed(["travelled_torch"]) == modules_not_installed([])
 
     def test_an_address_is_no_module(self) -> None:
         assert len(WorkerEnvironment.of(config("http://10.0.0.1:80/games"), {}).modules) == len(OWN)
