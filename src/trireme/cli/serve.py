@@ -60,6 +60,12 @@ def serve(argv: list[str], console: Console) -> None:
 
 def _checked(config: Config) -> list[str]:
     """Refuses what this server does not do. Raises BadInput."""
+    if config.run.url:
+        raise Refusal(
+            f"run.output_dir = {config.run.output_dir} with `trireme serve`",
+            "a directory: what clients save lies on this machine",
+            "give another --run.output-dir",
+        ).error()
     if config.trainer.lora.on:
         raise Refusal(
             "trainer.lora with `trireme serve`", "the whole model, which this server trains", "leave --trainer.lora out"

@@ -26,3 +26,8 @@ def test_a_dry_run_shows_trainer_and_replicas(capsys: pytest.CaptureFixture[str]
 def test_adapters_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert trireme.main([*FLAGS, "--trainer.lora.rank", "8", "--dry-run"]) == EXIT_BAD_INPUT
     assert "the whole model" in capsys.readouterr().err
+
+
+def test_object_storage_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert trireme.main([*FLAGS, "--run.output-dir", "s3://bucket/runs", "--dry-run"]) == EXIT_BAD_INPUT
+    assert "run.output_dir = s3://bucket/runs" in capsys.readouterr().err
