@@ -168,7 +168,9 @@ class TinkerRoutes:
         """Accepts an update."""
         if body.adam_params is None:
             kind = body.optimizer_params.type if body.optimizer_params else "none"
-            raise RequestRefused(f"optim_step with parameters of {kind}; expected AdamParams, the only optimiser here")
+            said = f"optim_step with parameters of {kind}; expected AdamParams, the only optimiser here"
+            self._server.take_number(body.model_id, body.seq_id, said)
+            raise RequestRefused(said)
         return _promised(self._server.train(body.model_id, body.seq_id, Update(body.adam_params.params())))
 
     async def save_weights(self, body: SaveBody) -> JsonReply:
@@ -180,7 +182,9 @@ class TinkerRoutes:
         """Accepts that samplers may have the weights of a model."""
         number = body.sampling_session_seq_id
         if (body.path is None) == (number is None):
-            raise RequestRefused("save_weights_for_sampler; expected a path, or else a sampling_session_seq_id")
+            said = "save_weights_for_sampler; expected a path, or else a sampling_session_seq_id"
+            self._server.take_number(body.model_id, body.seq_id, said)
+            raise RequestRefused(said)
         work = Saving(body.kind, body.path, body.ttl_seconds, body.overwrite, body.user_metadata, number)
         return _promised(self._server.train(body.model_id, body.seq_id, work))
 
@@ -258,7 +262,10 @@ def make_tinker_app(server: TinkerServer, keys: ServiceKeys, limits: Limits) -> 
     SavedRoutes(server).add(app)
 
     async def refused(request: Request, error: Exception) -> Response:
-        return error_reply(request.url.path, _as_refused(error))
+        answer = _as_refused(error)
+        if isinstance(error, RequestValidationError) and isinstance(error.body, dict):
+            server.take_number(error.body.get("model_id"), error.body.get("seq_id"), answer.message)
+        return error_reply(request.url.path, answer)
 
     kinds = (
         RequestRefused,

@@ -8,9 +8,12 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from service.asked import RequestRefused
+from service.dialects.wire import Stop, TokenId
 from trireme.core.types import AdamParams, SamplingParams
 
 Seq = Annotated[int, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, lt=2**62)]
+"""Further samples count on from it, below 2^63."""
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -135,7 +138,7 @@ class ChunkBody(Told):
     """A part of a prompt."""
 
     type: str = "encoded_text"
-    tokens: list[Annotated[int, Field(ge=0, lt=2**31)]] = []
+    tokens: list[TokenId] = []
 
 
 class PromptBody(Told):
@@ -148,8 +151,8 @@ class SamplingBody(Strict):
     """How to sample."""
 
     max_tokens: Annotated[int, Field(gt=0)] | None = None
-    seed: int | None = None
-    stop: str | list[str] | list[int] | None = None
+    seed: Seed | None = None
+    stop: Stop | list[Stop] | list[TokenId] | None = None
     temperature: NonNegative = 1.0
     top_k: Annotated[int, Field(ge=-1)] = -1
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -227,7 +230,7 @@ class RetrieveManyBody(Told):
 
     target: TargetBody
     prev_cursor: int = 0
-    timeout: float | None = None
+    timeout: Finite | None = None
     retrieved_request_ids: list[str] = []
 
 

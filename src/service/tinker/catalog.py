@@ -3,7 +3,8 @@
     tinker://<model>/weights/<name>            <root>/<model>/weights/<name>/           all that training needs
     tinker://<model>/sampler_weights/<name>    <root>/<model>/sampler_weights/<name>/   a model in Hugging Face layout
 
-A directory counts once `checkpoint.json` is in it, which is written last. Times are seconds since 1970.
+A directory counts once `checkpoint.json` is in it, which is written last. It is written in a directory of its own
+(`<root>/<model>/new-weights/<name>/`), and then takes its place. Times are seconds since 1970.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from service.tinker.promises import UserError
-from trireme.checkpoint.files import FileRecord, make_directory, replace_file, storage_errors
+from trireme.checkpoint.files import FileRecord, fsync_directory, make_directory, replace_file, storage_errors
 from trireme.core.finite_json import to_json
 
 SavedKind = Literal["weights", "sampler_weights"]
@@ -25,7 +27,8 @@ KINDS: tuple[SavedKind, ...] = ("weights", "sampler_weights")
 SCHEME = "tinker://"
 NAME = re.compile(r"(?!\.+$)[A-Za-z0-9_.-]{1,255}")
 MARK, RUN = "checkpoint.json", "run.json"
-STAGING = ".new"
+STAGING = "new-"
+"""Begins the names of directories that stand beside those of KINDS, and hold what is being written."""
 
 
 @dataclass(frozen=True)
@@ -83,20 +86,24 @@ class Catalog:
         name that cannot be used."""
         if not NAME.fullmatch(name):
             raise UserError(f"the name {name!r}; expected up to 255 letters, digits, `_`, `-` and `.`")
-        directory = self._directory(model_id) / kind / name
-        if directory.exists() and not overwrite:
+        model = self._directory(model_id)
+        if (model / kind / name / MARK).exists() and not overwrite:
             raise UserError(f"{path_of(model_id, kind, name)} is there already; give another name, or overwrite = True")
-        staging = directory.with_name(name + STAGING)
+        staging = model / f"{STAGING}{kind}" / name
         with storage_errors(staging):
             shutil.rmtree(staging, ignore_errors=True)
             make_directory(staging.parent)
         return staging
 
+    def discard(self, staging: Path) -> None:
+        """Removes what could not be written whole, and the space that it takes."""
+        shutil.rmtree(staging, ignore_errors=True)
+
     def keep(
         self, staging: Path, files: Sequence[FileRecord], ttl_s: int | None, user_metadata: Mapping[str, str] | None
     ) -> SavedWeights:
         """Makes a directory count, in place of one of its name. Raises StorageFailed."""
-        directory, now = staging.with_name(staging.name.removesuffix(STAGING)), self._now()
+        directory, now = _place_of(staging), self._now()
         sizes = {file.path.partition("/")[2]: file.size for file in files}  # it stands below its directory's name
         run = self._run_in(directory.parent.parent)
         kind: SavedKind = "weights" if directory.parent.name == "weights" else "sampler_weights"
@@ -104,47 +111,55 @@ class Catalog:
         saved = SavedWeights(run.model_id, kind, directory.name, now, expires_s, user_metadata or {}, sizes)
         with storage_errors(directory):
             replace_file(staging / MARK, to_json(asdict(saved)).encode())
-            shutil.rmtree(directory, ignore_errors=True)
-            staging.rename(directory)
+            _move(staging, directory)
         return saved
 
     def set_ttl(self, path: str, ttl_s: int | None) -> None:
         """Sets how long something is kept from now on; None: for ever. Raises UserError."""
-        directory, saved = self.find(path)
+        directory, saved = self._look_up(path)
         changed = asdict(saved) | {"expires_s": None if ttl_s is None else self._now() + ttl_s}
         with storage_errors(directory):
             replace_file(directory / MARK, to_json(changed).encode())
 
     def delete(self, path: str) -> None:
-        """Deletes something. Raises UserError."""
-        directory, _ = self.find(path)
-        (directory / MARK).unlink()  # from now on it does not count
-        shutil.rmtree(directory)
+        """Deletes something, also what is damaged. Raises UserError, StorageFailed."""
+        directory, _ = self._look_up(path)
+        with storage_errors(directory):
+            (directory / MARK).unlink(missing_ok=True)  # from now on it does not count
+            shutil.rmtree(directory, ignore_errors=True)
 
     def expire(self) -> None:
         """Deletes all whose time is over."""
         for run in self.runs():
             for saved in self.saved(run.model_id):
                 if saved.expires_s is not None and saved.expires_s <= self._now():
-                    self.delete(saved.path)
+                    with suppress(UserError):  # it was deleted in between
+                        self.delete(saved.path)
 
     # ---- reading
 
     def find(self, path: str, kind: SavedKind | None = None) -> tuple[Path, SavedWeights]:
         """Returns the directory of a path, and what is known of it. Raises UserError for a path that names nothing, or
         something of another kind, and for a directory that has lost a file."""
-        model_id, its_kind, name = _parts(path)
-        if kind and its_kind != kind:
+        directory, saved = self._look_up(path)
+        if kind and saved.kind != kind:
             raise UserError(f"the path {path}; expected {SCHEME}<model>/{kind}/<name>")
-        directory = self._directory(model_id) / its_kind / name
-        if not (directory / MARK).exists():
-            raise UserError(f"the path {path}, at which nothing is saved here; the list of checkpoints tells what is")
-        saved = SavedWeights(**json.loads((directory / MARK).read_bytes()))
         for file, size in saved.files.items():
             found = (directory / file).stat().st_size if (directory / file).exists() else None
             if found != size:
                 raise UserError(f"{path} is damaged: its file {file} had {size} bytes and has {found}; use another one")
         return directory, saved
+
+    def _look_up(self, path: str) -> tuple[Path, SavedWeights]:
+        """Does the same for any kind, without a look at the files."""
+        model_id, kind, name = _parts(path)
+        directory = self._directory(model_id) / kind / name
+        try:
+            return directory, SavedWeights(**json.loads((directory / MARK).read_bytes()))
+        except FileNotFoundError:
+            raise UserError(
+                f"the path {path}, at which nothing is saved here; the list of checkpoints tells what is"
+            ) from None
 
     def run(self, model_id: str) -> SavedRun:
         """Returns what is known of a model. Raises UserError."""
@@ -166,7 +181,7 @@ class Catalog:
     def _saved(self, model_id: str) -> Iterator[SavedWeights]:
         for kind in KINDS:
             for mark in (self._directory(model_id) / kind).glob(f"*/{MARK}"):
-                if not mark.parent.name.endswith(STAGING):
+                with suppress(FileNotFoundError):  # it was deleted in between
                     yield SavedWeights(**json.loads(mark.read_bytes()))
 
     @staticmethod
@@ -177,6 +192,29 @@ class Catalog:
         if not re.fullmatch(r"[A-Za-z0-9_-]+:train:\d+", model_id):
             raise UserError(f"the model {model_id!r}; expected <session>:train:<number>")
         return self._root / model_id.replace(":", "-")
+
+
+def recover(root: Path) -> None:
+    """Does what a server that was killed had not finished: what it had written whole takes its place, the rest is
+    removed. Call it while no server writes there. Raises StorageFailed."""
+    for staging in root.glob(f"*/{STAGING}*/*"):
+        with storage_errors(staging):
+            if (staging / MARK).exists():
+                _move(staging, _place_of(staging))
+            else:
+                shutil.rmtree(staging)
+
+
+def _place_of(staging: Path) -> Path:
+    return staging.parent.with_name(staging.parent.name.removeprefix(STAGING)) / staging.name
+
+
+def _move(staging: Path, directory: Path) -> None:
+    """Has `staging` take the place of `directory`. If this is cut short, `staging` is there, and whole."""
+    make_directory(directory.parent)
+    shutil.rmtree(directory, ignore_errors=True)
+    staging.rename(directory)
+    fsync_directory(directory.parent)
 
 
 def _parts(path: str) -> tuple[str, SavedKind, str]:

@@ -17,7 +17,7 @@ from service.asked import RequestRefused
 from service.tinker.messages import message_class
 from service.tinker.promises import UserError
 from trireme.config.losses import LOSSES, find_loss, loss_refusals
-from trireme.core.datum import LOSS_FN_INPUT_DTYPES, Datum, ModelInput
+from trireme.core.datum import Datum, ModelInput
 from trireme.core.types import ForwardBackwardOutput, PromptLogprobs, SampleResponse, TopkPromptLogprobs
 
 PROTOBUF = "application/x-protobuf"
@@ -90,6 +90,8 @@ class ForwardBackwardCall:
     def _datum(self, number: int, encoded: Any) -> Datum:
         try:
             tokens = np.concatenate([np.empty(0, "<i4"), *map(_tokens, encoded.model_input)])
+            if not len(tokens):
+                raise ValueError("no tokens in model_input; expected at least one")
             given = {name: _array(name, tensor) for name, tensor in encoded.loss_fn_inputs.items()}
             return Datum(ModelInput(tokens), columns_of(self.loss_fn, given))
         except ValueError as error:
@@ -136,7 +138,7 @@ def _array(name: str, tensor: Any) -> npt.NDArray[Any]:
         values = (values.astype("<u4") << 16).view("<f4")
     if tensor.shape and list(tensor.shape) != [len(values)]:
         raise ValueError(f"{name} says that it has shape {list(tensor.shape)}, and has {len(values)} numbers")
-    return values.astype(LOSS_FN_INPUT_DTYPES[name]) if name in LOSS_FN_INPUT_DTYPES else values
+    return values
 
 
 def encode_output(output: ForwardBackwardOutput) -> bytes:

@@ -60,6 +60,8 @@ class ClientModel:
     next_seq: int = 0
     """The number of the request that comes next."""
     waiting: dict[int, Promise] = field(default_factory=dict)
+    gap: tuple[int, float] | None = None
+    """The number of a request that later ones wait for, and when that was seen first."""
     ended: str = ""
     """Why it cannot be trained any more."""
 

@@ -11,6 +11,7 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +19,10 @@ from service.front import ServedModels
 from service.tinker.catalog import Catalog
 from service.tinker.codec import encode_sample
 from service.tinker.promises import ClientModel, Failure, Promise, Success, UserError
-from service.tinker.state import ProtocolState
+from service.tinker.state import ProtocolState, UnknownId
 from service.tinker.turns import LoadWeights, StartSample
 from service.tinker.verbs import SamplerVerbs
-from service.tinker.work import Creation, Done, Saving, TrainingWorker, Work
+from service.tinker.work import Creation, Done, Saving, TrainingWorker, Unusable, Work
 from trireme.core.datum import ModelInput
 from trireme.core.errors import RoomFailed, TriremeError
 from trireme.core.types import SamplingParams
@@ -105,6 +106,10 @@ class TinkerServer:
         finally:
             for task in (*tasks, *self._sampling):
                 task.cancel()
+            self.state.fail_all(
+                Failure("the server has ended; continue from a saved state with the next one", "server")
+            )
+            self.wake()
 
     # ---- what clients ask for
 
@@ -132,9 +137,16 @@ class TinkerServer:
         self.wake()
         return promise
 
+    def take_number(self, model_id: object, seq_id: object, said: str) -> None:
+        """Notes that a request of a model was refused, for which later ones would wait: the client counts it."""
+        if isinstance(model_id, str) and isinstance(seq_id, int):
+            with suppress(UnknownId, UserError):
+                self.train(model_id, seq_id, Unusable(said))
+
     def sample(self, sampler_id: str, seq_id: int, work: SampleWork) -> Promise:
         """Accepts a sample. Raises UnknownId, and UserError where its weights are not held any more."""
-        self._check_held(self.state.sampler(sampler_id).target)
+        if not self.state.has_sample(sampler_id, seq_id):
+            self._check_held(self.state.sampler(sampler_id).target)
         promise = self.state.sample(sampler_id, seq_id, work)
         self.wake()
         return promise
@@ -251,6 +263,9 @@ class TinkerServer:
             outcome = Failure(str(error), "server")
         except (TriremeError, ValueError) as error:
             outcome = Failure(str(error), "user")
+        except Exception as error:  # else this client and those of other weights would wait for ever
+            log.exception("a sample failed")
+            outcome = Failure(f"an error of the server, which its log tells: {type(error).__name__}", "server")
         self.state.sampled(promise, outcome)
         self.wake()
 
@@ -262,8 +277,11 @@ class TinkerServer:
     async def _look_after(self) -> None:
         while True:
             self.state.expire(self.now())
-            await asyncio.to_thread(self.catalog.expire)
             self.wake()
+            try:
+                await asyncio.to_thread(self.catalog.expire)
+            except Exception:  # of a disk, say; it is tried again, and nothing else depends on it
+                log.exception("what has expired could not be deleted")
             await asyncio.sleep(LOOK_S)
 
 

@@ -20,6 +20,8 @@ SESSION_S = 120.0
 """Seconds of silence after which a session has ended. A client beats every 10 s."""
 KEPT_S = 600.0
 """Seconds for which an outcome is kept after it was given, as the answer may not have arrived, or after the session."""
+GAP_S = 300.0
+"""Seconds for which requests of a model wait for one before them that has not come. The client posts for that long."""
 CLONE = 1_000_000_000
 """A clone of a sampler numbers its samples from this times its own number."""
 
@@ -87,16 +89,40 @@ class ProtocolState:
                 self._end(self.models[model_id], "its session has ended")
 
     def expire(self, now: float) -> None:
-        """Ends the sessions that are silent for too long, and forgets outcomes that were given long ago, and those of
-        sessions that ended long ago."""
+        """Ends the sessions that are silent for too long, and a model one of whose requests does not come; forgets
+        outcomes that were given long ago, and those of sessions that ended long ago."""
         for session in self.sessions.values():
             if session.ended_s is None and now - session.beat_s > SESSION_S:
                 self.finish(session.session_id, now)
+        self._end_stuck(now)
         for promise in self._promises.values():
             ended_s = self.sessions[promise.session_id].ended_s
             given_s = ended_s if promise.given_s is None else promise.given_s
             if promise.outcome and given_s is not None and now - given_s > KEPT_S:
                 promise.forget()
+        for promise in [each for each in self._promises.values() if each.forgotten]:
+            ended_s = self.sessions[promise.session_id].ended_s
+            if ended_s is not None and now - ended_s > KEPT_S:
+                del self._promises[promise.request_id]
+
+    def _end_stuck(self, now: float) -> None:
+        model = self.holder
+        if model is None or not model.waiting or model.ready:
+            return
+        if model.gap is None or model.gap[0] != model.next_seq:
+            model.gap = model.next_seq, now
+        elif now - model.gap[1] > GAP_S:
+            self._end(
+                model,
+                f"its request {model.next_seq} did not come within {GAP_S:g} s, and later ones waited for it (was it "
+                "larger than service.max_body_mb?); continue from a saved state",
+            )
+
+    def fail_all(self, failure: Failure) -> None:
+        """Gives `failure` to all that have no outcome yet: nothing more will be done."""
+        for promise in self._promises.values():
+            if promise.outcome is None and not promise.forgotten:
+                self._settle(promise, failure)
 
     def _end(self, model: ClientModel, why: str) -> None:
         """Ends a model. What the trainer works on is finished."""
@@ -197,13 +223,13 @@ class ProtocolState:
 
     def _pass_on(self) -> None:
         """Gives the trainer to the next model in the line, if it is free. A model takes it over from one of the same
-        session that has nothing to do, as the client would otherwise wait for itself."""
+        session that has nothing to do and waits for nothing, as the client would otherwise wait for itself."""
         if self.holder is None:
             self.holder = self._line.popleft() if self._line else None
             return
         before = self.holder
         heir = next((model for model in self._line if model.session_id == before.session_id), None)
-        if heir:
+        if heir and not before.waiting:
             self._line.remove(heir)
             self._end(before, f"{heir.model_id} of the same session has the trainer now, and one is trained at a time")
             self.holder = heir
@@ -242,6 +268,10 @@ class ProtocolState:
         sampler.joined += 1
         return sampler.joined
 
+    def has_sample(self, sampler_id: str, seq_id: int) -> bool:
+        """Tells whether a sampler has accepted sample `seq_id`."""
+        return f"{sampler_id}/{seq_id}" in self._promises
+
     def sample(self, sampler_id: str, seq_id: int, work: object) -> Promise:
         """Accepts sample `seq_id` of a sampler. Raises UnknownId."""
         sampler, request_id = self.sampler(sampler_id), f"{sampler_id}/{seq_id}"
@@ -268,5 +298,5 @@ class ProtocolState:
         for request_id in retrieved:
             if (known := self._promises.get(request_id)) and known.outcome:
                 known.forget()
-        new = [self._promises[request_id] for request_id in done[max(cursor, 0) :]]
+        new = [self._promises[request_id] for request_id in done[max(cursor, 0) :] if request_id in self._promises]
         return [promise for promise in new if not promise.forgotten], len(done)

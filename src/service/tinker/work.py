@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from service.tinker.catalog import Catalog
+from service.tinker.catalog import Catalog, SavedWeights
 from service.tinker.codec import ForwardBackwardCall, encode_output
 from service.tinker.promises import Failure, Outcome, Success, UserError
-from service.tinker.verbs import TrainerVerbs
+from service.tinker.verbs import FilesToCome, TrainerVerbs
 from trireme.core.datum import Datum
 from trireme.core.errors import RoomFailed, StorageFailed, TriremeError
 from trireme.core.types import AdamParams, ForwardBackwardOutput
@@ -66,7 +66,14 @@ class Saving:
     """The number of the sampler that is to be made, in its session."""
 
 
-Work = Creation | Loading | ForwardBackwardCall | Update | Saving
+@dataclass(frozen=True)
+class Unusable:
+    """Takes the number of a request that was refused when it came: later ones wait for that number."""
+
+    error: str
+
+
+Work = Creation | Loading | ForwardBackwardCall | Update | Saving | Unusable
 
 
 @dataclass(frozen=True)
@@ -116,6 +123,9 @@ class TrainingWorker:
             failure = Failure(f"the trainer has failed, and this server ends: {error}", "server")
         except TriremeError as error:
             failure = Failure(str(error), "server" if isinstance(error, StorageFailed) else "user")
+        except Exception as error:  # else the client would wait for ever for this request, and for all behind it
+            log.exception("a request to train failed")
+            failure = Failure(f"an error of the server, which its log tells: {type(error).__name__}", "server")
         if isinstance(work, ForwardBackwardCall) and not work.forward_only:
             self._failed = f"its request {work.seq_id} failed: {failure.error}"
         return Done(failure)
@@ -135,6 +145,8 @@ class TrainingWorker:
                 return self._save_state(model_id, work)
             case Saving():
                 return self._save_for_sampler(model_id, work)
+            case Unusable(error):
+                raise UserError(error)
 
     def _create(self, model_id: str, work: Creation) -> Done:
         if work.base_model is not None and work.base_model not in self.bases:
@@ -194,8 +206,7 @@ class TrainingWorker:
         if work.name is None:
             raise UserError("save_weights without a path; expected the name of the state")
         staging = self._catalog.staging(model_id, "weights", work.name, work.overwrite)
-        files = self._trainer.save_state(staging).wait(self._save_s)
-        saved = self._catalog.keep(staging, files, work.ttl_s, work.user_metadata)
+        saved = self._keep(staging, self._trainer.save_state(staging), work)
         return Done(Success({"path": saved.path, "type": "save_weights"}))
 
     def _save_for_sampler(self, model_id: str, work: Saving) -> Done:
@@ -204,9 +215,16 @@ class TrainingWorker:
             return Done(Success({"type": "save_weights_for_sampler"}), self._publish())
         staging = self._catalog.staging(model_id, "sampler_weights", work.name, work.overwrite)
         published = self._publish()
-        files = self._trainer.save_weights(staging, published).wait(self._save_s)
-        saved = self._catalog.keep(staging, files, work.ttl_s, work.user_metadata)
+        saved = self._keep(staging, self._trainer.save_weights(staging, published), work)
         return Done(Success({"path": saved.path, "type": "save_weights_for_sampler"}), published)
+
+    def _keep(self, staging: Path, written: FilesToCome, work: Saving) -> SavedWeights:
+        try:
+            files = written.wait(self._save_s)
+        except StorageFailed:
+            self._catalog.discard(staging)  # a disk that is full would stay so
+            raise
+        return self._catalog.keep(staging, files, work.ttl_s, work.user_metadata)
 
     def _publish(self) -> PublishedWeights:
         published = self._trainer.publish_weights(self._version)

@@ -24,6 +24,7 @@ from trireme.launch.common import prepare_cluster
 from trireme.plan.base import Plan
 from trireme.plan.rl import LOOP_ROOMS
 from trireme.process.environ import Resources
+from trireme.run.rundir import locked
 
 UNREAD = Path(__file__).with_name("serve.toml")
 
@@ -32,6 +33,7 @@ def serve(argv: list[str], console: Console) -> None:
     """Serves until a signal comes. Raises Stopped, TriremeError."""
     loaded = load(["@", str(UNREAD), *argv])
     config = loaded.config
+    _refuse_url(config)
     facts = ModelFacts.of(config, required=True)
     assert facts is not None, "required"
     plan = Plan(
@@ -53,9 +55,21 @@ def serve(argv: list[str], console: Console) -> None:
     from trireme.launch import service, tinker  # imports Ray, for which the environment is prepared first
 
     service.check_port(config)
-    keys = service.keys_of(config, directory, say, prefix="tml")
-    with open_rooms(absolute, directory / "logs") as (trainer, sampler):
-        tinker.serve_clients(absolute, (name, absolute.model.name), facts, trainer, sampler, keys, directory, say)
+    with locked(directory):
+        keys = service.keys_of(config, directory, say, prefix="tml")
+        tinker.clear(directory)
+        with open_rooms(absolute, directory / "logs") as (trainer, sampler):
+            names = (name, absolute.model.name)
+            tinker.serve_clients(absolute, names, facts, trainer, sampler, keys, directory, say)
+
+
+def _refuse_url(config: Config) -> None:
+    if config.run.url:
+        raise Refusal(
+            f"run.output_dir = {config.run.url} with `trireme serve`",
+            "a directory, in which this server keeps what clients save",
+            "give another --run.output-dir",
+        ).error()
 
 
 def _checked(config: Config) -> list[str]:

@@ -12,7 +12,7 @@ from inference.client import SamplingClient
 from service.front import ServedModels
 from service.guard import Limits
 from service.keys import ServiceKey, ServiceKeys
-from service.tinker.catalog import Catalog
+from service.tinker.catalog import Catalog, recover
 from service.tinker.listening import TinkerListener
 from service.tinker.serving import TinkerServer
 from service.tinker.work import TrainingWorker
@@ -22,9 +22,16 @@ from trireme.config.model_facts import ModelFacts
 from trireme.core.errors import BadInput
 from trireme.process import signals
 
-RUNS, BASE = "runs", "base-"
+RUNS, BASE = "runs", ".tinker-base-"
 MEGABYTE = 10**6
 TICK_S = 0.2
+
+
+def clear(directory: Path) -> None:
+    """Finishes or removes what a server that was killed left in `directory`, which is locked. Raises StorageFailed."""
+    for base in directory.glob(f"{BASE}*"):
+        shutil.rmtree(base, ignore_errors=True)
+    recover(directory / RUNS)
 
 
 def serve_clients(

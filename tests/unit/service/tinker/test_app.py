@@ -313,6 +313,8 @@ class TestTheProtocol:
         ("changed", "named"),
         [
             ({"sampling_params": {"stop": []}}, "end-of-sequence"),
+            ({"sampling_params": {"stop": ["a", ""]}}, "stop"),
+            ({"sampling_params": {"seed": 2**64}}, "seed"),
             ({"record_stability_info": True}, "record_stability_info"),
             ({"topk_sample_logprobs": 2}, "topk_sample_logprobs"),
             ({"prompt": {"chunks": [{"type": "image"}]}}, "image"),

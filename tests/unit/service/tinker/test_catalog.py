@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from service.tinker.catalog import Catalog
+from service.tinker.catalog import MARK, Catalog, recover
 from service.tinker.promises import UserError
 from trireme.checkpoint.files import write_bytes
 
@@ -70,6 +70,60 @@ def test_what_is_not_whole_does_not_count(catalog: Catalog) -> None:
     (directory / "state.bin").write_bytes(b"12")
     with pytest.raises(UserError, match=r"state\.bin had 4 bytes and has 2"):
         catalog.find(path)
+
+
+def test_names_do_not_stand_in_each_others_way(catalog: Catalog) -> None:
+    """Names that look like those of files that are being written, and the longest one."""
+    names = ["best", "best.new", "new-weights", "x" * 255]
+    paths = [save(catalog, name, name.encode()) for name in reversed(names)]
+    assert {saved.path for saved in catalog.saved(MODEL)} == set(paths)
+    for path, name in zip(paths, reversed(names), strict=True):
+        assert (catalog.find(path)[0] / "state.bin").read_bytes() == name.encode()
+
+
+@pytest.mark.parametrize("deleted", [True, False])
+def test_a_replacement_that_was_cut_short_is_finished_by_the_next_server(
+    catalog: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deleted: bool
+) -> None:
+    """The server is killed before or while the old directory is deleted."""
+    path = save(catalog, "first", b"old")
+    directory, _ = catalog.find(path)
+
+    class Killed(BaseException):
+        pass
+
+    def rmtree(path: Path, ignore_errors: bool = False) -> None:
+        if path == directory:
+            if deleted:
+                (directory / "state.bin").unlink()
+            raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr("service.tinker.catalog.shutil.rmtree", rmtree)
+        with pytest.raises(Killed):
+            save(catalog, "first", b"newest", overwrite=True)
+    torn = catalog.staging(MODEL, "sampler_weights", "torn", False)
+    write_bytes(torn, "state.bin", b"12")
+    recover(tmp_path)
+    assert (catalog.find(path)[0] / "state.bin").read_bytes() == b"newest"
+    assert not torn.exists()
+    assert [saved.name for saved in catalog.saved(MODEL)] == ["first"]
+
+
+def test_a_name_is_free_again_though_its_directory_was_not_deleted_whole(catalog: Catalog) -> None:
+    directory, _ = catalog.find(path := save(catalog, "first"))
+    (directory / MARK).unlink()
+    assert save(catalog, "first", b"new") == path
+
+
+def test_what_is_damaged_can_be_deleted_and_does_not_stand_in_the_way_of_others(catalog: Catalog, clock: Clock) -> None:
+    for name in ("first", "second"):
+        directory, _ = catalog.find(save(catalog, name, ttl_s=3600))
+        (directory / "state.bin").unlink()
+    catalog.delete(f"tinker://{MODEL}/weights/first")
+    clock.now_s += 3600
+    catalog.expire()
+    assert catalog.saved(MODEL) == []
 
 
 def test_it_is_deleted_when_its_time_is_over(catalog: Catalog, clock: Clock) -> None:

@@ -64,6 +64,12 @@ def one(loss_fn: Any = "cross_entropy", **columns: list[float]) -> bytes:
     return encoded([types.Datum(model_input=types.ModelInput.from_ints([1, 2]), loss_fn_inputs=inputs)], loss_fn)
 
 
+NOTHING = types.TensorData(data=[], dtype="int64")
+EMPTY = encoded(
+    [types.Datum(model_input=types.ModelInput(chunks=[]), loss_fn_inputs={"target_tokens": NOTHING})], "cross_entropy"
+)
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(datums(), max_size=4), st.sampled_from(["cross_entropy", "importance_sampling", "ppo"]), st.booleans())
 def test_what_the_client_writes_is_read(data: list[types.Datum], loss_fn: str, forward_only: bool) -> None:
@@ -202,8 +208,10 @@ def test_a_sequence_mask_is_the_mask() -> None:
         (one("ppo", target_tokens=[2, 3], logprobs=[0.0, 0.0]), "datum 0: no advantages"),
         (one(weights=[1.0, 1.0]), "no target_tokens"),
         (one(target_tokens=[2, 3, 4]), "column 'target_tokens' has shape"),
+        (one(target_tokens=[2, 2**32 + 3]), "the number 4294967299"),
+        (EMPTY, "no tokens in model_input"),
     ],
-    ids=["advantages", "targets", "shape"],
+    ids=["advantages", "targets", "shape", "too large", "empty"],
 )
 def test_wrong_datums_are_named(body: bytes, named: str) -> None:
     with pytest.raises(UserError, match=named):

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.tinker.promises import Failure, Promise, Success, UserError
-from service.tinker.state import CLONE, KEPT_S, SESSION_S, GoneError, ProtocolState, UnknownId
+from service.tinker.state import CLONE, GAP_S, KEPT_S, SESSION_S, GoneError, ProtocolState, UnknownId
 from service.tinker.turns import LoadWeights, StartSample
 
 DONE = Success({})
@@ -123,6 +123,72 @@ def test_a_client_never_waits_for_itself() -> None:
     refused = state.train("s:train:0", 2, None).outcome
     assert isinstance(refused, Failure)
     assert "s:train:1 of the same session" in refused.error
+
+
+def test_a_model_whose_batch_is_on_its_way_is_not_taken_over() -> None:
+    """The first part of a batch, which comes last, is not there yet."""
+    state = new_state("s")
+    state.create_model("s", 0, None)
+    run_all(state)
+    second = state.train("s:train:0", 2, None)
+    state.create_model("s", 1, None)
+    assert run_all(state) == []
+    state.train("s:train:0", 1, None)
+    assert run_all(state) == ["s:train:0/1", "s:train:0/2", "s:train:1/0"]
+    assert second.outcome == DONE
+
+
+def test_requests_do_not_wait_for_ever_for_one_that_does_not_come() -> None:
+    state = new_state("s", "t")
+    state.create_model("s", 0, None)
+    state.create_model("t", 0, None)
+    run_all(state)
+
+    def pass_time(now: float) -> None:
+        state.beat("s", now)
+        state.beat("t", now)
+        state.expire(now)
+
+    late = state.train("s:train:0", 2, None)
+    pass_time(100.0)
+    state.train("s:train:0", 1, None)
+    assert run_all(state) == ["s:train:0/1", "s:train:0/2"]
+    assert late.outcome == DONE
+    stuck = state.train("s:train:0", 4, None)
+    for now in (200.0, 200.0 + GAP_S):
+        pass_time(now)
+        assert stuck.outcome is None
+    pass_time(201.0 + GAP_S)
+    assert isinstance(stuck.outcome, Failure)
+    assert "its request 3 did not come" in stuck.outcome.error
+    assert isinstance(state.train("s:train:0", 3, None).outcome, Failure)
+    assert run_all(state) == ["t:train:0/0"]
+
+
+def test_all_are_told_when_nothing_more_will_be_done() -> None:
+    state, end = new_state("s", "t"), Failure("the server has ended", "server")
+    done = state.create_model("s", 0, None)
+    run_all(state)
+    waiting = [state.train("s:train:0", 2, None), state.create_model("t", 0, None)]
+    waiting.append(state.sample(state.create_sampler("s", 0, "base").sampler_id, 0, None))
+    state.take_settled()
+    state.fail_all(end)
+    assert state.take_settled() == waiting
+    assert [promise.outcome for promise in waiting] == [end] * 3
+    assert done.outcome == DONE
+
+
+def test_promises_of_sessions_that_ended_long_ago_take_no_memory() -> None:
+    state = new_state("s", "t")
+    promises = [state.create_model(name, 0, None) for name in "st"]
+    state.finish("s", 0.0)
+    run_all(state)
+    for now in (1.0 + KEPT_S, 2.0 + KEPT_S):
+        state.beat("t", now)
+        state.expire(now)
+    with pytest.raises(UnknownId, match="'s:train:0/0'"):
+        state.promise(promises[0].request_id)
+    assert state.promise(promises[1].request_id).outcome == DONE
 
 
 def test_a_model_that_could_not_be_created_gives_the_trainer_back() -> None:
