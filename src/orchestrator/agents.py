@@ -66,19 +66,29 @@ class SessionTurns:
         self._one_by_one = asyncio.Lock()
         self._number = 0
         self.failure: Exception | None = None
-        """The first error of a request that the agent is not to blame for."""
+        """The first error of a request that the agent is not to blame for; one of the rooms, or one after which none
+        was answered."""
 
     async def sample(self, request: SampleRequest) -> SampledSequence:
         """Samples one answer as the run does. Raises BadInput for a prompt that is too long, RolloutError, and what the
         rollout's sampler raises."""
         try:
             async with self._one_by_one:
-                return await self._one(request)
+                sampled = await self._one(request)
         except BadInput:
             raise
         except Exception as error:
-            self.failure = self.failure or error
+            if self.failure is None or (isinstance(error, TriremeError) and not self.of_a_room):
+                self.failure = error
             raise
+        if not self.of_a_room:  # its client asked again
+            self.failure = None
+        return sampled
+
+    @property
+    def of_a_room(self) -> bool:
+        """True: `failure` ends more than this rollout, whatever the agent makes of it."""
+        return isinstance(self.failure, TriremeError)
 
     async def _one(self, request: SampleRequest) -> SampledSequence:
         key, limits, prompt = self._key, self._limits, len(request.prompt)
@@ -116,24 +126,29 @@ async def play_session(
     """Lets an agent play one episode to its end, and closes its session, however it ended. Raises RolloutError, what
     the agent raises, and errors of the rooms whatever the agent makes of them."""
     fault_point("orchestrator.rollout")
-    assert _current is not None, "an agent is played within agent_sessions"
+    sessions = _current  # an agent that ignores its cancellation may outlast the block of `agent_sessions`
+    assert sessions is not None, "an agent is played within agent_sessions"
     turns = SessionTurns(sample, key, limits, sampling, run_seed, progress or RolloutProgress())
-    session, access = await _current.open(turns.sample)
+    session, access = await sessions.open(turns.sample)
     closed: list[PlayedSession] = []
 
-    async def close(sessions: AgentSessions) -> None:
+    async def close() -> None:
         closed.append(await sessions.close(session))
 
     try:
         with trace.overlapping("play", "environment", problem=key.problem):
             played = await env.play(access)
+    except asyncio.CancelledError as error:  # perhaps by its deadline, while its client still waits to ask again
+        if turns.failure and turns.of_a_room:
+            raise turns.failure from error
+        raise
     except Exception as error:
         if turns.failure:
             raise turns.failure from error
         raise
     finally:
-        await uninterrupted(close(_current))
-    if isinstance(turns.failure, TriremeError):
+        await uninterrupted(close())
+    if turns.failure and turns.of_a_room:
         raise turns.failure
     reward, metrics = _reward(played)
     check_report(reward, metrics, key)
@@ -146,13 +161,15 @@ def _reward(played: Any) -> tuple[Any, Any]:
 
 
 def _trajectory(session: PlayedSession, reward: float, metrics: Mapping[str, float], key: RolloutKey) -> Trajectory:
-    """Makes the trajectory of a session; its last turn has the reward of the whole episode too."""
+    """Makes the trajectory of a session. The last answer that the agent got has the reward of the whole episode too,
+    and says how it ended. Raises NoAnswer, and BadReward for rewards that add up to too much."""
     if not session.turns:
         raise NoAnswer(f"{key}: the agent ended without an answer of the policy; there is nothing to train on")
-    builder, last = TrajectoryBuilder(), len(session.turns) - 1
-    for n, turn in enumerate(session.turns):
+    builder, last = TrajectoryBuilder(), max(session.turns, key=lambda turn: (turn.delivered, turn.answer))
+    for turn in session.turns:
         builder.ask(turn.prompt, follows=turn.follows)
-        own = turn.reward + (float(reward) if n == last else 0.0)
-        said = metrics if n == last else {}
+        own = turn.reward + (float(reward) if turn is last else 0.0)
+        said = metrics if turn is last else {}
+        check_report(own, said, key)
         builder.answer(turn.tokens, turn.logprobs, turn.spans, turn.stop_reason, own, said, {}, bool(turn.delivered))
-    return builder.finish(session.turns[-1].stop_reason)
+    return builder.finish(last.stop_reason)

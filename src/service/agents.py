@@ -32,7 +32,7 @@ from service.sessions.registry import SessionRegistry
 from service.sessions.session import SessionLimits
 from trireme.config import Config
 from trireme.core.agents import AgentAccess, PlayedSession, SampleTurn
-from trireme.core.errors import RoomFailed
+from trireme.core.errors import RoomFailed, TriremeError
 from trireme.core.tokenizer import load_tokenizer
 from trireme.core.types import SampledSequence, SampleRequest
 from trireme.renderers import make_renderer
@@ -64,10 +64,16 @@ class RolloutSampler:
         self.rollouts: dict[str, SampleTurn] = {}
 
     async def sample(self, request: SampleRequest, told: Callable[[Made], None] | None = None) -> SampledSequence:
-        """Samples one sequence. Raises what the rollout raises, and RoomFailed once that has ended."""
+        """Samples one sequence. Raises TriremeError: that of the rollout, RoomFailed for its other errors, which the
+        agent is told, and once it has ended."""
         if (sample := self.rollouts.get(request.route_key)) is None:
             raise RoomFailed("the rollout of this session has ended")
-        return await sample(request)
+        try:
+            return await sample(request)
+        except TriremeError:
+            raise
+        except Exception as error:
+            raise RoomFailed(f"{type(error).__name__}: {error}") from error
 
 
 class LoopbackSessions:

@@ -59,18 +59,19 @@ class DeliveredReply(Response):
 
         async def noted(message: Message) -> None:
             nonlocal here
+            last = message["type"] == "http.response.body" and not message.get("more_body", False)
             if message["type"] == "http.response.body":
                 await asyncio.sleep(0)  # the watcher of the connection runs
-                here = not gone.done()
+                here = here and not gone.done()
             await send(message)
+            if last and here:  # now: the client may have the answer, and its session be exported, in the next moment
+                self._delivered()
 
         try:
             await self._reply(scope, receive, noted)
         finally:
             gone.cancel()
             await asyncio.gather(gone, return_exceptions=True)
-        if here:
-            self._delivered()
 
 
 async def until_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:

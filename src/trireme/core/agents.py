@@ -41,6 +41,10 @@ class AgentTurn(Protocol):
         """The prompt begins with the prompt and the answer of the turn before."""
 
     @property
+    def answer(self) -> int:
+        """The number of the answer in its session: later answers have larger ones."""
+
+    @property
     def tokens(self) -> npt.NDArray[np.int32]:
         """The answer, [T]."""
 

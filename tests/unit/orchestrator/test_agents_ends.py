@@ -1,0 +1,116 @@
+"""How the rollouts of agents end: with the last answer, an error, a limit, and whatever the client does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from agents_support import KEY, Plays, ask, asynchronous, rollout, trained, user
+
+from orchestrator.env import AgentEnv
+from orchestrator.rollout import AnswerTimeout, BadReward
+from trireme.core.agents import AgentAccess
+from trireme.core.errors import RoomFailed
+
+
+class QuickAgent(AgentEnv):
+    """Ends with the last byte of its answer: it has no client between the socket and itself."""
+
+    async def play(self, access: AgentAccess) -> Any:
+        address, path = access.base_url.removeprefix("http://").split("/", 1)
+        host, port = address.split(":")
+        body = json.dumps({"model": access.model, "messages": [user("q")]})
+        head = f"POST /{path}/chat/completions HTTP/1.1\r\nHost: {host}\r\nx-api-key: {access.api_key}\r\n"
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+        answered = (await reader.readuntil(b"\r\n\r\n")).lower()
+        await reader.readexactly(int(answered.split(b"content-length:")[1].split(b"\r\n")[0]))
+        writer.close()
+        return 1.0
+
+
+@asynchronous
+async def test_the_last_answer_counts_however_quickly_the_agent_ends() -> None:
+    async with rollout("one") as run:
+        trajectory = await run.play_env(QuickAgent())
+        assert trained(trajectory) == run.sampled
+        assert trajectory.turns[-1].metrics["session/undelivered"] == 0
+
+
+@asynchronous
+async def test_the_last_answer_says_how_the_rollout_ended_in_whatever_branch_it_is() -> None:
+    async def play(client: openai.AsyncOpenAI) -> float:
+        first = await ask(client, user("q"))
+        helper = await ask(client, user("help"))
+        await ask(client, user("q"), first, user(helper["content"]))
+        return 1.0
+
+    async with rollout("one", "two...", "three") as run:
+        trajectory = await run.play(play)
+        assert [turn.stop_reason for turn in trajectory.turns] == ["stop", "stop", "length"], (
+            "the helper's branch is last"
+        )
+        assert trajectory.stop_reason == "stop"
+        assert [turn.reward for turn in trajectory.turns] == [0.0, 1.0, 0.0]
+        assert "session/roots" in trajectory.turns[1].metrics
+
+
+@asynchronous
+async def test_a_reward_by_call_that_is_too_large_fails_the_rollout() -> None:
+    async with rollout("one") as run:
+        env = Plays(lambda client: reward(client))
+
+        async def reward(client: openai.AsyncOpenAI) -> float:
+            await ask(client, user("q"))
+            url, key = f"{env.access.anthropic_base_url}/reward", {"x-api-key": env.access.api_key}
+            async with httpx.AsyncClient() as http:
+                assert (await http.post(url, json={"value": 1e300}, headers=key)).status_code == 200
+            return 1.0
+
+        with pytest.raises(BadReward, match=r"expected one within -2\^53 and 2\^53"):
+            await run.play_env(env)
+
+
+@asynchronous
+async def test_an_agent_is_told_why_it_gets_no_answer_and_may_ask_again() -> None:
+    late = AnswerTimeout(f"{KEY}: an answer took longer than 9 s")
+
+    async def play(client: openai.AsyncOpenAI) -> float:
+        with pytest.raises(openai.InternalServerError, match="an answer took longer than 9 s") as told:
+            await ask(client, user("q"))
+        assert told.value.status_code == 503
+        await ask(client, user("q"))
+        return 1.0
+
+    async def fails(client: openai.AsyncOpenAI) -> float:
+        await play(client)
+        raise ValueError("a bug of the agent")
+
+    async def gives_up(client: openai.AsyncOpenAI) -> float:
+        await ask(client, user("q"))
+        return 1.0
+
+    async with rollout(late, "one") as run:
+        assert trained(await run.play(play)) == run.sampled
+        with pytest.raises(ValueError, match="a bug of the agent"):
+            await run.play(fails)
+        with pytest.raises(AnswerTimeout):
+            await run.play(gives_up)
+
+
+@asynchronous
+async def test_the_error_of_a_room_is_raised_although_the_deadline_came_before_the_agent_gave_up() -> None:
+    async def play(client: openai.AsyncOpenAI) -> float:
+        with pytest.raises(openai.InternalServerError):
+            await ask(client, user("q"))
+        await asyncio.Event().wait()
+        return 1.0
+
+    async with rollout(RoomFailed("no replica is left")) as run:
+        with pytest.raises(RoomFailed, match="no replica is left"):
+            async with asyncio.timeout(0.3):
+                await run.play(play)
