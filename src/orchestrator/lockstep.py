@@ -102,8 +102,10 @@ class Lockstep(OwnPace):
         assert due is not None
         left = due - loop.time()
         deadline.reschedule(None)
-        await self._turn(index, sample)
-        deadline.reschedule(loop.time() + left)
+        try:
+            await self._turn(index, sample)
+        finally:  # the request of an agent may end alone: its rollout continues, and has a deadline
+            deadline.reschedule(loop.time() + left)
 
     async def before_end(self, index: int) -> None:
         await self._turn(index, END)

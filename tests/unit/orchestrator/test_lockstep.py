@@ -76,6 +76,25 @@ def test_a_rollout_that_was_cancelled_is_not_waited_for() -> None:
     asyncio.run(scenario())
 
 
+def test_a_request_that_ends_alone_leaves_its_rollout_its_deadline() -> None:
+    """An agent may give up one request, and then send another."""
+
+    async def scenario() -> None:
+        lockstep = Lockstep(lambda: False)
+        lockstep.enter(0, rollouts=2)
+        async with asyncio.timeout(60) as deadline:
+            waiting = asyncio.create_task(lockstep.before_sample(0, 0, deadline))
+            await asyncio.sleep(0)
+            waiting.cancel()
+            await asyncio.wait([waiting])
+            assert deadline.when() == pytest.approx(asyncio.get_running_loop().time() + 60, abs=5)
+            again = [asyncio.create_task(lockstep.before_sample(0, sample, deadline)) for sample in (0, 1)]
+            await asyncio.wait(again, timeout=5)
+            assert all(task.done() and not task.exception() for task in again)
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("boundary", [0, 1, 3])
 @pytest.mark.parametrize("turns", [0, 30, 300])
 def test_a_resume_repeats_the_step_that_was_under_way(boundary: int, turns: int, tmp_path: Path) -> None:
