@@ -19,6 +19,7 @@ A new file is begun when one is full. Files are removed from the oldest on, when
 from __future__ import annotations
 
 import json
+import logging
 import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,6 +44,7 @@ FULL = 64 << 20
 """Bytes after which a new file is begun."""
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 """Linux names each start of a machine here."""
+log = logging.getLogger(__name__)
 
 
 Replayed = list[SessionRecord | RecordsLost]
@@ -86,6 +88,12 @@ def is_interrupted(rest: bytes) -> bool:
         return True
     length, check, _ = FRAME.unpack_from(rest)
     return check == _check(length) and len(rest) - FRAME.size < length
+
+
+def _write(file: int, frame: bytes) -> None:
+    written = os.write(file, frame)
+    while written < len(frame):
+        written += os.write(file, frame[written:])
 
 
 def _check(length: int) -> int:
@@ -146,10 +154,12 @@ class SessionJournal:
         """Writes a record. Raises StorageFailed; the journal is then as before."""
         if self._current is None:
             raise StorageFailed(f"the journal {self._directory} is closed, or a failed write could not be taken back")
+        if self._size >= self._full:
+            self._next_file(self._current)
         frame = framed(encode(record))
         try:
             with storage_errors(self._current):
-                self._write(frame)
+                _write(self._file, frame)
         except StorageFailed:
             self._take_back()
             raise
@@ -157,11 +167,10 @@ class SessionJournal:
         self._sessions[self._current].add(record.session)
         if isinstance(record, SessionForgotten):
             self._forget(record.session)
-        if self._size >= self._full:
-            number = int(self._current.stem) + 1
-            self.close()
-            self._begin(number, whole=True)
-        self._remove_done()
+            try:
+                self._remove_done()
+            except StorageFailed:  # the record is written all the same
+                log.exception("a file of sessions that are forgotten was not removed")
 
     def close(self) -> None:
         """Forces the newest file onto the disk and closes it. A second call does nothing."""
@@ -175,21 +184,30 @@ class SessionJournal:
             os.close(self._file)
 
     def _begin(self, number: int, whole: bool) -> None:
-        """Begins a file. `whole`: nothing is missing before it."""
+        """Begins a file. `whole`: nothing is missing before it. Raises StorageFailed; there is no such file then."""
         path = self._directory / f"{number:06}.log"
+        head = framed(to_json({"format": FORMAT, "boot": self._boot, "whole": whole}).encode())
         with storage_errors(path):
-            self._file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND, 0o600)
-            self._current, self._size = path, 0
-            self._sessions[path] = set()
-            head = framed(to_json({"format": FORMAT, "boot": self._boot, "whole": whole}).encode())
-            self._write(head)
-            self._size = len(head)
-            fsync_directory(self._directory)
+            file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND, 0o600)
+            try:
+                _write(file, head)
+                fsync_directory(self._directory)
+            except OSError:
+                os.close(file)
+                path.unlink()
+                raise
+        self._file, self._current, self._size = file, path, len(head)
+        self._sessions[path] = set()
 
-    def _write(self, frame: bytes) -> None:
-        written = os.write(self._file, frame)
-        while written < len(frame):
-            written += os.write(self._file, frame[written:])
+    def _next_file(self, full: Path) -> None:
+        """Begins a file behind the `full` one. Raises StorageFailed; the next record then tries again."""
+        file = self._file
+        self._begin(int(full.stem) + 1, whole=True)
+        try:
+            with storage_errors(full):
+                os.fsync(file)
+        finally:
+            os.close(file)
 
     def _take_back(self) -> None:
         """Cuts off what a failed write has left. Where even that fails, nothing more may be written behind it."""

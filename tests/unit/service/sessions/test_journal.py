@@ -296,6 +296,50 @@ def test_a_failed_write_leaves_the_journal_as_it_was(tmp_path: Path, monkeypatch
         journal.append(second)
 
 
+def test_a_disk_that_is_full_when_a_new_file_is_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal, records, kept = SessionJournal(tmp_path, "boot", full=600), some_records("a", 8), list[SessionRecord]()
+    journal.replay()
+    write = os.write
+
+    def full(file: int, frame: bytes) -> int:
+        if b'"format"' in frame:
+            raise OSError(28, "No space left on device")
+        return write(file, frame)
+
+    for record in records:
+        with monkeypatch.context() as patched:
+            patched.setattr(journals.os, "write", full)
+            for _ in range(2):
+                try:
+                    journal.append(record)
+                except DiskFull:
+                    continue
+                break
+            else:
+                patched.undo()
+                journal.append(record)  # there is room again
+        kept.append(record)
+    journal.close()
+    assert len(list(tmp_path.glob("*.log"))) > 1
+    assert told(replayed(tmp_path)) == told(kept)
+
+
+def test_a_file_that_cannot_be_removed_costs_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = SessionJournal(tmp_path, "boot", full=600)
+    journal.replay()
+    records = [*some_records("a", 3), SessionForgotten("a", 9.0), *some_records("b", 3)]
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", refuse)
+        for record in records:
+            journal.append(record)  # what is raised would be taken for a record that is not there
+    journal.close()
+    assert told(replayed(tmp_path)) == told(records)
+
+
 def test_a_journal_of_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(journals, "FORMAT", 2)
