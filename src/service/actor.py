@@ -136,8 +136,11 @@ class ServiceActor:
 
     async def _floor(self) -> int:
         """Returns the lowest version that a replica has. Raises RoomFailed before the first weights."""
-        async with asyncio.timeout(LOOK_S):
-            versions = self._note(await self._sampler.stats())
+        try:
+            async with asyncio.timeout(LOOK_S):
+                versions = self._note(await self._sampler.stats())
+        except TimeoutError:  # it waits for the first replica that serves
+            raise RoomFailed(f"no replica said within {LOOK_S:g} s which weights it has: none serves yet") from None
         if not versions:
             raise RoomFailed("no replica has weights yet")
         return min(versions)

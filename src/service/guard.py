@@ -28,6 +28,8 @@ SESSION, ROLE = "trireme.session", "trireme.role"
 """Where the guard tells the routes the session of a request ("": none) and the role of its key."""
 KEYED: tuple[Caller, ...] = ("client", "session", "admin")
 """Callers that need a key wherever they are."""
+KEYS_AT_FIRST = 1024
+"""So many keys are counted before those whose bucket is full are looked for."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +50,19 @@ class Rates:
     def __init__(self, per_minute: int | None, now: Callable[[], float] = time.monotonic) -> None:
         self._per_minute, self._now = per_minute, now
         self._left: dict[str, tuple[float, float]] = {}
+        self._most = KEYS_AT_FIRST
 
     def take(self, name: str) -> None:
         """Counts a request of the key `name`. Raises RequestRefused if it has none left."""
         if self._per_minute is None:
             return
         now, rate = self._now(), self._per_minute / 60
+        if len(self._left) >= self._most:  # each session has a key; a full bucket says no more than none
+            full = self._per_minute
+            self._left = {
+                n: (left, then) for n, (left, then) in self._left.items() if left + (now - then) * rate < full
+            }
+            self._most = max(KEYS_AT_FIRST, 2 * len(self._left))
         left, then = self._left.get(name, (float(self._per_minute), now))
         left = min(self._per_minute, left + (now - then) * rate)
         if left < 1:

@@ -11,6 +11,7 @@ import pytest
 from service import actor
 from service.actor import ServiceActor
 from service.front import ServedModels
+from trireme.core.errors import RoomFailed
 
 
 class Replicas:
@@ -79,5 +80,18 @@ def test_a_replica_that_failed_a_chat_comes_back_unless_another_client_joined(mo
             await asyncio.sleep(0.001)
         assert replicas.told[2:] == [("leave", 0), ("join", 0, "successor")]
         task.cancel()
+
+    asyncio.run(play())
+
+
+def test_without_a_replica_that_serves_a_session_is_to_be_opened_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Starting(Replicas):
+        async def stats(self) -> Any:
+            return await asyncio.Future()  # as a router does until one serves
+
+    async def play() -> None:
+        monkeypatch.setattr(actor, "LOOK_S", 0.01)
+        with pytest.raises(RoomFailed, match=r"within 0.01 s .* none serves yet"):
+            await started(Starting())._floor()
 
     asyncio.run(play())

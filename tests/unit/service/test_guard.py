@@ -32,3 +32,18 @@ def test_without_a_limit_none_is_refused() -> None:
     rates = Rates(None)
     for _ in range(1000):
         rates.take("a")
+
+
+def test_keys_that_were_not_used_for_a_minute_are_not_kept() -> None:
+    now = [0.0]
+    rates = Rates(6, lambda: now[0])
+    for number in range(20_000):  # the keys of sessions
+        now[0] += 1.0
+        rates.take(f"session-{number}")
+        if number % 10 == 0:
+            rates.take("steady")
+    assert len(rates._left) <= 1024
+    for _ in range(5):
+        rates.take("steady")
+    with pytest.raises(RequestRefused):
+        rates.take("steady")
