@@ -138,8 +138,9 @@ class SessionDoor:
             await asyncio.sleep(SWEEP_S)
             try:
                 for name in await self.registry.sweep():
-                    log.warning("session %s was ended: %s", name, self.registry.book.sessions[name].ended)
-            except StorageFailed:
+                    known = self.registry.book.sessions.get(name)  # its owner may have forgotten it by now
+                    log.warning("session %s was ended: %s", name, known and known.ended)
+            except TriremeError:
                 log.exception("sessions were not swept")
 
     async def close(self) -> None:

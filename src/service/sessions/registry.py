@@ -169,11 +169,13 @@ class SessionRegistry:
         the names of those that it ended."""
         now, ended = self._clock(), []
         for name, session in list(self.book.sessions.items()):
+            if self.book.sessions.get(name) is not session:  # its owner forgot it while another one was being ended
+                continue
             if session.ended is not None:
                 if now - max(session.last, session.ended.at) >= self._limits.kept_s and not self._running.get(name):
                     self.forget(name)
                 continue
-            idle, age = now - session.last, now - session.opened.at
+            idle, age = now - max(session.last, session.heard), now - session.opened.at
             if age >= self._limits.seconds:
                 await self.end(name, f"seconds: it was opened {age:.0f} s ago")
                 ended.append(name)
@@ -187,6 +189,7 @@ class SessionRegistry:
     async def turn(self, session: str, request: TurnRequest) -> ServedTurn:
         """Answers a request. Raises SessionClosed, BadTurn, and what the sampler and the journal raise."""
         known = self._known(session)
+        known.heard = self._clock()
         check_request(request)
         match = known.tree.match(request.messages, request.tools)
         self._note_echo(known, match)
@@ -326,6 +329,7 @@ class SessionRegistry:
             raise
         finally:
             running.callers -= 1
+            session.heard = self._clock()  # an agent whose turn failed after minutes has not been silent for so long
 
     def _running_retry(self, session: str, request: TurnRequest) -> _Running | None:
         """Returns the running turn that a retry means: one whose caller is gone, if there is one."""

@@ -107,6 +107,8 @@ class AgentSession:
     ended: SessionEnded | None = None
     last: float = 0.0
     """The time of its newest record."""
+    heard: float = 0.0
+    """The time at which this process last had a request of its agent, or answered one."""
     requests: RequestCounts = field(default_factory=RequestCounts)
 
     def apply(self, record: TurnAnswered | AnswersDelivered | RewardGiven | SessionEnded) -> tuple[int, ...]:

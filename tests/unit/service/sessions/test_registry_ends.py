@@ -146,6 +146,41 @@ class TestEnds:
         assert not service.book.sessions
 
     @runs
+    async def test_what_an_owner_forgets_during_a_sweep_does_not_end_it(self, tmp_path: Path) -> None:
+        clock, sampler = Hand(), ScriptedSampler()
+        service = registry(tmp_path, sampler, clock=clock)
+        service.open("long", floor=3)
+        sampler.gate.clear()
+        call = asyncio.ensure_future(service.turn("long", asked(FIRST)))
+        for name in ("ended", "idle"):
+            service.open(name, floor=3)
+        await service.end("ended", "done")
+        clock.now += max(LIMITS.seconds, LIMITS.kept_s)
+        sweep = asyncio.ensure_future(service.sweep())
+        await asyncio.sleep(0)  # it waits until the turn of the first one is cancelled
+        service.forget("ended")
+        assert await sweep == ["long", "idle"]
+        with pytest.raises(SessionClosed, match="seconds"):
+            await call
+
+    @runs
+    async def test_an_agent_that_waited_in_vain_for_long_was_not_silent(self, tmp_path: Path) -> None:
+        clock, sampler = Hand(), ScriptedSampler()
+        service = registry(tmp_path, sampler, clock=clock)
+        service.open("s", floor=3)
+        sampler.gate.clear()
+        call = asyncio.ensure_future(service.turn("s", asked(FIRST)))
+        await asyncio.sleep(0)
+        clock.now += LIMITS.idle_s + 1
+        sampler.fails = RoomFailed("no replica is left")
+        sampler.gate.set()
+        with pytest.raises(RoomFailed):
+            await call
+        assert await service.sweep() == [], "its client asks again in some seconds"
+        clock.now += LIMITS.idle_s
+        assert await service.sweep() == ["s"]
+
+    @runs
     async def test_requests_that_cannot_be_sampled(self, tmp_path: Path) -> None:
         sampler = ScriptedSampler()
         service = registry(tmp_path, sampler, max_seq_len=30)

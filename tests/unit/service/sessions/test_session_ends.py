@@ -12,8 +12,10 @@ import pytest
 from service_support import ADMIN, VERSION, Served, served
 from session_agents import QUESTION, admin, ask, asynchronous, bearer, exported, of, opened, refused, sampled, trained
 
+from service.sessions import door as doors
 from service.sessions.ages import TrainingStanding
 from service.sessions.session import SessionLimits
+from service.sessions.turns import SessionClosed
 from trireme.core.errors import ProvenanceError, RoomFailed, StorageFailed
 
 
@@ -175,3 +177,25 @@ async def test_sampling_of_its_own_is_overruled_and_counted() -> None:
         assert [request.params.temperature for request in service.sampler.requests] == [1.0, 1.0]
         assert [request.params.max_tokens for request in service.sampler.requests] == [500, 7]
         assert (await exported(service, session))["metrics"]["session/overruled"] == 1
+
+
+@asynchronous
+async def test_sessions_are_swept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where an owner forgets one in the moment in which it is ended, or a sweep fails."""
+    monkeypatch.setattr(doors, "SWEEP_S", 0.001)
+    async with served("one") as service:
+        registry, looks = service.door.registry, 0
+
+        async def sweep() -> list[str]:
+            nonlocal looks
+            looks += 1
+            if looks == 1:
+                raise SessionClosed("another", "it was forgotten")
+            return ["gone"]
+
+        monkeypatch.setattr(registry, "sweep", sweep)
+        sweeper = asyncio.create_task(service.door.keep_swept())
+        while looks < 3 and not sweeper.done():  # noqa: ASYNC110  the task makes it true
+            await asyncio.sleep(0.001)
+        assert not sweeper.done()
+        sweeper.cancel()
