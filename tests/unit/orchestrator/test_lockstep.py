@@ -82,13 +82,14 @@ def test_a_request_that_ends_alone_leaves_its_rollout_its_deadline() -> None:
     async def scenario() -> None:
         lockstep = Lockstep(lambda: False)
         lockstep.enter(0, rollouts=2)
-        async with asyncio.timeout(60) as deadline:
+        async with asyncio.timeout(60) as deadline, asyncio.timeout(60) as other:
             waiting = asyncio.create_task(lockstep.before_sample(0, 0, deadline))
             await asyncio.sleep(0)
             waiting.cancel()
             await asyncio.wait([waiting])
             assert deadline.when() == pytest.approx(asyncio.get_running_loop().time() + 60, abs=5)
-            again = [asyncio.create_task(lockstep.before_sample(0, sample, deadline)) for sample in (0, 1)]
+            both = enumerate((deadline, other))
+            again = [asyncio.create_task(lockstep.before_sample(0, sample, own)) for sample, own in both]
             await asyncio.wait(again, timeout=5)
             assert all(task.done() and not task.exception() for task in again)
 

@@ -152,6 +152,7 @@ class TestEnds:
         service.open("long", floor=3)
         sampler.gate.clear()
         call = asyncio.ensure_future(service.turn("long", asked(FIRST)))
+        await asyncio.sleep(0)
         for name in ("ended", "idle"):
             service.open(name, floor=3)
         await service.end("ended", "done")
