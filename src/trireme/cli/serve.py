@@ -33,7 +33,6 @@ def serve(argv: list[str], console: Console) -> None:
     """Serves until a signal comes. Raises Stopped, TriremeError."""
     loaded = load(["@", str(UNREAD), *argv])
     config = loaded.config
-    _refuse_url(config)
     facts = ModelFacts.of(config, required=True)
     assert facts is not None, "required"
     plan = Plan(
@@ -61,15 +60,6 @@ def serve(argv: list[str], console: Console) -> None:
         with open_rooms(absolute, directory / "logs") as (trainer, sampler):
             names = (name, absolute.model.name)
             tinker.serve_clients(absolute, names, facts, trainer, sampler, keys, directory, say)
-
-
-def _refuse_url(config: Config) -> None:
-    if config.run.url:
-        raise Refusal(
-            f"run.output_dir = {config.run.url} with `trireme serve`",
-            "a directory, in which this server keeps what clients save",
-            "give another --run.output-dir",
-        ).error()
 
 
 def _checked(config: Config) -> list[str]:

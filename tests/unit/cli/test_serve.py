@@ -23,11 +23,6 @@ def test_a_dry_run_shows_trainer_and_replicas(capsys: pytest.CaptureFixture[str]
     assert (service["port"], service["max_body_mb"]) == (8000, 64.0), "the client sends parts of 5 MB and more"
 
 
-def test_a_bucket_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert trireme.main([*FLAGS, "--run.output-dir", "s3://bucket/prefix", "--dry-run"]) == EXIT_BAD_INPUT
-    assert "keeps what clients save" in capsys.readouterr().err
-
-
 def test_adapters_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert trireme.main([*FLAGS, "--trainer.lora.rank", "8", "--dry-run"]) == EXIT_BAD_INPUT
     assert "the whole model" in capsys.readouterr().err

@@ -151,7 +151,11 @@ def test_all_who_wait_are_told_when_the_trainer_fails(tmp_path: Path) -> None:
             step = accepted(served, "optim_step", {"model_id": model, "seq_id": 2, "adam_params": {}})
             behind = accepted(served, "save_weights", {"model_id": model, "seq_id": 3, "path": "s"})
             asked = [threads.submit(result, served, request) for request in (step, behind)]
-            threading.Timer(0.3, trainer.fails.set).start()
+            until = time.monotonic() + DEADLINE_S
+            while not {step, behind} <= served.server._outcomes.keys():  # both questions are held
+                assert time.monotonic() < until
+                time.sleep(0.01)
+            trainer.fails.set()
             told.extend(future.result(DEADLINE_S)["error"] for future in asked)
 
     with pytest.raises(RoomFailed, match="shard 0 died"):
