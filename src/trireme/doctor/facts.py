@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
+from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -26,9 +27,8 @@ from trireme.process.device import DRIVER
 from trireme.process.interfaces import GLOO, NCCL, interface_towards
 from trireme.process.machine import Node, this_machine
 
-SOURCE = Path(__file__).parents[2]
-"""The directory of this project's packages."""
 ROOMS = ("trireme", "trainer", "orchestrator", "inference", "service")
+"""This project's packages."""
 ALSO = ("numpy", "pydantic", "safetensors", "peft")
 """Packages beside those of a plan whose versions have to agree, as objects travel between nodes."""
 VARIABLES = re.compile(
@@ -136,12 +136,15 @@ def _versions() -> dict[str, str]:
 
 @cache
 def source_digest() -> str:
-    """Returns a digest of the source of this project's packages."""
+    """Returns a digest of the source of this project's packages. Each is looked up by itself: where Ray brought them,
+    they do not lie in one directory."""
     digest = xxhash.xxh3_64()
     for room in ROOMS:
-        for file in sorted((SOURCE / room).rglob("*.py")):
-            digest.update(f"{file.relative_to(SOURCE)}\0".encode())
-            digest.update(file.read_bytes())
+        spec = PathFinder.find_spec(room)
+        for place in map(Path, (spec and spec.submodule_search_locations) or ()):
+            for file in sorted(place.rglob("*.py")):
+                digest.update(f"{file.relative_to(place.parent)}\0".encode())
+                digest.update(file.read_bytes())
     return digest.hexdigest()
 
 

@@ -1,6 +1,7 @@
 """What a node reports of itself, on this machine."""
 
 import resource
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,19 +73,28 @@ def test_the_group_limits_tasks(tmp_path: Path) -> None:
 
 
 def test_the_source_is_that_of_all_packages() -> None:
-    packages = {file.parent.name for file in module.SOURCE.glob("*/__init__.py")} | {
-        directory.name for directory in module.SOURCE.iterdir() if any(directory.glob("*.py"))
+    source = Path(module.__file__).parents[2]
+    packages = {file.parent.name for file in source.glob("*/__init__.py")} | {
+        directory.name for directory in source.iterdir() if any(directory.glob("*.py"))
     }
     assert packages == set(module.ROOMS)
 
 
 def test_the_source_has_a_digest_of_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SOURCE", tmp_path)
-    digests = set()
-    for text in ("a = 1\n", "a = 2\n"):
-        (tmp_path / "trireme").mkdir(exist_ok=True)
-        (tmp_path / "trireme" / "a.py").write_text(text)
+    def digest(text: str, *places: Path) -> str:
+        """Of a package at each of two places, which may be the same."""
+        for room, place in zip(("trireme", "trainer"), places, strict=True):
+            (place / room).mkdir(parents=True, exist_ok=True)
+            (place / room / "__init__.py").touch()
+            (place / room / "a.py").write_text(text)
+        monkeypatch.setattr(sys, "path", [str(place) for place in dict.fromkeys(places)])
         module.source_digest.cache_clear()
-        digests.add(module.source_digest())
-    module.source_digest.cache_clear()
-    assert len(digests) == 2
+        return module.source_digest()
+
+    one = tmp_path / "one"
+    try:
+        first = digest("a = 1\n", one, one)
+        assert digest("a = 1\n", tmp_path / "two", tmp_path / "three") == first, "Ray brings each package by itself"
+        assert digest("a = 2\n", one, one) != first
+    finally:
+        module.source_digest.cache_clear()

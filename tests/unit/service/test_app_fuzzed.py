@@ -86,7 +86,8 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 def changed(body: dict[str, Any], steps: list[tuple[int, str, Any]]) -> Any:
     body = copy.deepcopy(body)
-    for number, how, strange in steps:
+    for number, how, drawn in steps:
+        strange = copy.deepcopy(drawn)  # a later step may change it, or put the same into it
         found = [path for path in places(body) if path]
         if not found:
             break
