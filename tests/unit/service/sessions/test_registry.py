@@ -213,7 +213,7 @@ class TestRetries:
         assert trained(await ended(service)) == sampled([sampler.record[0][1]])
 
     @runs
-    async def test_an_answer_that_nobody_fetched_is_masked_and_counted(self, tmp_path: Path) -> None:
+    async def test_an_answer_that_was_not_fetched_is_masked_and_counted(self, tmp_path: Path) -> None:
         sampler = ScriptedSampler()
         service = registry(tmp_path, sampler)
         service.open("s", floor=3)

@@ -69,7 +69,7 @@ class Sessions(RuleBasedStateMachine):
         return self.loop.run_until_complete(work)
 
     def request(self, agent: Witness, data: st.DataObject, n: int) -> TurnRequest:
-        """Returns a request that goes on with a conversation, sometimes as it was asked before."""
+        """Returns a request that continues a conversation, sometimes as it was asked before."""
         before = data.draw(st.sampled_from(agent.conversations))
         role = data.draw(st.sampled_from(["user", "tool"])) if before else "user"
         return asked(*before, said(role, data.draw(st.sampled_from("pqr"))), n=n)
@@ -124,7 +124,7 @@ class Sessions(RuleBasedStateMachine):
             assert all(spoken in agent.unconfirmed for spoken in spoken_of(turn))
             self.take(name, request, turn, True)
             return
-        assert len(found) == 1, "a retry gets an answer that nobody has"
+        assert len(found) == 1, "a retry gets an answer that was not delivered"
         assert (found[0][0].messages, found[0][0].n) == (request.messages, request.n)
         agent.lost.remove(found[0])
         self.take(name, request, turn, True)
