@@ -17,7 +17,6 @@ from run_support import QUICKSTART, ROOT
 from trireme.core.errors import EXIT_BAD_INPUT, EXIT_OK
 
 # reason: what makes the nodes may be missing here, and says what; unit tests plant the faults in what nodes report
-# reason: namespaces need root and iproute2, which a host may not give
 without = pytest.mark.skipif(bool(namespaces.not_possible()), reason=namespaces.not_possible())
 pytestmark = [pytest.mark.long, without]
 
