@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
 import pytest
-from store_support import Double, Driver, double, objects, stored
+from store_support import Double, Driver, objects, stored
 
 from trireme.checkpoint.bucket import Bucket
 from trireme.checkpoint.rows import ROW_FILES
@@ -23,20 +23,10 @@ pytestmark = pytest.mark.usefixtures("instant_disk")
 DEADLINE_S = 30.0
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Double]:
-    with double() as running:
-        yield running
-
-
-@pytest.fixture
-def url(server: Double, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
-    for name, value in server.environment.items():
-        monkeypatch.setenv(name, value)
-    server.ignores, server.refuses = (), lambda _request: False
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mirror, "LOOK_S", 0.02)
     monkeypatch.setattr(mirror, "RETRY_S", 0.05)
-    return f"{server.url}/{abs(hash(request.node.name))}"
 
 
 def until(true: Callable[[], object], what: str) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from store_support import Double, Driver, config, double, everything, objects, rows, stored
+from store_support import Double, Driver, config, everything, objects, rows, stored
 
 from trireme.checkpoint.bucket import Bucket
 from trireme.checkpoint.manifest import MANIFEST, Manifest
@@ -23,20 +22,6 @@ from trireme.run.rundir import locked, resume_command
 
 pytestmark = pytest.mark.usefixtures("instant_disk")
 POINTS = ("store.file", "store.file@2", "store.manifest", "store.commits", "store.part", "store.part@3", "store.head")
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Double]:
-    with double() as running:
-        yield running
-
-
-@pytest.fixture
-def url(server: Double, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
-    for name, value in server.environment.items():
-        monkeypatch.setenv(name, value)
-    server.ignores, server.refuses = (), lambda _request: False
-    return f"{server.url}/{abs(hash(request.node.name))}"
 
 
 def begun(url: str, local: Path) -> Driver:
