@@ -92,7 +92,7 @@ class SessionForgotten:
 
 @dataclass(frozen=True)
 class RecordsLost:
-    """Stands, where a journal is read, for records that may be missing although somebody was told of them."""
+    """Marks the place in a journal where records may be missing, although clients may have been told of them."""
 
 
 SessionRecord = SessionOpened | TurnAnswered | AnswersDelivered | RewardGiven | SessionEnded | SessionForgotten

@@ -1,4 +1,4 @@
-"""The tree of a session: what its prompts and answers consist of, and which of them a request continues.
+"""Keeps the prompts and answers of a session as a tree, and finds the answer that a request continues.
 
     messages   system, user ----- assistant, tool ----- assistant, user ---- ...
     nodes      prompt 0 --- answer 1 --- prompt 3 --- answer 4               the same agent's next turn

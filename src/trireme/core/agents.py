@@ -46,15 +46,15 @@ class AgentTurn(Protocol):
 
     @property
     def tokens(self) -> npt.NDArray[np.int32]:
-        """The answer, [T]."""
+        """The tokens of the answer, [T]."""
 
     @property
     def logprobs(self) -> npt.NDArray[np.float32]:
-        """Those of the answer, [T]."""
+        """The log-probabilities of these tokens, [T]."""
 
     @property
     def spans(self) -> tuple[VersionSpan, ...]:
-        """The weights of the answer."""
+        """The weights that sampled each part of the answer."""
 
     @property
     def stop_reason(self) -> StopReason: ...
