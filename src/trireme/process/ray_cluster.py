@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import socket
@@ -30,7 +31,12 @@ from trireme.process.machine import VISIBLE, Node, this_machine
 from trireme.process.worker_environment import WorkerEnvironment
 
 Progress = Callable[[list[str], float], None]
+log = logging.getLogger(__name__)
+
 SHUTDOWN_S = 15.0
+RAY_STARTS = 2
+"""Attempts to start Ray. The second finds its programs and libraries in memory."""
+
 REACH_S = 5.0
 PLACE_TICK_S = 1.0
 LONGEST_TEMP_DIR = 28
@@ -132,18 +138,13 @@ def _local_cluster(cpus: int) -> Iterator[None]:
         _start_ray(cpus, directory)
         yield
     finally:
-        started = [p for root in _children() - before for p in (root, *_children(root))]
-        ray.shutdown()
-        _, alive = psutil.wait_procs(started, timeout=SHUTDOWN_S)
-        for process in alive:
-            process.kill()
-        psutil.wait_procs(alive, timeout=SHUTDOWN_S)
+        _end(before)
         shutil.rmtree(directory, ignore_errors=True)
 
 
 def _start_ray(cpus: int, directory: str) -> None:
-    """Starts Ray. Raises RoomFailed if its services are not up within the 30 s that Ray gives them, however busy the
-    machine is (`ray._private.node.Node`).
+    """Starts Ray, a second time if its services are not up within the 30 s that Ray gives them, however busy the
+    machine is (`ray._private.node.Node`). Raises RoomFailed if they are not up then either.
 
     The services get process groups of their own, so that signals to the driver's group do not reach them. A SIGTERM
     would end them before the driver could commit; the driver would hang for a minute without them, and Ray would end
@@ -152,15 +153,34 @@ def _start_ray(cpus: int, directory: str) -> None:
     popen = ray_services.ConsolePopen
     ray_services.ConsolePopen = partial(popen, process_group=0)
     quiet = {"include_dashboard": False, "log_to_driver": False, "configure_logging": False}
+    before = _children()
     try:
-        ray.init(address="local", num_cpus=cpus, _temp_dir=directory, **quiet)
-    except Exception as error:  # Ray's own have no narrower type
-        raise RoomFailed(
-            f"Ray did not start on this machine: {error} If that is busy (its load is {os.getloadavg()[0]:.0f}, on "
-            f"{os.cpu_count()} cores), try again when it is not; `ray start --head --block` shows what is wrong"
-        ) from error
+        for attempt in range(1, RAY_STARTS + 1):
+            try:
+                ray.init(address="local", num_cpus=cpus, _temp_dir=directory, **quiet)
+                return
+            except Exception as error:  # Ray's own have no narrower type
+                load = f"its load is {os.getloadavg()[0]:.0f}, on {os.cpu_count()} cores"
+                if attempt == RAY_STARTS:
+                    raise RoomFailed(
+                        f"Ray did not start on this machine in {RAY_STARTS} attempts: {error} If that is busy ({load}),"
+                        " try again when it is not; `ray start --head --block` shows what is wrong"
+                    ) from error
+                log.warning("Ray did not start on this machine (%s): %s It is started once more.", load, error)
+                _end(before)
     finally:
         ray_services.ConsolePopen = popen
+
+
+def _end(before: set[psutil.Process]) -> None:
+    """Shuts Ray down, and kills what is left after `SHUTDOWN_S` of the children that this process has beside those of
+    `before`, and of their descendants."""
+    started = [p for root in _children() - before for p in (root, *_children(root))]
+    ray.shutdown()
+    _, alive = psutil.wait_procs(started, timeout=SHUTDOWN_S)
+    for process in alive:
+        process.kill()
+    psutil.wait_procs(alive, timeout=SHUTDOWN_S)
 
 
 def _children(of: psutil.Process | None = None) -> set[psutil.Process]:
