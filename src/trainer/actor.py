@@ -120,7 +120,8 @@ class ShardActor:
             with trace.span("save_weights", "saving weights"):
                 opening = transport.make_receiver().open(published.source)
                 buckets = asyncio.run(waits.get_async(opening, who=who, timeout_s=timeout_s))
-                return self._shard.save_weights(path, published.manifest.entries, buckets)
+                manifest = published.manifest
+                return self._shard.save_weights(path, manifest.entries, buckets, manifest.adapter)
         finally:
             transport.release(published.source)
 

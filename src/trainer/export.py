@@ -9,6 +9,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from trireme.checkpoint.files import FileRecord, storage_errors, write_bytes
 from trireme.core.base_digest import INDEX
 from trireme.core.finite_json import to_json
-from trireme.core.weights import TensorEntry
+from trireme.core.weights import AdapterSpec, TensorEntry
 
 FILE_BYTES = 4 * 2**30
 """Size at which the next file of tensors begins."""
@@ -81,6 +82,22 @@ def write_weights(
         index = {"metadata": {"total_size": sum(entry.nbytes for entry in entries)}, "weight_map": weight_map}
         records.append(write_bytes(path, INDEX, to_json(index, indent=1).encode()))
     return records
+
+
+def own_part(
+    entries: Sequence[TensorEntry], buckets: Sequence[npt.NDArray[np.uint8]], spec: AdapterSpec
+) -> tuple[list[TensorEntry], list[npt.NDArray[np.uint8]]]:
+    """Returns the tensors of an adapter without the zeros that fill it up to the common rank and layers: A [rank,
+    inputs] and B [outputs, rank] of the layers that it adapts, each in a bucket of its own."""
+    own, parts = [], []
+    for entry in entries:
+        layer, _, which = entry.name.partition(".lora_")
+        if layer.rpartition(".")[2] in spec.targets:
+            whole = buckets[entry.bucket][entry.offset : entry.offset + entry.nbytes].reshape(*entry.shape, -1)
+            part = np.ascontiguousarray(whole[: spec.rank] if which.startswith("A") else whole[:, : spec.rank])
+            own.append(replace(entry, shape=part.shape[:2], bucket=len(parts), offset=0, nbytes=part.nbytes, hash=""))
+            parts.append(part.reshape(-1))
+    return own, parts
 
 
 def _parts(entries: Sequence[TensorEntry], file_bytes: int) -> Iterator[list[TensorEntry]]:

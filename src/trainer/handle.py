@@ -45,7 +45,7 @@ from trireme.core.types import (
     WeightIdentity,
     Which,
 )
-from trireme.core.weights import PublishedWeights
+from trireme.core.weights import AdapterSpec, PublishedWeights
 from trireme.process import waits
 from trireme.process.waits import Pending
 from trireme.run.metrics import reduce_metrics
@@ -92,6 +92,7 @@ class TrainerHandle:
         self._offered_s = 0.0
         self._assign: Assign | None = None
         self._suspects: list[tuple[int, ...]] = []  # of each forward_backward since the last update
+        self._adapter, self._suspects_of = "", dict[str, list[tuple[int, ...]]]()  # of adapters that are not in use
 
     @classmethod
     def start(
@@ -228,6 +229,26 @@ class TrainerHandle:
     def reset_optimizer(self) -> None:
         """Sets AdamW's moments and its count of steps to 0, as at the start; the weights stay."""
         self._call("reset_optimizer")
+
+    def add_adapter(self, name: str, spec: AdapterSpec) -> None:
+        """Makes a LoRA adapter beside those that there are, which changes nothing at first (`trainer.adapters`). Raises
+        BadInput for one that the model cannot have."""
+        self._call("add_adapter", name, spec)
+
+    def use_adapter(self, name: str) -> None:
+        """Has all verbs work with this adapter from where it was left: its weights, AdamW's state, and gradients. ""
+        is the one that the model began with. Does nothing for the one in use. Raises BadInput for an unknown name."""
+        if name != self._adapter:
+            self._call("use_adapter", name)
+            self._suspects_of[self._adapter] = self._suspects
+            self._adapter, self._suspects = name, self._suspects_of.pop(name, [])
+
+    def drop_adapter(self, name: str) -> None:
+        """Forgets an adapter; if it is in use, the first one is used. Raises BadInput for an unknown name."""
+        if name == self._adapter:
+            self.use_adapter("")
+        self._call("drop_adapter", name)
+        self._suspects_of.pop(name, None)
 
     @staticmethod
     def blame(suspects: Sequence[Sequence[int]]) -> str:

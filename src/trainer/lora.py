@@ -120,6 +120,9 @@ def _adapter_parameters(model: PreTrainedModel) -> Iterator[tuple[str, DTensor]]
 
 def adapter_files(lora: LoraConfig, adapter: Adapter, base: str) -> dict[str, bytes]:
     """Returns the files beside an adapter's tensors, by name: peft's configuration, and the base it was trained on."""
+    if spec := adapter.spec:
+        own = {"rank": spec.rank, "alpha": spec.alpha, "targets": list(spec.targets)}
+        lora = lora.model_copy(update=own)
     config = peft_config(lora).to_dict() | {"base_model_name_or_path": base, "inference_mode": True}
     config["target_modules"] = sorted(lora.target_modules)
     files = {"adapter_config.json": config, "base.json": {"name": base, "digest": adapter.base}}

@@ -24,9 +24,10 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel, set_seed
 
+from trainer.adapters import Adapters, AdapterVerbs, first_adapter
 from trainer.batch_checks import PublishedVersions, find_refusal, nonfinite_datums
 from trainer.batching import MicroBatch, Packed, RankAssignment, Rows, ShardOutput, SummarizedOutput, collect, plan
-from trainer.export import companion_files, write_weights
+from trainer.export import companion_files, own_part, write_weights
 from trainer.logprobs import token_logprobs
 from trainer.lora import adapter_files, adapter_mode, adapter_sums, adapter_units, published_adapters
 from trainer.losses import Metrics, backward, monitors, resolve_loss
@@ -39,7 +40,6 @@ from trainer.state import Checkpointer, make_adam_state
 from trireme.checkpoint.files import FileRecord
 from trireme.config import CommonConfig
 from trireme.config.model_facts import ModelFacts
-from trireme.core.base_digest import base_digest
 from trireme.core.batch import BatchPart, Numbers, Summary, TokenBatch
 from trireme.core.errors import BadInput, NonFiniteGradient, TriremeError
 from trireme.core.transport import Sender, Session
@@ -56,7 +56,7 @@ SUMS_WHOLE = "gradients summed whole"
 model's buffers."""
 
 
-class Shard:
+class Shard(AdapterVerbs):
     """One rank. Constructing it joins the process group through `store` and loads its part of the model: collective.
 
     `sender` sends published weights to where replicas get them. `attempt` becomes part of the identity of all weights
@@ -88,7 +88,7 @@ class Shard:
         self._model = self._sharding.shard_model(name, name, lora if lora.on else None, config.lora_seed)
         limit = facts.max_position_embeddings
         self._max_seq_len = min(limit, config.max_seq_len or limit)
-        self._adapter = self._name_adapter() if lora.on else None
+        first = first_adapter(config, self._mesh)
         self._reference = self._load_reference()
         models = [self._model, *([self._reference] if self._reference else [])]
         log.info("proving that the model is computed right")
@@ -98,13 +98,14 @@ class Shard:
         self._optimizer = torch.optim.AdamW(self._parameters, fused=True)
         make_adam_state(self._optimizer)
         self._refreshed = self._refreshed_tensors()
-        base = self._adapter.base if self._adapter else None
         self._sums_whole = torch.tensor(self._sharding.whole)
-        buffers = {SUMS_WHOLE: self._sums_whole, **({} if self._adapter else persistent_buffers(self._model))}
+        buffers = {SUMS_WHOLE: self._sums_whole, **({} if first else persistent_buffers(self._model))}
         self._checkpointer = Checkpointer(
-            config, self._mesh, parameters, self._optimizer, self._refreshed, base, buffers
+            config, self._mesh, parameters, self._optimizer, self._refreshed, first and first.base, buffers
         )
-        sums = adapter_sums if self._adapter else shard_sums
+        if first:
+            self._adapters = Adapters(self._model, parameters, self._optimizer, self._checkpointer, lora, first)
+        sums = adapter_sums if first else shard_sums
         self._sums = sums(self._model, self._sharding.dtype, is_first=self._mesh.is_first)
         self._sender = sender
         self._attempt = attempt
@@ -130,13 +131,6 @@ class Shard:
         if self._reference is None:  # the base with earlier adapters, at first with those that change nothing
             return {name: p.detach().clone() for name, p in self._model.named_parameters() if p.requires_grad}
         return dict(self._reference.named_parameters())
-
-    def _name_adapter(self) -> Adapter:
-        """Identifies the base of the adapters, the same on all ranks. Collective."""
-        lora = self._config.trainer.lora
-        digest = self._mesh.broadcast_object(base_digest(self._config.model.name) if self._mesh.is_first else "")
-        assert lora.rank is not None
-        return Adapter(digest, lora.rank, lora.alpha)
 
     def shown(self) -> tuple[str, str]:
         """Says what the model showed at the start, and why rows are not packed although the configuration would have
@@ -338,25 +332,31 @@ class Shard:
         return said
 
     def save_weights(
-        self, path: Path, entries: Sequence[TensorEntry], buckets: Sequence[npt.NDArray[np.uint8]]
+        self,
+        path: Path,
+        entries: Sequence[TensorEntry],
+        buckets: Sequence[npt.NDArray[np.uint8]],
+        adapter: Adapter | None = None,
     ) -> list[FileRecord]:
-        """Writes published weights in the Hugging Face layout, or peft's, with configuration and tokenizer. Not
-        collective; call it from another thread than the other verbs. Raises StorageFailed.
+        """Writes published weights in the Hugging Face layout, or peft's, with configuration and tokenizer. `adapter`:
+        what was published, None: as what is in use would be. Not collective; call it from another thread than the
+        other verbs. Raises StorageFailed.
 
         A running save of the state comes first: the next optimiser step waits for that, but not for published weights,
         which do not change."""
         self._checkpointer.wait_until_saved()
         fault_point("trainer.save_weights")
-        return write_weights(path, entries, buckets, self._companions, adapter=self._adapter is not None)
+        files, adapter = self._companions, adapter or self._adapter
+        if adapter:
+            files = {**files, **adapter_files(self._config.trainer.lora, adapter, self._config.model.name)}
+            entries, buckets = own_part(entries, buckets, adapter.spec) if adapter.spec else (entries, buckets)
+        return write_weights(path, entries, buckets, files, adapter=adapter is not None)
 
     @cached_property
     def _companions(self) -> dict[str, bytes]:
-        """The files beside published tensors."""
-        config = self._config
-        if not self._adapter:
-            return companion_files(config.tokenizer_name, self._model, self._sharding.dtype)
-        adapter = adapter_files(config.trainer.lora, self._adapter, config.model.name)
-        return {**companion_files(config.tokenizer_name), **adapter}
+        """The files beside published tensors, whatever they are."""
+        model = None if self._adapter else self._model
+        return companion_files(self._config.tokenizer_name, model, self._sharding.dtype)
 
     def rank_assignment(self) -> RankAssignment:
         """Returns the function that says which datums each rank computes."""

@@ -70,6 +70,20 @@ def padded(nbytes: int) -> int:
 
 
 @dataclass(frozen=True)
+class AdapterSpec:
+    """What a LoRA adapter is, of several that are trained on one base."""
+
+    rank: int
+    """At most `trainer.lora.rank`."""
+    alpha: float
+    """Its output is scaled by alpha / rank."""
+    targets: tuple[str, ...]
+    """Names of the linear layers that it adapts, among those of `trainer.lora`."""
+    seed: int
+    """Its first values follow from this."""
+
+
+@dataclass(frozen=True)
 class Adapter:
     """A LoRA adapter: its tensors add B A x alpha / rank to a layer."""
 
@@ -77,6 +91,9 @@ class Adapter:
     """Digest of the weights that it was trained on (`trireme.core.base_digest.base_digest`)."""
     rank: int
     alpha: float
+    spec: AdapterSpec | None = None
+    """Of one of several: `rank` is that of all. What it lacks of that is zeros in its tensors, and so are the layers
+    that it does not adapt. None: all of the tensors are its own."""
 
     def __str__(self) -> str:
         return f"adapter of rank {self.rank} and alpha {self.alpha:g} on base {self.base}"

@@ -1,0 +1,197 @@
+"""Several LoRA adapters on one base, of which one at a time is in the model.
+
+The model has one set of LoRA layers, of the rank and on the layers of `trainer.lora`. An adapter that is used has its
+values, AdamW's state and the gradients added so far in there; the others wait in host memory. So all that works with
+the model's parameters (FSDP, saves, publishing) works with the adapter in use, and knows of no others. What changes
+places are bytes: an adapter that is trained in turn with others computes what it computes alone, bit for bit, unless it
+has a dropout, whose random numbers all share.
+
+An adapter of a smaller rank r is filled up with zeros, and so is one that adapts fewer layers: the rows of A beyond r
+and the columns of B beyond r are 0. This is exact and stays so. The gradient of such a row of A is made of such columns
+of B, which are 0, and the other way round; AdamW's update of a value 0 with moments 0 is 0, with a weight decay too, if
+its eps is above 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from trainer.lora import ADAPTER
+from trainer.mesh import Mesh
+from trainer.snapshot import MOMENTS
+from trainer.state import Checkpointer
+from trireme.config import CommonConfig
+from trireme.config.trainer import LoraConfig
+from trireme.core.base_digest import base_digest
+from trireme.core.errors import BadInput
+from trireme.core.weights import Adapter, AdapterSpec
+
+FIRST = ""
+"""The name of the adapter with which the model begins, as `trainer.lora` describes it."""
+
+
+@dataclass
+class WaitingAdapter:
+    """An adapter that is not in the model: this rank's part of it, in host memory."""
+
+    adapter: Adapter
+    state: list[Tensor]
+    """Of each parameter its values, the moments and the count of steps: see `Adapters._live`."""
+    gradients: list[Tensor | None]
+    """Of each parameter the gradient that was added so far; None before the first pass."""
+
+
+class Adapters:
+    """The adapters of one rank. All ranks make the same calls in the same order; none of them communicates."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        optimizer: torch.optim.AdamW,
+        checkpointer: Checkpointer,
+        lora: LoraConfig,
+        first: Adapter,
+    ) -> None:
+        """`parameters`: those of the model that are trained, by name, whose AdamW has its state. `first`: the adapter
+        that they are."""
+        self._model, self._parameters, self._optimizer = model, dict(parameters), optimizer
+        self._checkpointer, self._lora = checkpointer, lora
+        self._waiting: dict[str, WaitingAdapter] = {}
+        self.name, self.adapter = FIRST, first
+        """The adapter in use."""
+
+    def add(self, name: str, spec: AdapterSpec) -> None:
+        """Makes an adapter, which waits to be used: at first it changes nothing. Raises BadInput for a name that is
+        taken, and for a `spec` that does not fit into the model's LoRA layers."""
+        if name == self.name or name in self._waiting:
+            raise BadInput(f"an adapter {name!r} is there already: give another name, or drop it first")
+        rank, targets = self.adapter.rank, self._lora.target_modules
+        if not 1 <= spec.rank <= rank:
+            raise BadInput(
+                f"an adapter of rank {spec.rank}; expected 1 to {rank}: start with a larger trainer.lora.rank"
+            )
+        if other := sorted(set(spec.targets) - set(targets)) or ([] if spec.targets else ["no layers"]):
+            raise BadInput(f"an adapter of {', '.join(other)}; expected some of {', '.join(targets)} (trainer.lora)")
+        alpha = spec.alpha / spec.rank * rank
+        values = [self._of_rank(parameter, whole) for parameter, whole in self._start_values(spec)]
+        state = [
+            tensor
+            for value in values
+            for tensor in (value, *(torch.zeros_like(value) for _ in MOMENTS), torch.zeros(()))
+        ]
+        self._waiting[name] = WaitingAdapter(Adapter(self.adapter.base, rank, alpha, spec), state, [None] * len(values))
+
+    @torch.no_grad()
+    def use(self, name: str) -> None:
+        """Puts an adapter into the model, in place of the one in use, which waits as it is. Raises BadInput for a name
+        that none has."""
+        if name == self.name:
+            return
+        if (entering := self._waiting.pop(name, None)) is None:
+            raise BadInput(f"an adapter {name!r}; expected one of {', '.join(map(repr, (self.name, *self._waiting)))}")
+        self._checkpointer.keep()
+        for live, waiting in zip(self._live(), entering.state, strict=True):
+            before = live.to("cpu", copy=True)
+            live.copy_(waiting)
+            waiting.copy_(before)  # its memory becomes that of the one that leaves
+        gradients = [None if p.grad is None else cast(DTensor, p.grad).to_local().cpu() for p in self._all]
+        for parameter, gradient in zip(self._all, entering.gradients, strict=True):
+            parameter.grad = None if gradient is None else torch.empty_like(parameter)
+            if gradient is not None:
+                cast(DTensor, parameter.grad).to_local().copy_(gradient)
+        self._waiting[self.name] = WaitingAdapter(self.adapter, entering.state, gradients)
+        self.name, self.adapter = name, entering.adapter
+        for layer in self._model.modules():
+            if isinstance(layer, LoraLayer):
+                layer.scaling[ADAPTER] = self.adapter.alpha / self.adapter.rank
+
+    def drop(self, name: str) -> None:
+        """Forgets an adapter; one in use makes room for the first. Raises BadInput for the first, and for a name that
+        none has."""
+        if name == FIRST:
+            raise BadInput("the first adapter was to be dropped; expected the name of one that was added")
+        if name == self.name:
+            self.use(FIRST)
+        if self._waiting.pop(name, None) is None:
+            raise BadInput(
+                f"an adapter {name!r} was to be dropped; expected one of {', '.join(map(repr, self._waiting))}"
+            )
+
+    @property
+    def _all(self) -> list[nn.Parameter]:
+        return list(self._parameters.values())
+
+    def _live(self) -> Iterator[Tensor]:
+        """Yields this rank's part of each parameter, of AdamW's moments of it, and its count of steps."""
+        for parameter in self._all:
+            state = self._optimizer.state[parameter]
+            for tensor in (parameter, *(state[moment] for moment in MOMENTS)):
+                yield cast(DTensor, tensor.detach()).to_local()
+            yield state["step"]
+
+    def _start_values(self, spec: AdapterSpec) -> Iterator[tuple[DTensor, Tensor]]:
+        """Yields each parameter and its first values, whole: those of an adapter of this rank alone, and zeros."""
+        generator = torch.Generator().manual_seed(spec.seed)
+        for name, parameter in self._parameters.items():
+            layer, _, which = name.partition(".lora_")
+            whole = torch.zeros(parameter.shape, dtype=parameter.dtype)
+            if layer.rpartition(".")[2] in spec.targets and which.startswith("A"):
+                own = torch.empty(spec.rank, whole.shape[1])
+                whole[: spec.rank] = nn.init.kaiming_uniform_(own, a=math.sqrt(5), generator=generator)
+            yield cast(DTensor, parameter), whole
+
+    @staticmethod
+    def _of_rank(parameter: DTensor, whole: Tensor) -> Tensor:
+        """Returns this rank's part of `whole`, which is sharded like `parameter`, in host memory."""
+        sharded = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        return sharded.to_local().to("cpu", copy=True)
+
+
+class AdapterVerbs:
+    """The verbs of a shard for several adapters."""
+
+    _adapters: Adapters | None = None
+    """None: the whole model is trained."""
+
+    @property
+    def _adapter(self) -> Adapter | None:
+        """The adapter in use."""
+        return self._adapters.adapter if self._adapters else None
+
+    def add_adapter(self, name: str, spec: AdapterSpec) -> None:
+        """Makes an adapter beside those that there are. It waits to be used, and changes nothing at first. Raises
+        BadInput for one that this model cannot have, and for a name that is taken."""
+        self._several().add(name, spec)
+
+    def use_adapter(self, name: str) -> None:
+        """Has all other verbs work with this adapter, from where it was left; FIRST is the one that the model began
+        with. Raises BadInput for a name that none has."""
+        self._several().use(name)
+
+    def drop_adapter(self, name: str) -> None:
+        """Forgets an adapter. If it is in use, the first one is used. Raises BadInput for a name that none has."""
+        self._several().drop(name)
+
+    def _several(self) -> Adapters:
+        if self._adapters is None:
+            raise BadInput("the whole model is trained, which has no adapters: set trainer.lora.rank")
+        return self._adapters
+
+
+def first_adapter(config: CommonConfig, mesh: Mesh) -> Adapter | None:
+    """Identifies the adapter with which a model begins and its base, the same on all ranks; None if the whole model is
+    trained. Collective."""
+    lora = config.trainer.lora
+    if lora.rank is None:
+        return None
+    digest = mesh.broadcast_object(base_digest(config.model.name) if mesh.is_first else "")
+    return Adapter(digest, lora.rank, lora.alpha)

@@ -1,0 +1,310 @@
+"""Several adapters in one model: each is trained as if it were alone, bit for bit, and is saved and published alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from peft import PeftModel
+from ranks_support import run_ranks
+from safetensors.torch import load_file
+from torch import Tensor
+
+# The tiny models and batches are the end-to-end tests' too.
+from trainer_support import make_batch, make_config, make_model
+from transformers import AutoModelForCausalLM
+
+from trainer.batching import scatter_outputs
+from trainer.shard import Shard
+from trireme.config.trainer import ATTENTION, MLP, UNEMBED
+from trireme.core.errors import BadInput
+from trireme.core.types import AdamParams, TokenBatch
+from trireme.core.weights import AdapterSpec, PublishedWeights, check_received
+from trireme.transports.packing import Packer
+
+LENGTHS = (5, 9, 1, 7, 9)
+ALL = (*ATTENTION, *MLP)
+RATE = AdamParams(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=0.5)
+SPECS = {
+    "whole": AdapterSpec(8, 16.0, ALL, 1),
+    "small": AdapterSpec(3, 32.0, ALL, 2),
+    "attention": AdapterSpec(8, 8.0, ATTENTION, 3),
+}
+Make = Callable[..., Shard]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_model(tmp_path_factory.mktemp("model"), "qwen3", True)
+
+
+@pytest.fixture
+def make(model: str) -> Iterator[Make]:
+    """Makes shards with adapters of rank 8; each takes the place of the one before."""
+
+    def new(lora: Mapping[str, Any] | None = None, **options: Any) -> Shard:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
+        config = make_config(model, trainer__lora={"rank": 8, "alpha": 16} if lora is None else lora, **options)
+        return Shard(config, 0, store, sender=Packer(np.copy))
+
+    yield new
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def add_gradient(shard: Shard, seed: int) -> float:
+    return shard.forward_backward(make_batch(LENGTHS, seed=seed), "importance_sampling", {}, None).metrics["loss:sum"]
+
+
+def state(shard: Shard) -> list[Tensor]:
+    """All that belongs to the adapter in use."""
+    found = []
+    for parameter in shard._parameters:
+        kept = shard._optimizer.state[parameter]
+        gradient = [] if parameter.grad is None else [parameter.grad]
+        found += [t.full_tensor().clone() for t in (parameter, kept["exp_avg"], kept["exp_avg_sq"], *gradient)]
+        found.append(kept["step"].clone())
+    return found
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def logprobs(shard: Shard, batch: TokenBatch) -> np.ndarray:
+    return scatter_outputs(batch, [shard.forward(batch)])
+
+
+def published(shard: Shard, version: int = 1) -> PublishedWeights:
+    found = shard.publish_weights(version)
+    assert found is not None
+    return found
+
+
+def written(shard: Shard, path: Path) -> None:
+    weights = published(shard)
+    shard.save_weights(path, weights.manifest.entries, weights.source, weights.manifest.adapter)
+
+
+def test_adapters_in_turn_equal_each_alone_bit_for_bit(make: Make) -> None:
+    """Their passes are interleaved, also between a gradient and its update; one has a half of its batch at the end."""
+    alone, losses = {}, {}
+    for name, spec in SPECS.items():
+        shard = make()
+        shard.add_adapter(name, spec)
+        shard.use_adapter(name)
+        losses[name] = []
+        for step in range(3):
+            losses[name] += [add_gradient(shard, 10 * step), add_gradient(shard, 10 * step + 1)]
+            shard.optim_step(RATE, 10.0)
+        losses[name].append(add_gradient(shard, 99))
+        alone[name] = state(shard)
+    shard = make()
+    began = state(shard)
+    for name, spec in SPECS.items():
+        shard.add_adapter(name, spec)
+    found: dict[str, list[float]] = {name: [] for name in SPECS}
+    for step in range(3):
+        for half in range(2):
+            for name in SPECS:
+                shard.use_adapter(name)
+                found[name].append(add_gradient(shard, 10 * step + half))
+        for name in reversed(SPECS):
+            shard.use_adapter(name)
+            shard.optim_step(RATE, 10.0)
+    for name in SPECS:
+        shard.use_adapter(name)
+        found[name].append(add_gradient(shard, 99))
+    assert found == losses
+    for name, wanted in alone.items():
+        shard.use_adapter(name)
+        assert same(state(shard), wanted), name
+    assert not same(alone["whole"], alone["attention"])
+    shard.use_adapter("")
+    assert same(state(shard), began)
+
+
+def test_a_new_adapter_computes_what_the_base_does(make: Make) -> None:
+    batch, shard = make_batch(LENGTHS), make()
+    base = logprobs(shard, batch)
+    for name, spec in SPECS.items():
+        shard.add_adapter(name, spec)
+        shard.use_adapter(name)
+        np.testing.assert_array_equal(logprobs(shard, batch), base)
+        add_gradient(shard, 1)
+        shard.optim_step(RATE, 10.0)
+        assert np.abs(logprobs(shard, batch) - base).max() > 1e-4
+
+
+@pytest.mark.parametrize(("name", "lora"), [("small", {"rank": 3, "alpha": 32}), ("attention", {"train_mlp": False})])
+def test_what_fills_an_adapter_up_stays_zero_and_changes_nothing(
+    make: Make, name: str, lora: Mapping[str, Any]
+) -> None:
+    """A model whose LoRA layers are of that rank, or on those layers, learns the same, but for the order in which
+    kernels add up."""
+    batch, spec = make_batch(LENGTHS), SPECS[name]
+    own = make({"rank": 8, "alpha": 8, **lora, "seed": spec.seed})
+    for step in range(4):
+        add_gradient(own, step)
+        own.optim_step(RATE, 10.0)
+    wanted = logprobs(own, batch)
+    shard = make()
+    shard.add_adapter(name, spec)
+    shard.use_adapter(name)
+    for step in range(4):
+        add_gradient(shard, step)
+        shard.optim_step(RATE, 10.0)
+    np.testing.assert_allclose(logprobs(shard, batch), wanted, atol=2e-5)
+    for parameter, tensor in zip(shard._model.named_parameters(), shard._model.parameters(), strict=True):
+        if tensor.requires_grad:
+            layer, _, which = parameter[0].partition(".lora_")
+            whole = tensor.full_tensor()
+            kept = spec.rank if layer.rpartition(".")[2] in spec.targets else 0
+            assert not (whole[kept:] if which.startswith("A") else whole[:, kept:]).any(), parameter[0]
+            assert kept == 0 or whole.any()
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_peft_opens_what_is_written(make: Make, model: str, tmp_path: Path, name: str) -> None:
+    """An adapter in its own rank and on its own layers, whichever is in use while it is written."""
+    shard, spec, batch = make(), SPECS[name], make_batch(LENGTHS)
+    shard.add_adapter(name, spec)
+    shard.use_adapter(name)
+    for step in range(2):
+        add_gradient(shard, step)
+        shard.optim_step(RATE, 10.0)
+    wanted, weights = logprobs(shard, batch), published(shard)
+    check_received(weights.manifest, weights.source)
+    shard.use_adapter("")
+    shard.save_weights(tmp_path, weights.manifest.entries, weights.source, weights.manifest.adapter)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (spec.rank, spec.alpha)
+    assert config["target_modules"] == sorted(spec.targets)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    assert {min(t.shape) for t in tensors.values()} == {spec.rank}
+    opened = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), tmp_path)
+    tokens, targets = (torch.from_numpy(x.astype(np.int64)) for x in (batch.tokens, batch.columns["target_tokens"]))
+    start = 0
+    for d, end in enumerate(batch.offsets[1:].tolist()):
+        scaled = opened(tokens[None, start:end]).logits[0] / float(batch.temperatures[d])
+        own = scaled.log_softmax(-1).gather(-1, targets[start:end, None])[:, 0]
+        np.testing.assert_allclose(own.detach().numpy(), wanted[start:end], atol=1e-5)
+        start = end
+
+
+def test_a_state_is_of_the_adapter_in_use_though_another_is_used_while_it_is_written(
+    make: Make, tmp_path: Path
+) -> None:
+    shard = make()
+    for name in ("whole", "small"):
+        shard.add_adapter(name, SPECS[name])
+        shard.use_adapter(name)
+        add_gradient(shard, 1)
+        shard.optim_step(RATE, 10.0)
+    wanted = state(shard)
+    shard.begin_save(tmp_path)
+    shard.use_adapter("whole")
+    add_gradient(shard, 2)
+    shard.optim_step(RATE, 10.0)
+    trained = state(shard)
+    shard.finish_save(tmp_path)
+    shard.add_adapter("again", SPECS["small"])
+    shard.use_adapter("again")
+    shard.load_state(tmp_path, [])
+    assert same(state(shard), wanted)
+    shard.use_adapter("whole")
+    assert same(state(shard), trained)
+
+
+def test_gradients_and_moments_are_dropped_of_the_adapter_in_use_alone(make: Make) -> None:
+    shard = make()
+    for name in ("whole", "small"):
+        shard.add_adapter(name, SPECS[name])
+        shard.use_adapter(name)
+        add_gradient(shard, 1)
+    wanted = state(shard)
+    shard.use_adapter("whole")
+    shard.drop_gradients()
+    shard.reset_optimizer()
+    with pytest.raises(Exception, match="without a gradient"):
+        shard.optim_step(RATE, 1.0)
+    shard.use_adapter("small")
+    assert same(state(shard), wanted)
+
+
+def test_an_adapter_is_dropped_and_its_name_is_free(make: Make) -> None:
+    shard = make()
+    began = state(shard)
+    shard.add_adapter("a", SPECS["whole"])
+    shard.use_adapter("a")
+    add_gradient(shard, 1)
+    shard.drop_adapter("a")
+    assert same(state(shard), began)
+    shard.add_adapter("a", SPECS["whole"])
+    shard.use_adapter("a")
+    assert all(parameter.grad is None for parameter in shard._parameters)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda s: s.add_adapter("a", SPECS["small"]), "'a' is there already.*another name"),
+        (lambda s: s.add_adapter("b", AdapterSpec(9, 1.0, ALL, 0)), r"rank 9; expected 1 to 8.*trainer\.lora\.rank"),
+        (lambda s: s.add_adapter("b", AdapterSpec(8, 1.0, UNEMBED, 0)), "of lm_head; expected some of q_proj"),
+        (lambda s: s.add_adapter("b", AdapterSpec(8, 1.0, (), 0)), "of no layers"),
+        (lambda s: s.use_adapter("b"), "'b'; expected one of '', 'a'"),
+        (lambda s: s.drop_adapter("b"), "'b' was to be dropped; expected one of 'a'"),
+        (lambda s: s.drop_adapter(""), "the first adapter was to be dropped"),
+    ],
+)
+def test_what_is_refused_leaves_all_as_it_is(make: Make, call: Callable[[Shard], None], said: str) -> None:
+    shard = make()
+    shard.add_adapter("a", SPECS["whole"])
+    with pytest.raises(BadInput, match=said):
+        call(shard)
+    shard.use_adapter("a")
+    add_gradient(shard, 1)
+
+
+def test_a_model_that_is_trained_whole_has_no_adapters(make: Make) -> None:
+    with pytest.raises(BadInput, match=r"whole model is trained.*set trainer\.lora\.rank"):
+        make({}).add_adapter("a", SPECS["whole"])
+
+
+def in_turn(rank: int, world_size: int, store: Any, model: str) -> dict[str, list[Tensor]]:
+    """The state of two adapters that were trained in turn, over some shards."""
+    config = make_config(model, trainer__lora={"rank": 8, "alpha": 16}, trainer__shards=world_size)
+    shard = Shard(config, rank, store, Packer(np.copy, rank, world_size))
+    for name in ("whole", "small"):
+        shard.add_adapter(name, SPECS[name])
+    for step in range(2):
+        for name in ("whole", "small"):
+            shard.use_adapter(name)
+            add_gradient(shard, step)
+        for name in ("whole", "small"):
+            shard.use_adapter(name)
+            shard.optim_step(RATE, 10.0)
+    found = {}
+    for name in ("whole", "small"):
+        shard.use_adapter(name)
+        found[name] = [parameter.full_tensor().clone() for parameter in shard._parameters]
+    dist.destroy_process_group()
+    return found
+
+
+def test_shards_each_hold_their_part_of_all_adapters(model: str) -> None:
+    many = run_ranks(2, in_turn, model)
+    store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
+    alone = in_turn(0, 1, store, model)
+    for rank in many:
+        for name, wanted in alone.items():
+            for got, tensor in zip(rank[name], wanted, strict=True):
+                torch.testing.assert_close(got, tensor, rtol=1e-3, atol=1e-5)
