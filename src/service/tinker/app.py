@@ -30,7 +30,7 @@ from service.tinker.bodies import (
     SessionBody,
 )
 from service.tinker.codec import PROTOBUF, ForwardBackwardCall
-from service.tinker.lists import SavedRoutes
+from service.tinker.lists import SavedRoutes, lora_of
 from service.tinker.promises import Failure, Promise, UserError
 from service.tinker.serving import SampleWork, TinkerServer
 from service.tinker.state import GoneError, UnknownId
@@ -116,7 +116,7 @@ class TinkerRoutes:
         session_id = self._server.begin_session(
             {"user_metadata": body.user_metadata, "display_name": body.display_name}
         )
-        told = {"info_message": "this server trains whole models: lora_config has no effect"}
+        told = {"info_message": self._server.told}
         if not body.sdk_version.startswith(TESTED):
             told["warning_message"] = f"this server was tested with tinker {', '.join(TESTED)}, not {body.sdk_version}"
         return JsonReply({"session_id": session_id, **told})
@@ -138,7 +138,8 @@ class TinkerRoutes:
 
     async def create_model(self, body: CreateModelBody) -> JsonReply:
         """Accepts a new model."""
-        work = Creation(body.base_model, body.user_metadata, body.optimizer_config.type)
+        wish = body.lora_config.wish() if body.lora_config else None
+        work = Creation(body.base_model, body.user_metadata, body.optimizer_config.type, wish=wish)
         return _promised(self._server.create(body.session_id, body.model_seq_id, work))
 
     async def load_weights(self, body: LoadWeightsBody) -> JsonReply:
@@ -155,7 +156,8 @@ class TinkerRoutes:
         """Describes a model."""
         model, name = self._state.model(body.model_id), self._server.base_model
         data = {"model_name": name, "tokenizer_id": self._server.tokenizer_id}
-        return JsonReply({"model_id": model.model_id, "model_name": name, "is_lora": False, "model_data": data})
+        lora = lora_of(self._server.catalog.run(model.model_id)) if model.next_seq else {}
+        return JsonReply({"model_id": model.model_id, "model_name": name, "model_data": data, **lora})
 
     async def forward_backward(self, request: Request) -> JsonReply:
         """Accepts a part of a batch, in protobuf."""

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from service.asked import RequestRefused
 from service.dialects.wire import Stop, TokenId
+from service.tinker.adapters import AdapterWish
 from trireme.core.types import AdamParams, SamplingParams
 
 Seq = Annotated[int, Field(ge=0)]
@@ -51,6 +52,20 @@ class OptimizerBody(Told):
     type: str = "adamw"
 
 
+class LoraBody(Told):
+    """Describes the adapter that is wanted."""
+
+    rank: int
+    seed: Seed | None = None
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = True
+
+    def wish(self) -> AdapterWish:
+        """Returns it as the server has it."""
+        return AdapterWish(**self.model_dump())
+
+
 class CreateModelBody(Told):
     """Asks for a new model."""
 
@@ -58,6 +73,7 @@ class CreateModelBody(Told):
     model_seq_id: Seq
     base_model: str
     user_metadata: dict[str, Any] | None = None
+    lora_config: LoraBody | None = None
     optimizer_config: OptimizerBody = OptimizerBody()
 
 

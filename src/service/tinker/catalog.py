@@ -1,7 +1,8 @@
 """The things that clients have saved, on disk: training runs, their states and weights, found by `tinker://` paths.
 
     tinker://<model>/weights/<name>            <root>/<model>/weights/<name>/           all that training needs
-    tinker://<model>/sampler_weights/<name>    <root>/<model>/sampler_weights/<name>/   a model in Hugging Face layout
+    tinker://<model>/sampler_weights/<name>    <root>/<model>/sampler_weights/<name>/   a model in Hugging Face layout,
+                                                                                        or an adapter in peft's
 
 A directory counts once `checkpoint.json` is in it, which is written last. It is written in a directory of its own
 (`<root>/<model>/new-weights/<name>/`), and then takes its place. Times are seconds since 1970.
@@ -39,6 +40,8 @@ class SavedRun:
     base_model: str
     user_metadata: Mapping[str, Any]
     began_s: float
+    lora: Mapping[str, Any] | None = None
+    """What `service.tinker.adapters.record_of` says of its adapter; None: the whole model is trained."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +76,12 @@ class Catalog:
 
     # ---- writing
 
-    def begin(self, model_id: str, user_metadata: Mapping[str, Any] | None) -> None:
+    def begin(
+        self, model_id: str, user_metadata: Mapping[str, Any] | None, lora: Mapping[str, Any] | None = None
+    ) -> None:
         """Notes that a model is trained. Raises StorageFailed."""
         directory = self._directory(model_id)
-        run = SavedRun(model_id, self._base_model, user_metadata or {}, self._now())
+        run = SavedRun(model_id, self._base_model, user_metadata or {}, self._now(), lora)
         with storage_errors(directory):
             make_directory(directory)
             replace_file(directory / RUN, to_json(asdict(run)).encode())

@@ -83,6 +83,11 @@ class ForwardBackwardCall:
             raise UserError(" ".join(f"{each.given}; expected {each.expected}." for each in refusals))
         return given
 
+    @property
+    def tokens(self) -> int:
+        """The number of tokens of all datums, without decoding them."""
+        return sum(len(chunk.encoded_text.tokens) // 4 for datum in self.encoded.data for chunk in datum.model_input)
+
     def data(self) -> list[Datum]:
         """Returns the datums with the columns that the loss reads. Raises UserError, which names the datum."""
         return [self._datum(number, each) for number, each in enumerate(self.encoded.data)]

@@ -14,6 +14,7 @@ from service.tinker.catalog import KINDS, SCHEME, SavedKind, SavedRun, SavedWeig
 from service.tinker.promises import UserError
 from service.tinker.serving import TinkerServer
 from service.tinker.state import UnknownId
+from trireme.config.trainer import ATTENTION, MLP, UNEMBED
 
 RUNS = "/api/v1/training_runs"
 OWNER = "trireme"
@@ -76,9 +77,13 @@ class SavedRoutes:
         return Response(status_code=204)
 
     async def weights_info(self, body: PathBody) -> JsonReply:
-        """Tells which base a path belongs to."""
+        """Tells which base a path belongs to, and of an adapter what it is."""
         _, saved = self._catalog.find(body.tinker_path)
-        return JsonReply({"base_model": self._catalog.run(saved.model_id).base_model, "is_lora": False})
+        run = self._catalog.run(saved.model_id)
+        layers = set(run.lora["targets"]) if run.lora else set()
+        parts = {"train_attn": ATTENTION, "train_mlp": MLP, "train_unembed": UNEMBED}
+        trained = {name: not layers.isdisjoint(names) for name, names in parts.items()} if run.lora else {}
+        return JsonReply({"base_model": run.base_model, **lora_of(run), **trained})
 
     async def sessions(self, limit: int = 20, offset: int = 0) -> JsonReply:
         """Lists sessions, the newest first."""
@@ -99,12 +104,17 @@ class SavedRoutes:
             "training_run_id": run.model_id,
             "base_model": run.base_model,
             "model_owner": OWNER,
-            "is_lora": False,
+            **lora_of(run),
             "last_request_time": _time(last_s),
             "last_checkpoint": shown["weights"],
             "last_sampler_checkpoint": shown["sampler_weights"],
             "user_metadata": dict(run.user_metadata),
         }
+
+
+def lora_of(run: SavedRun) -> dict[str, object]:
+    """Returns what the client is told of a model's adapter."""
+    return {"is_lora": True, "lora_rank": run.lora["rank"]} if run.lora else {"is_lora": False}
 
 
 def _checkpoint(saved: SavedWeights) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from service.tinker.promises import ClientModel, Failure, Promise, Success, User
 from service.tinker.state import ProtocolState, UnknownId
 from service.tinker.turns import LoadWeights, StartSample
 from service.tinker.verbs import SamplerVerbs
-from service.tinker.work import Creation, Done, Saving, TrainingWorker, Unusable, Work
+from service.tinker.work import Creation, Done, Saving, TrainingWorker, Unusable, Work, tokens_of
 from trireme.core.datum import ModelInput
 from trireme.core.errors import RoomFailed, TriremeError
 from trireme.core.types import SamplingParams
@@ -59,8 +59,11 @@ class TinkerServer:
         served: ServedModels,
         tokenizer_id: str,
         now: Callable[[], float] = time.monotonic,
+        places: int = 1,
     ) -> None:
+        """`places`: the number of models that are trained at the same time; 1 unless the worker has adapters."""
         self.state, self.catalog, self.served, self.now = ProtocolState(), catalog, served, now
+        self.state.places, self.state.cost = places, tokens_of
         self.metadata: dict[str, Mapping[str, Any]] = {}
         """What clients said of their sessions, by session."""
         self._worker, self._sampler, self._tokenizer_id = worker, sampler, tokenizer_id
@@ -74,6 +77,14 @@ class TinkerServer:
     def base_model(self) -> str:
         """The name of the model that it serves."""
         return self._worker.bases[0]
+
+    @property
+    def told(self) -> str:
+        """What clients are told when their session begins."""
+        if (lora := self._worker.lora) is None:
+            return "this server trains whole models: lora_config has no effect"
+        without = "" if "lm_head" in lora.target_modules else "; train_unembed has no effect"
+        return f"this server trains adapters up to rank {lora.rank} for {', '.join(lora.target_modules)}{without}"
 
     @property
     def tokenizer_id(self) -> str:
@@ -201,6 +212,8 @@ class TinkerServer:
     async def _train(self) -> None:
         while True:
             self._to_train.clear()
+            for model_id in self.state.take_ended():
+                await asyncio.to_thread(self._worker.forget, model_id)
             if (found := self.state.next_training()) is None:
                 await self._to_train.wait()
                 continue

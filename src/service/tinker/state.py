@@ -2,18 +2,20 @@
 
 A request is acknowledged at once with the id of a promise. That id is made of its owner (a model or a sampler) and of
 its number there, so a repeated post gets the same promise, and nothing is done twice. A model's requests run in the
-order of their numbers, however they arrive: one whose predecessor has not come waits. One model at a time has the
-trainer. Others wait in the order in which they came, until the session of the first ends: its client finishes it, or is
-silent for SESSION_S seconds.
+order of their numbers, however they arrive: one whose predecessor has not come waits. The trainer has places for so
+many models, of which those that have a request take turns (`service.tinker.shares`). Further models wait in the order
+in which they came, until the session of one that has a place ends: its client finishes it, or is silent for SESSION_S
+seconds.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from service.tinker.promises import ClientModel, ClientSampler, ClientSession, Failure, Outcome, Promise, UserError
+from service.tinker.shares import TokenShares
 from service.tinker.turns import WeightTurns
 
 SESSION_S = 120.0
@@ -39,7 +41,7 @@ class Position:
     """Where a request is that has no outcome yet."""
 
     queue_state: str
-    """`active`, or `paused_capacity`: the trainer belongs to another client."""
+    """`active`, or `paused_capacity`: the places of the trainer belong to other clients."""
     reason: str
     """A sentence for the user."""
 
@@ -53,11 +55,17 @@ class ProtocolState:
     samplers: dict[str, ClientSampler] = field(default_factory=dict)
     turns: WeightTurns[Promise] = field(default_factory=WeightTurns)
     """The samples that wait, and those that run."""
-    holder: ClientModel | None = None
-    """The model that has the trainer."""
+    places: int = 1
+    """The number of models that are trained at the same time."""
+    cost: Callable[[object], int] = lambda _: 1
+    """Tells for how many tokens a request counts."""
+    holders: list[ClientModel] = field(default_factory=list)
+    """The models that have a place at the trainer."""
+    shares: TokenShares = field(default_factory=TokenShares)
     running: Promise | None = None
     """The request that the trainer works on."""
     _line: deque[ClientModel] = field(default_factory=deque)
+    _ended: list[str] = field(default_factory=list)
     _promises: dict[str, Promise] = field(default_factory=dict)
     _settled: list[Promise] = field(default_factory=list)
 
@@ -106,9 +114,10 @@ class ProtocolState:
                 del self._promises[promise.request_id]
 
     def _end_stuck(self, now: float) -> None:
-        model = self.holder
-        if model is None or not model.waiting or model.ready:
-            return
+        for model in [each for each in self.holders if each.waiting and not each.ready]:
+            self._end_if_stuck(model, now)
+
+    def _end_if_stuck(self, model: ClientModel, now: float) -> None:
         if model.gap is None or model.gap[0] != model.next_seq:
             model.gap = model.next_seq, now
         elif now - model.gap[1] > GAP_S:
@@ -134,8 +143,15 @@ class ProtocolState:
         model.waiting = {seq: each for seq, each in model.waiting.items() if each is self.running}
         if model in self._line:
             self._line.remove(model)
-        if self.holder is model:
-            self.holder = None
+        if model in self.holders:
+            self.holders.remove(model)
+        self.shares.forget(model.model_id)
+        self._ended.append(model.model_id)
+
+    def take_ended(self) -> list[str]:
+        """Returns the models that have ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
 
     # ---- promises
 
@@ -169,11 +185,15 @@ class ProtocolState:
     def position(self, promise: Promise) -> Position:
         """Tells why a promise has no outcome yet."""
         model = self.models.get(promise.request_id.rpartition("/")[0])
-        if model is None or model is self.holder:
+        if model is None or model in self.holders:
             return Position("active", "")
         before = self._line.index(model) if model in self._line else 0
-        holder = self.holder.model_id if self.holder else "another model"
-        text = f"{holder} has the trainer, which trains one model at a time; {before} more are before this one"
+        holder = self.holders[0].model_id if self.holders else "another model"
+        few = (
+            "trains one model at a time" if self.places == 1 else f"trains {self.places} models at a time, all of them"
+        )
+        others = "" if self.places == 1 else " and others"
+        text = f"{holder}{others} has the trainer, which {few}; {before} more are before this one"
         return Position("paused_capacity", text)
 
     # ---- training
@@ -214,25 +234,30 @@ class ProtocolState:
         """Returns the model and the request that the trainer is to work on now; None if there is none, or it works."""
         if self.running:
             return None
-        if self.holder is None or self.holder.ready is None:
-            self._pass_on()
-        if self.holder is None or (promise := self.holder.ready) is None:
+        self._pass_on()
+        ready = {model.model_id: model for model in self.holders if model.ready}
+        if not ready:
             return None
-        self.running = promise
-        return self.holder, promise
+        model = ready[self.shares.choose(list(ready))]
+        promise = self.running = model.ready
+        assert promise
+        self.shares.charge(model.model_id, self.cost(promise.work))
+        return model, promise
 
     def _pass_on(self) -> None:
-        """Gives the trainer to the next model in the line, if it is free. A model takes it over from one of the same
-        session that has nothing to do and waits for nothing, as the client would otherwise wait for itself."""
-        if self.holder is None:
-            self.holder = self._line.popleft() if self._line else None
-            return
-        before = self.holder
-        heir = next((model for model in self._line if model.session_id == before.session_id), None)
-        if heir and not before.waiting:
-            self._line.remove(heir)
-            self._end(before, f"{heir.model_id} of the same session has the trainer now, and one is trained at a time")
-            self.holder = heir
+        """Gives free places to the next models in the line. A model takes the place of one of the same session that has
+        nothing to do and waits for nothing, as the client would otherwise wait for itself."""
+        while self._line and len(self.holders) < self.places:
+            self.holders.append(self._line.popleft())
+        for before in [model for model in self.holders if not model.waiting]:
+            heir = next((model for model in self._line if model.session_id == before.session_id), None)
+            if heir:
+                self._line.remove(heir)
+                many = "one is" if self.places == 1 else f"{self.places} are"
+                self._end(
+                    before, f"{heir.model_id} of the same session has its place now, and {many} trained at a time"
+                )
+                self.holders.append(heir)
 
     def trained(self, outcome: Outcome) -> None:
         """Notes the outcome of what the trainer worked on. A model whose creation failed gives the trainer back."""

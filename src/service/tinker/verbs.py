@@ -17,7 +17,7 @@ from trireme.core.types import (
     SamplingParams,
     WeightIdentity,
 )
-from trireme.core.weights import PublishedWeights, UpdateReport
+from trireme.core.weights import AdapterSpec, PublishedWeights, UpdateReport
 
 
 class FilesToCome(Protocol):
@@ -49,6 +49,12 @@ class TrainerVerbs(Protocol):
     def save_state(self, path: Path) -> FilesToCome: ...
 
     def load_state(self, path: Path, identities: Sequence[WeightIdentity]) -> str: ...
+
+    def add_adapter(self, name: str, spec: AdapterSpec) -> None: ...
+
+    def use_adapter(self, name: str) -> None: ...
+
+    def drop_adapter(self, name: str) -> None: ...
 
 
 class SamplerVerbs(Protocol):

@@ -10,14 +10,16 @@ from typing import Any, Literal
 
 import numpy as np
 
+from service.tinker.adapters import AdapterWish, record_of, recorded_spec, spec_of
 from service.tinker.catalog import Catalog, SavedWeights
 from service.tinker.codec import ForwardBackwardCall, encode_output
 from service.tinker.promises import Failure, Outcome, Success, UserError
 from service.tinker.verbs import FilesToCome, TrainerVerbs
+from trireme.config.trainer import LoraConfig
 from trireme.core.datum import Datum
 from trireme.core.errors import RoomFailed, StorageFailed, TriremeError
 from trireme.core.types import AdamParams, ForwardBackwardOutput
-from trireme.core.weights import PublishedWeights
+from trireme.core.weights import AdapterSpec, PublishedWeights
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +37,8 @@ class Creation:
     """The state to begin with."""
     with_optimizer: bool = False
     """The optimiser's state is loaded too."""
+    wish: AdapterWish | None = None
+    """The adapter that it wants, which a server that trains the whole model does not look at."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,22 @@ class Unusable:
 
 
 Work = Creation | Loading | ForwardBackwardCall | Update | Saving | Unusable
+REQUEST_TOKENS = 256
+"""Tokens for which any request counts, at least: an update or a save takes its time too."""
+
+
+def tokens_of(work: object) -> int:
+    """Returns for how many tokens a request counts where the trainer is shared."""
+    return max(work.tokens, REQUEST_TOKENS) if isinstance(work, ForwardBackwardCall) else REQUEST_TOKENS
+
+
+@dataclass
+class Gradient:
+    """The gradients of a model since its last update."""
+
+    passes: int = 0
+    failed: str | None = None
+    """Why a part of them is missing."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +106,8 @@ class Done:
 
 
 class TrainingWorker:
-    """The trainer, for one client's model after the other. Its methods are called by one thread at a time."""
+    """The trainer, for one request after the other: of one model after the other, or with `lora` of several models in
+    turn, each an adapter. Its methods are called by one thread at a time."""
 
     def __init__(
         self,
@@ -96,25 +117,35 @@ class TrainingWorker:
         base_state: Path,
         save_s: float,
         max_len: int,
+        lora: LoraConfig | None = None,
     ) -> None:
         """`bases`: the names of the base, the first of which is told to clients. `base_state`: a new directory for its
-        state. `save_s`: how long a save may take. `max_len`: the most tokens of a datum."""
+        state. `save_s`: how long a save may take. `max_len`: the most tokens of a datum. `lora`: what adapters the
+        trainer has, with a seed; None: the whole model is trained."""
         self._trainer, self._catalog, self._save_s, self._max_len = trainer, catalog, save_s, max_len
         self.bases, self._base_state = bases, base_state
+        self.lora = lora
         self._version = 0
-        self._passes = 0
-        self._failed: str | None = None
+        self._gradients: dict[str, Gradient] = {}
         self.failure: TriremeError | None = None
         """Why the trainer cannot be used any more."""
 
     def begin(self) -> PublishedWeights:
-        """Keeps the base's state, with which models begin, and returns its weights. Raises TriremeError."""
-        self._trainer.save_state(self._base_state).wait(self._save_s)
+        """Keeps the base's state, with which whole models begin, and returns its weights. Raises TriremeError."""
+        if not self.lora:  # else the adapter with which the trainer has begun, and which changes nothing, is kept
+            self._trainer.save_state(self._base_state).wait(self._save_s)
         return self._publish()
+
+    def forget(self, model_id: str) -> None:
+        """Frees what a model that has ended has taken."""
+        if self._gradients.pop(model_id, None) and self.lora:
+            self._trainer.drop_adapter(model_id)
 
     def run(self, model_id: str, work: Work) -> Done:
         """Does what a client asked for."""
         try:
+            if self.lora and not isinstance(work, Creation):
+                self._trainer.use_adapter(model_id)
             return self._do(model_id, work)
         except (UserError, ValueError) as error:
             failure = Failure(str(error), "user")
@@ -127,7 +158,7 @@ class TrainingWorker:
             log.exception("a request to train failed")
             failure = Failure(f"an error of the server, which its log tells: {type(error).__name__}", "server")
         if isinstance(work, ForwardBackwardCall) and not work.forward_only:
-            self._failed = f"its request {work.seq_id} failed: {failure.error}"
+            self._gradients[model_id].failed = f"its request {work.seq_id} failed: {failure.error}"
         return Done(failure)
 
     def _do(self, model_id: str, work: Work) -> Done:
@@ -135,12 +166,13 @@ class TrainingWorker:
             case Creation():
                 return self._create(model_id, work)
             case Loading():
-                self._load(work.path, work.with_optimizer)
+                self._check_same_adapter(model_id, work.path)
+                self._load(model_id, work.path, work.with_optimizer)
                 return Done(Success({"path": work.path, "model_id": model_id, "type": "load_weights"}))
             case ForwardBackwardCall():
-                return Done(Success(encode_output(self._pass(work))))
+                return Done(Success(encode_output(self._pass(model_id, work))))
             case Update():
-                return self._update(work)
+                return self._update(model_id, work)
             case Saving(kind="state"):
                 return self._save_state(model_id, work)
             case Saving():
@@ -153,27 +185,55 @@ class TrainingWorker:
             raise UserError(f"base_model = {work.base_model!r}; expected {self.bases[0]}, the model of this server")
         if work.optimizer != "adamw":
             raise UserError(f"the optimizer {work.optimizer!r}; expected adamw, the only one here")
+        record = self._begin_adapter(model_id, work) if self.lora else None
+        self._gradients[model_id] = Gradient()
         created: dict[str, object] = {"model_id": model_id}
-        if work.path is None:
-            self._trainer.load_state(self._base_state, [])
-            created["type"] = "create_model"
-        else:
-            self._load(work.path, work.with_optimizer)
+        if work.path is not None:
+            self._load(model_id, work.path, work.with_optimizer)
             created |= {"path": work.path, "type": "load_weights"}
-        self._passes, self._failed = 0, None
-        self._catalog.begin(model_id, work.user_metadata)
+        else:
+            if not self.lora:
+                self._trainer.load_state(self._base_state, [])
+            created["type"] = "create_model"
+        self._catalog.begin(model_id, work.user_metadata, record)
         return Done(Success(created))
 
-    def _load(self, path: str, with_optimizer: bool) -> None:
+    def _begin_adapter(self, model_id: str, work: Creation) -> dict[str, Any]:
+        """Makes and uses the adapter of a new model, and returns what is to be kept of it. `forget` drops it, also if
+        the rest of the creation fails."""
+        assert self.lora
+        spec = self._saved_spec(work.path) if work.path is not None else spec_of(work.wish, self.lora)
+        assert spec
+        self._trainer.add_adapter(model_id, spec)
+        self._trainer.use_adapter(model_id)
+        return record_of(spec, self.lora)
+
+    def _saved_spec(self, path: str) -> AdapterSpec | None:
+        _, saved = self._catalog.find(path, "weights")
+        return recorded_spec(path, self._catalog.run(saved.model_id).lora, self.lora)
+
+    def _check_same_adapter(self, model_id: str, path: str) -> None:
+        """Raises UserError unless a state is of such an adapter as a model has."""
+        own = recorded_spec(model_id, self._catalog.run(model_id).lora, self.lora)
+        saved = self._saved_spec(path)
+        if own and saved and replace(saved, seed=own.seed) != own:
+            raise UserError(
+                f"{path} is of an adapter of rank {saved.rank} for {', '.join(saved.targets)}; expected one of rank "
+                f"{own.rank} for {', '.join(own.targets)}, as this model has: create a client from the state"
+            )
+
+    def _load(self, model_id: str, path: str, with_optimizer: bool) -> None:
         directory, saved = self._catalog.find(path, "weights")
-        if (base := self._catalog.run(saved.model_id).base_model) not in self.bases:
-            raise UserError(f"{path} belongs to the base {base}; expected a state of {self.bases[0]}")
+        run = self._catalog.run(saved.model_id)
+        if run.base_model not in self.bases:
+            raise UserError(f"{path} belongs to the base {run.base_model}; expected a state of {self.bases[0]}")
+        recorded_spec(path, run.lora, self.lora)
         self._trainer.load_state(directory, [])
         if not with_optimizer:
             self._trainer.reset_optimizer()
-        self._passes, self._failed = 0, None
+        self._gradients[model_id] = Gradient()
 
-    def _pass(self, call: ForwardBackwardCall) -> ForwardBackwardOutput:
+    def _pass(self, model_id: str, call: ForwardBackwardCall) -> ForwardBackwardOutput:
         parameters, data = call.parameters, call.data()
         if not data:
             raise UserError("no datums; expected at least one")
@@ -186,20 +246,22 @@ class TrainingWorker:
             output = self._trainer.forward(data)
             return replace(output, metrics=_loss(data, output) if call.loss_fn == "cross_entropy" else {})
         output = self._trainer.forward_backward(data, call.loss_fn, parameters)
-        self._passes += 1
+        self._gradients[model_id].passes += 1
         return output
 
-    def _update(self, work: Update) -> Done:
+    def _update(self, model_id: str, work: Update) -> Done:
         """Applies the gradients, unless a part of them is missing: then all are dropped."""
-        passes, failed = self._passes, self._failed
-        self._passes, self._failed = 0, None
-        if failed:
+        gradient, self._gradients[model_id] = self._gradients[model_id], Gradient()
+        if gradient.failed:
             self._trainer.drop_gradients()
             raise UserError(
-                f"nothing was updated, and all gradients are dropped, as a part of them is missing: {failed}"
+                f"nothing was updated, and all gradients are dropped, as a part of them is missing: {gradient.failed}"
             )
-        if not passes:
+        if not gradient.passes:
             raise UserError("optim_step without a gradient; expected a forward_backward before it")
+        if self.lora and work.adam.eps == 0:  # at first the gradient of A is 0: it would be divided by 0
+            self._trainer.drop_gradients()
+            raise UserError("adam_params.eps = 0 for an adapter; expected more than 0: nothing was updated")
         return Done(Success({"metrics": dict(self._trainer.optim_step(work.adam).metrics)}))
 
     def _save_state(self, model_id: str, work: Saving) -> Done:

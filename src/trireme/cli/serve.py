@@ -70,8 +70,10 @@ def _checked(config: Config) -> list[str]:
             "a directory: what clients save lies on this machine",
             "give another --run.output-dir",
         ).error()
-    if config.trainer.lora.on:
+    if "lm_head" in config.trainer.lora.target_modules and config.trainer.lora.on:
         raise Refusal(
-            "trainer.lora with `trireme serve`", "the whole model, which this server trains", "leave --trainer.lora out"
+            "trainer.lora with an adapter for lm_head and `trireme serve`",
+            "adapters for other layers: of the output matrix replicas have one adapter, for all requests alike",
+            "leave --trainer.lora.train-unembed out",
         ).error()
     return []

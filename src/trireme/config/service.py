@@ -46,5 +46,8 @@ class ServiceConfig(Section):
     """Seconds in which the body of a request must have come."""
     requests_per_minute: PositiveInt | None = None
     """Requests of one key in a minute; none = as many as come."""
+    models: PositiveInt = 16
+    """Models that `trireme serve` trains at the same time where they are adapters (trainer.lora); clients with further
+    ones wait. A whole model is trained alone."""
     sessions: SessionsConfig = SessionsConfig()
     """Limits of sessions (docs/sessions.md)."""

@@ -51,9 +51,11 @@ def serve_clients(
         raise BadInput("the longest sequence of the model is not known: set --model.max-seq-len")
     catalog = Catalog(directory / RUNS, names[0], time.time)
     base = Path(tempfile.mkdtemp(prefix=BASE, dir=directory))
-    worker = TrainingWorker(trainer, catalog, names, base / "state", config.timeouts.checkpoint_s, max_len)
+    lora = config.trainer.lora.model_copy(update={"seed": config.lora_seed}) if config.trainer.lora.on else None
+    worker = TrainingWorker(trainer, catalog, names, base / "state", config.timeouts.checkpoint_s, max_len, lora)
     served = ServedModels(tuple(names), max_len, facts.vocab_size)
-    server = TinkerServer(worker, sampler, catalog, served, config.tokenizer_name)
+    places = options.models if lora else 1
+    server = TinkerServer(worker, sampler, catalog, served, config.tokenizer_name, places=places)
     limits = Limits(int(options.max_body_mb * MEGABYTE), options.body_s, options.requests_per_minute)
     listener = TinkerListener(server, ServiceKeys(keys), limits, options.host, options.port or 0)
     listener.start()

@@ -23,9 +23,12 @@ def test_a_dry_run_shows_trainer_and_replicas(capsys: pytest.CaptureFixture[str]
     assert (service["port"], service["max_body_mb"]) == (8000, 64.0), "the client sends parts of 5 MB and more"
 
 
-def test_adapters_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert trireme.main([*FLAGS, "--trainer.lora.rank", "8", "--dry-run"]) == EXIT_BAD_INPUT
-    assert "the whole model" in capsys.readouterr().err
+def test_adapters_are_served_but_not_of_the_output_matrix(capsys: pytest.CaptureFixture[str]) -> None:
+    lora = ("--trainer.lora.rank", "8")
+    assert trireme.main([*FLAGS, *lora, "--dry-run"]) == EXIT_OK
+    assert json.loads("{" + capsys.readouterr().out.partition("{")[2])["service"]["models"] == 16
+    assert trireme.main([*FLAGS, *lora, "--trainer.lora.targets", '["lm_head"]', "--dry-run"]) == EXIT_BAD_INPUT
+    assert "for lm_head and `trireme serve`" in capsys.readouterr().err
 
 
 def test_object_storage_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -86,8 +86,7 @@ def test_the_end_of_a_session_gives_the_trainer_to_the_next(silent: bool) -> Non
     orphan = state.train("s:train:0", 2, None)
     state.beat("t", SESSION_S)
     state.expire(SESSION_S)
-    assert state.holder
-    assert state.holder.session_id == "s"
+    assert [model.session_id for model in state.holders] == ["s"]
     if silent:
         state.expire(SESSION_S + 1)
     else:

@@ -1,0 +1,47 @@
+"""Decides whose request the trainer works on next, where it trains several models: all get equal shares of tokens.
+
+Each model has an account of the tokens that were computed for it. The next one is the model with the least on its
+account, of those that have a request. The one that was served last stays for a while, as changing places costs time: as
+long as its account is less than a quantum above the least. So two models that always have work are never further apart
+than a quantum and the largest request. A model that comes, or had nothing to do, starts with the least that any of the
+others has: nobody is owed tokens for the time in which it did not ask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+QUANTUM = 16384
+"""Tokens by which a model may be ahead of the others before it has to let them go first: a micro-batch."""
+
+
+class TokenShares:
+    """The accounts. It knows no clock: time is the tokens that were charged."""
+
+    def __init__(self, quantum: int = QUANTUM) -> None:
+        self._quantum = quantum
+        self._accounts: dict[str, int] = {}
+        self._asked: set[str] = set()  # those that had a request at the last choice
+        self._last: str | None = None
+        self._least = 0
+
+    def choose(self, ready: Sequence[str]) -> str:
+        """Returns which one of `ready`, at least one, is next; of several with equal accounts the first."""
+        for name in ready:
+            if name not in self._asked:
+                self._accounts[name] = max(self._accounts.get(name, 0), self._least)
+        self._asked = set(ready)
+        self._least = min(self._accounts[name] for name in ready)
+        if self._last in self._asked and self._accounts[self._last] - self._least < self._quantum:
+            return self._last
+        self._last = min(ready, key=self._accounts.__getitem__)
+        return self._last
+
+    def charge(self, name: str, tokens: int) -> None:
+        """Notes that `tokens` are computed for `name`."""
+        self._accounts[name] = self._accounts.get(name, 0) + tokens
+
+    def forget(self, name: str) -> None:
+        """Closes an account."""
+        self._accounts.pop(name, None)
+        self._asked.discard(name)
