@@ -1,4 +1,5 @@
-"""A LoRA adapter in vLLM's engine process: one, whose values each update replaces in place, between two steps.
+"""LoRA adapters in vLLM's engine process: the policy's, whose values each update replaces in place, between two steps,
+and others beside it, whose values do not change (`inference.slots`).
 
 vLLM's own way to new values is another adapter under another name. Requests in flight would have to be aborted and
 made again under it, and a seeded one would draw the same random numbers twice. Replaced in place, an adapter is
@@ -23,6 +24,7 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
+from trireme.core.errors import WeightsRefused
 from trireme.core.weights import Adapter
 
 if TYPE_CHECKING:
@@ -39,6 +41,33 @@ _ORIGINALS: WeakKeyDictionary[ParallelLMHead, torch.Tensor] = WeakKeyDictionary(
 """Output matrices without an adapter."""
 POLICY = LoRARequest("policy", 1, "in memory")
 """Named by every request once an adapter has been taken. vLLM reads no file of that name: it has the adapter."""
+
+
+def request_of(name: str, number: int) -> LoRARequest:
+    """Returns what a request for adapter `number` names, which has been taken."""
+    return LoRARequest(name, number, "in memory")
+
+
+def add_adapter(runner: ModelRunner, number: int, tensors: Mapping[str, torch.Tensor], adapter: Adapter) -> None:
+    """Gives vLLM's model runner one more adapter, under a number that none has had, between two steps. `tensors`: by
+    peft's names; they are copied. Raises WeightsRefused for one of the output matrix."""
+    if any(name in tensors for name in map(_HEAD.format, "AB")):
+        raise WeightsRefused("an adapter of lm_head beside others: the output matrix has one adapter for all requests")
+    manager = runner.lora_manager._adapter_manager
+    dtype = manager.lora_config.lora_dtype
+    assert isinstance(dtype, torch.dtype), "vLLM replaces `auto` and names as it starts"
+    scale = adapter.alpha / adapter.rank
+    # In host memory, from which vLLM copies an adapter to one of `max_loras` places on the device when a step needs it.
+    layers = {
+        name: tensor.to("cpu", copy=True) * (scale if ".lora_B." in name else 1.0) for name, tensor in tensors.items()
+    }
+    helper = PEFTHelper(r=adapter.rank, lora_alpha=adapter.rank, target_modules=[])
+    manager.add_adapter(LoRAModel.from_lora_tensors(number, layers, helper, "cpu", dtype))
+
+
+def drop_adapter(runner: ModelRunner, number: int) -> None:
+    """Takes an adapter away, which no request names any more."""
+    runner.lora_manager._adapter_manager.remove_adapter(number)
 
 
 def stacks(layer: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
 
-from trireme.core.sampler import Sampler
+from trireme.core.sampler import AdapterSampler
 from trireme.core.stop_strings import cut
 from trireme.core.tokenizer import load_tokenizer
 from trireme.core.types import ModelInput, SampleRequest, SampleResponse, SamplingParams
@@ -31,11 +31,11 @@ CLOSE_S = 10.0
 class SamplingClient:
     """Samples from all replicas. Call `update_weights` first: before it they have no weights to sample from.
 
-    `make_router` makes the router of the replicas, which enforces every deadline. `tokenizer` (a local directory or a
-    name on the hub) is read only for stop strings.
+    `make_router` makes the router of the replicas, which enforces every deadline and brings adapters. `tokenizer` (a
+    local directory or a name on the hub) is read only for stop strings.
     """
 
-    def __init__(self, make_router: Callable[[], Sampler], tokenizer: str) -> None:
+    def __init__(self, make_router: Callable[[], AdapterSampler], tokenizer: str) -> None:
         self._tokenizer_name = tokenizer
         self._numbers = itertools.count()
         self._loop = asyncio.new_event_loop()
@@ -50,8 +50,10 @@ class SamplingClient:
         sampling_params: SamplingParams,
         include_prompt_logprobs: bool = False,
         topk_prompt_logprobs: int = 0,
+        adapter: str = "",
     ) -> Future[SampleResponse]:
         """Starts to sample `num_samples` answers to a prompt, all on one replica. With a seed, sample i has seed + i.
+        `adapter`: one that `load_adapter` has brought, instead of the weights of the newest update.
 
         Raises ValueError for an empty prompt. The future raises TriremeError.
         """
@@ -68,6 +70,7 @@ class SamplingClient:
                 route_key=name,
                 prompt_logprobs=include_prompt_logprobs and i == 0,
                 topk_prompt_logprobs=topk_prompt_logprobs if i == 0 else 0,
+                adapter=adapter,
             )
             for i in range(num_samples)
         ]
@@ -79,6 +82,19 @@ class SamplingClient:
         Raises WeightsRefused or RoomFailed.
         """
         return self._begin(self._router.update_weights(weights)).result()
+
+    def load_adapter(self, name: str, weights: PublishedWeights) -> None:
+        """Brings an adapter to every replica, for samples that name it, beside the weights of updates and others, of
+        which there is at least one update. `name` is new; its values never change. At most `inference.max_cpu_loras`
+        fit in, one of them for the updates.
+
+        Raises WeightsRefused or RoomFailed.
+        """
+        self._begin(self._router.load_adapter(name, weights)).result()
+
+    def drop_adapter(self, name: str) -> None:
+        """Has the replicas forget an adapter, which no sample in flight names."""
+        self._begin(self._router.drop_adapter(name)).result()
 
     def close(self) -> None:
         """Cancels what is in flight and ends the thread, within CLOSE_S; the replicas stay."""

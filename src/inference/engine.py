@@ -96,9 +96,10 @@ def engine_args(config: Config, on_cpu: bool) -> dict[str, Any]:
         "disable_log_stats": True,
         "seed": config.seed,
     }
-    if lora.on:  # one adapter, on the layers that `inference.adapter` does not merge
+    if lora.on:  # adapters on the layers that `inference.adapter` does not merge
         layers = [name for name in lora.target_modules if name not in UNEMBED]
-        args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": lora.rank, "lora_target_modules": layers}
+        args |= {"enable_lora": True, "max_lora_rank": lora.rank, "lora_target_modules": layers}
+        args |= {"max_loras": config.inference.max_loras, "max_cpu_loras": config.inference.kept_loras}
     if on_cpu:
         # Otherwise every replica reserves a share of all memory, and the second cannot start. The bytes of one rank.
         args["kv_cache_memory_bytes"] = int(config.inference.memory_gb * 2**30) // ranks

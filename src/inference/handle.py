@@ -21,7 +21,7 @@ from inference.router import Router
 from trireme.config import Config
 from trireme.config.model_facts import ModelFacts
 from trireme.core.errors import RoomFailed
-from trireme.core.sampler import ReplicaStats, Sampler
+from trireme.core.sampler import ReplicaStats
 from trireme.core.transport import Offer
 from trireme.core.types import SampleRequest, WeightIdentity
 from trireme.core.weights import PublishedWeights, UpdateReport
@@ -74,6 +74,13 @@ class RayReplica:
     async def load_weights(self, published: PublishedWeights) -> UpdateReport:
         doing = f"taking version {published.identity.version}"
         return await self._get(self.handle.load_weights.remote(published), doing, self.update_s + GRACE_S)
+
+    async def load_adapter(self, name: str, published: PublishedWeights) -> None:
+        doing = f"taking the adapter {name}"
+        await self._get(self.handle.load_adapter.remote(name, published), doing, self.update_s + GRACE_S)
+
+    async def drop_adapter(self, name: str) -> None:
+        await self._get(self.handle.drop_adapter.remote(name), f"dropping the adapter {name}")
 
     async def offer(self, offer: Offer) -> None:
         await self._get(self.handle.offer.remote(offer), f"offered version {offer.version}", offer.timeout_s)
@@ -254,7 +261,7 @@ class InferenceHandle:
         """Returns the `ready_ref` of all replicas, and the replicas' names."""
         return list(self._ready.values()), [self.name(index) for index in self._ready]
 
-    def router_factory(self, indices: Sequence[int] | None = None) -> Callable[[], Sampler]:
+    def router_factory(self, indices: Sequence[int] | None = None) -> Callable[[], Router]:
         """Returns a function that makes the sampler of the replicas `indices`, in the process that will use it;
         picklable. Others join it later. None: it has all that sample for training, none ever joins, and it waits for
         none."""

@@ -46,6 +46,11 @@ class ReplicaClient(Protocol):
         """Returns when the replica is ready to receive what is offered. That it raises does not mean that it is
         broken."""
 
+    async def load_adapter(self, name: str, published: PublishedWeights) -> None:
+        """Returns when requests may name the adapter."""
+
+    async def drop_adapter(self, name: str) -> None: ...
+
     async def adopt(self, identity: WeightIdentity) -> None: ...
 
     async def stats(self) -> ReplicaStats: ...
@@ -89,6 +94,8 @@ class Member:
     client: ReplicaClient
     given: list[WeightIdentity] = field(default_factory=list)
     """All weights that it was ever given."""
+    adapters: set[str] = field(default_factory=set)
+    """The names of the adapters that it was given beside them."""
     requests: dict[str, RoutedRequest] = field(default_factory=dict)
     """The requests that it has, by their ids on the wire."""
     report: UpdateReport | None = None
@@ -165,6 +172,7 @@ class Members:
     def __init__(self, clients: Mapping[int, ReplicaClient], patience_s: float) -> None:
         """`patience_s`: how long to wait for a replica to join when none is left."""
         self.by_index = {index: Member(index, client) for index, client in clients.items()}
+        self.adapters: dict[str, PublishedWeights] = {}  # that all members have beside the weights of updates
         self._failures: dict[int, TriremeError] = {}  # of those without a successor
         self._patience_s = patience_s
         self._changed, self._failed = asyncio.Event(), asyncio.Event()

@@ -20,6 +20,7 @@ from typing import Any
 from inference.handover import Handover, Outcome, Progress
 from inference.members import HandoverNeeded, Member, Members, ReplicaClient, RoutedRequest
 from inference.offers import Offers
+from inference.slots import AdapterLoading
 from trireme.core.deadline import LearnedDeadline
 from trireme.core.errors import RoomFailed, TriremeError, WeightsGone, WeightsRefused
 from trireme.core.sampler import ReplicaStats
@@ -36,7 +37,7 @@ follow each other closely would keep it out for ever."""
 log = logging.getLogger(__name__)
 
 
-class Router:
+class Router(AdapterLoading):
     """Implements `trireme.core.sampler.Sampler`.
 
     Requests of equal `route_key` stay on one replica (they share prefixes), even while it takes weights: their turn
@@ -331,7 +332,7 @@ class Router:
             if gone:
                 self._members.strand(member, gone)
             else:
-                self._members.enter(member)
+                await self._enter_with_adapters(member)
 
     async def _update_one(self, weights: PublishedWeights, member: Member) -> None:
         async def load_and_check() -> UpdateReport:

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -18,10 +18,11 @@ import numpy.typing as npt
 from inference.desk import Give
 from inference.engine import give_tokenizer, sampled_sequence, vllm_params
 from inference.handover import NOTHING, Progress
+from inference.in_flight import EngineRequest, HeldAdapter, InFlight
 from inference.stalls import StallClock, cpu_seconds
 from trireme.config import Config
 from trireme.core.deadline import LearnedDeadline
-from trireme.core.errors import RoomFailed, TriremeError
+from trireme.core.errors import BadInput, RoomFailed, TriremeError
 from trireme.core.types import SampledSequence, SampleRequest, WeightIdentity
 from trireme.process import trace
 from trireme.process.environ import STACKS, STACKS_S
@@ -49,25 +50,6 @@ BEYOND = 2**20
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class EngineRequest:
-    """A request in the engine."""
-
-    oldest: WeightIdentity
-    """The oldest weights that may have made keys and values that it reads, if its cache outlives them (`keep_kv`)."""
-    collector: RequestOutputCollector
-    """Where its answer will come."""
-
-
-@dataclass(frozen=True, eq=False)
-class InFlight:
-    """A request that is being sampled."""
-
-    task: asyncio.Task[SampledSequence | Progress]
-    """It brings the answer."""
-    entry: EngineRequest
-
-
 class SamplingEngine:
     """The part of a replica that samples. `engine`, `engine_stats` and `end_ids` are there once it has started."""
 
@@ -81,6 +63,7 @@ class SamplingEngine:
         self.sampling = trace.Busy("sampling")
         self.identity: WeightIdentity | None = None
         self.adapter: LoRARequest | None = None  # named by requests once an adapter has been taken
+        self.adapters: dict[str, HeldAdapter] = {}
         self.broken: TriremeError | None = None
         self.engine_killed = False  # it was silent for too long
         self.ranks: tuple[int, ...] = ()  # process ids of the engine's ranks, once it has started
@@ -175,7 +158,8 @@ class SamplingEngine:
         if state is None:
             return NOTHING
         kept_from = entry.oldest if self._keeps_kv else None
-        return Progress.of_state(start, state, kept_from, None if self.proved.is_set() else self.identity)
+        made = Progress.of_state(start, state, kept_from, None if self.proved.is_set() else self.identity)
+        return entry.named(made)
 
     @asynccontextmanager
     async def _entering(self) -> AsyncIterator[None]:
@@ -206,11 +190,19 @@ class SamplingEngine:
             # With `keep_kv` a conversation keeps its prefix over updates: keys and values may be as old as its first
             # token, but no older. Others begin with the newest weights; elsewhere an update drops all prefixes. One
             # that moves to a replica with older weights takes their name: no prefix may be older than its name says.
+            if request.adapter:
+                return await self._enter_adapted(request)
             began = request.began if self._keeps_kv else None
             oldest = min(began, self.identity) if began else self.identity
             return EngineRequest(oldest, await self._submit(request, salt=str(oldest)))
         except Exception as error:
             return self._failure() or as_failure(f"{self.name} could not sample request {request.request_id}", error)
+
+    async def _enter_adapted(self, request: SampleRequest) -> EngineRequest:
+        if (held := self.adapters.get(request.adapter)) is None:
+            there = ", ".join(self.adapters) or "none"
+            raise BadInput(f"the adapter {request.adapter!r}; expected one that was loaded: {there}")
+        return EngineRequest(held.identity, await self._submit(request, str(held.identity), held.asked), held)
 
     async def _answer(self, request: SampleRequest, entry: EngineRequest) -> SampledSequence | Progress:
         """Returns the whole answer; or what there is of it when it is aborted or this replica broke."""
@@ -226,25 +218,37 @@ class SamplingEngine:
             if self._failure():
                 return self._made(entry)
             raise as_failure(f"{self.name} could not sample request {request.request_id}", error) from error
-        answer = sampled_sequence(request, output, entry.oldest if self._keeps_kv else None)
+        answer = entry.named(sampled_sequence(request, output, entry.oldest if self._keeps_kv else None))
         action = fault_point("inference.answer")
         return await wrong_answer(answer, action) if action else answer
 
-    async def _submit(self, request: SampleRequest, salt: str) -> RequestOutputCollector:
+    async def _submit(
+        self, request: SampleRequest, salt: str, adapter: LoRARequest | None = None
+    ) -> RequestOutputCollector:
         if request.params.stop_strings:
             give_tokenizer(self.engine, self.config.tokenizer_name)
-        return await self._add(request.request_id, request.prompt, vllm_params(request, self.end_ids), salt)
+        params = vllm_params(request, self.end_ids)
+        return await self._add(request.request_id, request.prompt, params, salt, adapter=adapter)
 
     async def _add(
-        self, name: str, tokens: npt.NDArray[np.int32], params: SamplingParams, salt: str, priority: int = 0
+        self,
+        name: str,
+        tokens: npt.NDArray[np.int32],
+        params: SamplingParams,
+        salt: str,
+        priority: int = 0,
+        adapter: LoRARequest | None = None,
     ) -> RequestOutputCollector:
-        """Adds a request to the engine's queue. `salt`: prefix-cache blocks are shared under equal salts only."""
+        """Adds a request to the engine's queue. `salt`: prefix-cache blocks are shared under equal salts only.
+        `adapter`: another one than that of updates."""
         from vllm.inputs import tokens_input
 
         if not self._has_requests:
             self.engine_stats.listen()
         prompt = tokens_input(tokens.tolist(), cache_salt=salt)
-        return await self.engine.add_request(name, prompt, params, lora_request=self.adapter, priority=priority)
+        return await self.engine.add_request(
+            name, prompt, params, lora_request=adapter or self.adapter, priority=priority
+        )
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Ends requests whose answers are not needed any more; ignores unknown and finished ones."""

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import pickle
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from inference.engine import tables_of
+from inference.in_flight import HeldAdapter
 from inference.loaded import LoadedProof
 from inference.sampling import HEALTH_TICK_S, SamplingEngine, Value, answer_of, as_failure
 from inference.session import Arrived, Broadcasts
@@ -24,6 +25,7 @@ from trireme.process import trace
 from trireme.process.faults import fault_point
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.v1.engine.output_processor import RequestOutputCollector
 
 Step = Callable[[str, Awaitable[Any]], Awaitable[Any]]
@@ -47,6 +49,8 @@ class UpdatingEngine(SamplingEngine):
     """Held during an update."""
     node = ""
     """Ray's id of its node."""
+    _numbers = 1
+    """The number of the newest adapter; 1 is the policy's."""
 
     async def pause(self, clear_cache: bool = True) -> None:
         """Stops between two steps and keeps the requests. `clear_cache`: their KV cache and all prefixes are dropped,
@@ -59,8 +63,42 @@ class UpdatingEngine(SamplingEngine):
         their sender is dead; then nothing has changed. Other failures raise WeightsRefused or RoomFailed and break this
         replica, and its requests are given up: no token leaves it whose weights were not proved."""
         started = time.monotonic()
-        self._raise_if_broken()
         step = partial(self._step, deadline=started + self.config.timeouts.update_s)
+        async with self._received(published, step), self.pausing:
+            if self._drains:
+                await self._drained(published.identity, started)
+            return await self._take(published.manifest, step, started)
+
+    async def load_adapter(self, name: str, published: PublishedWeights) -> None:
+        """Takes an adapter beside the weights that it has, for requests that name it; others do not stand still. Raises
+        RoomFailed or WeightsRefused like `load_weights`, also when the canary of this adapter does not agree."""
+        step = partial(self._step, deadline=time.monotonic() + self.config.timeouts.update_s)
+        async with self._received(published, step):
+            from inference.adapter import request_of  # imports vLLM
+
+            if self.identity is None or published.manifest.adapter is None:
+                raise WeightsRefused(
+                    f"an adapter {name} beside no weights; expected an adapter, and an update before it"
+                )
+            self._numbers += 1
+            asked = request_of(name, self._numbers)
+            await step("add adapter", self._in_engine("add_adapter", (asked.lora_int_id,)))
+            canary = await self._submit_canary(published.manifest, asked)
+            await step("canary", self._prove(published.manifest, canary))
+            self.adapters[name] = HeldAdapter(asked, published.identity)
+
+    async def drop_adapter(self, name: str) -> None:
+        """Forgets an adapter, which no request in flight may name. Raises RoomFailed."""
+        self._raise_if_broken()
+        if held := self.adapters.pop(name, None):
+            dropped = self._in_engine("drop_adapter", (held.asked.lora_int_id,))
+            await self._guarded(f"dropping the adapter {name}", dropped, self.config.timeouts.update_s)
+
+    @asynccontextmanager
+    async def _received(self, published: PublishedWeights, step: Step) -> AsyncIterator[None]:
+        """Brings the bytes of `published` into the engine; the block takes them. What fails there breaks this
+        replica."""
+        self._raise_if_broken()
         here = AsyncExitStack()
         try:
             fetched = self.broadcasts.fetched(self.index, published.source)
@@ -74,10 +112,7 @@ class UpdatingEngine(SamplingEngine):
                 with trace.span("update", "update", version=published.identity.version):
                     await self._receive(published.manifest, arrived, step)
                     await here.aclose()  # the engine has mapped them
-                    async with self.pausing:
-                        if self._drains:
-                            await self._drained(published.identity, started)
-                        return await self._take(published.manifest, step, started)
+                    yield
             except Exception as error:
                 if isinstance(error, WeightsRefused):
                     self.broken = WeightsRefused(f"{self.name}: {error}")
@@ -173,7 +208,10 @@ class UpdatingEngine(SamplingEngine):
         answers = ((prompt, tokens.num_output_tokens()) for prompt, tokens in made if tokens is not None)
         return sum(prompt + answer for prompt, answer in answers if answer)
 
-    async def _submit_canary(self, manifest: WeightsManifest) -> RequestOutputCollector:
+    async def _submit_canary(
+        self, manifest: WeightsManifest, adapter: LoRARequest | None = None
+    ) -> RequestOutputCollector:
+        """Adds the canary to the engine's queue. `adapter`: one beside the weights of updates."""
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         # The logprob of each token of the prompt, and the least that vLLM samples.
@@ -181,7 +219,7 @@ class UpdatingEngine(SamplingEngine):
             max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
         )
         tokens, salt = manifest.canary.tokens, str(manifest.identity)
-        return await self._add(CANARY_REQUEST, tokens, params, salt, CANARY_PRIORITY)
+        return await self._add(CANARY_REQUEST, tokens, params, salt, CANARY_PRIORITY, adapter)
 
     async def _prove(self, manifest: WeightsManifest, canary: RequestOutputCollector) -> Drift:
         """Returns the drift of this engine's canary. Raises WeightsRefused if it is too large."""

@@ -28,7 +28,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.platforms import current_platform
 
-from inference.adapter import stacks, take_adapter
+from inference.adapter import add_adapter, drop_adapter, stacks, take_adapter
 from inference.engine_startup import forget_shared_memory
 from inference.following import AFTER, TensorFollower
 from inference.loaded import LoadedSums
@@ -193,6 +193,24 @@ class WorkerExtension:
         if self.receiving:
             self.receiving.forget(manifest.identity.version)  # all ranks had mapped it
         return loaded
+
+    def add_adapter(self, number: int) -> None:
+        """Keeps the received adapter beside others, under a new number. An error names the rank."""
+        assert self.received is not None
+        manifest, buckets = self.received
+        assert manifest.adapter is not None, "the replica has looked"
+        try:
+            tensors = {entry.name: tensor_of(entry, buckets) for entry in manifest.entries}
+            add_adapter(self.model_runner, number, tensors, manifest.adapter)
+        except Exception as error:  # vLLM passes its text on, and does not say whose it is
+            raise RuntimeError(f"rank {self.rank}: {type(error).__name__}: {error}") from error
+        self.received = None
+        if self.receiving:
+            self.receiving.forget(manifest.identity.version)
+
+    def drop_adapter(self, number: int) -> None:
+        """Forgets an adapter."""
+        drop_adapter(self.model_runner, number)
 
     def free_memory(self) -> None:
         """Gives the memory in which weights were loaded back to the system: some milliseconds, after requests resume.

@@ -13,7 +13,7 @@ from trireme.core.weights import AdapterSpec
 
 @dataclass(frozen=True)
 class AdapterWish:
-    """What a client says of the adapter that it wants (`lora_config`)."""
+    """An adapter that a client wants (`lora_config`)."""
 
     rank: int
     seed: int | None = None

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from service.front import ServedModels
+from service.tinker.adapter_turns import AdapterTurns, DropWeights
 from service.tinker.catalog import Catalog
 from service.tinker.codec import encode_sample
 from service.tinker.promises import ClientModel, Failure, Promise, Success, UserError
@@ -60,10 +61,14 @@ class TinkerServer:
         tokenizer_id: str,
         now: Callable[[], float] = time.monotonic,
         places: int = 1,
+        slots: int = 0,
     ) -> None:
-        """`places`: the number of models that are trained at the same time; 1 unless the worker has adapters."""
+        """`places`: the number of models that are trained at the same time; 1 unless the worker has adapters. `slots`:
+        the number of adapters that replicas hold at the same time beside the base; 0: they hold one set of weights."""
         self.state, self.catalog, self.served, self.now = ProtocolState(), catalog, served, now
-        self.state.places, self.state.cost = places, tokens_of
+        self.state.places, self.state.cost, self._slots = places, tokens_of, slots
+        if slots:
+            self.state.turns = AdapterTurns(slots, BASE)
         self.metadata: dict[str, Mapping[str, Any]] = {}
         """What clients said of their sessions, by session."""
         self._worker, self._sampler, self._tokenizer_id = worker, sampler, tokenizer_id
@@ -80,7 +85,7 @@ class TinkerServer:
 
     @property
     def told(self) -> str:
-        """What clients are told when their session begins."""
+        """A sentence for clients whose session begins."""
         if (lora := self._worker.lora) is None:
             return "this server trains whole models: lora_config has no effect"
         without = "" if "lm_head" in lora.target_modules else "; train_unembed has no effect"
@@ -106,7 +111,9 @@ class TinkerServer:
 
     async def begin(self) -> None:
         """Prepares trainer and replicas. Raises TriremeError."""
-        self._shelf[BASE] = await asyncio.to_thread(self._worker.begin)
+        base = self._shelf[BASE] = await asyncio.to_thread(self._worker.begin)
+        if self._slots:
+            await asyncio.to_thread(self._sampler.update_weights, base)
 
     async def run(self) -> None:
         """Does what clients ask for. Raises TriremeError when a room has failed."""
@@ -174,9 +181,14 @@ class TinkerServer:
         if target not in self._shelf:
             raise UserError(
                 f"the weights {target} are no longer in memory, where samplers need them: the server keeps the newest "
-                f"{SNAPSHOTS}, and none after a restart. Train from a saved state and save weights for samplers again, "
-                "or serve the saved directory with `uv run inference`"
+                f"{self._kept}, and none after a restart. Train from a saved state and save weights for samplers "
+                "again, or serve the saved directory with `uv run inference`"
             )
+
+    @property
+    def _kept(self) -> int:
+        """The number of sets of weights that are kept beside the base's and those in use."""
+        return max(SNAPSHOTS, self._slots)
 
     async def outcome(self, promise: Promise) -> Success | Failure | None:
         """Returns the outcome of a promise, or None if there is none after HOLD_S."""
@@ -251,26 +263,30 @@ class TinkerServer:
         self.state.turns.renew(target)
         following = {_following(model_id) for model_id, model in self.state.models.items() if not model.ended}
         in_use = self.state.turns.wanted | following | {BASE}
-        for name in [each for each in self._shelf if each not in in_use][:-SNAPSHOTS]:
+        for name in [each for each in self._shelf if each not in in_use][: -self._kept]:
             del self._shelf[name]
 
     async def _sample(self) -> None:
         while True:
             self._to_sample.clear()
             match self.state.turns.next():
-                case LoadWeights(name):
+                case LoadWeights(name, ""):
                     await asyncio.to_thread(self._sampler.update_weights, self._shelf[name])
-                case StartSample(item=promise):
-                    self._spawn(self._answer(promise))
+                case LoadWeights(name, slot):
+                    await asyncio.to_thread(self._sampler.load_adapter, slot, self._shelf[name])
+                case DropWeights(slot):
+                    await asyncio.to_thread(self._sampler.drop_adapter, slot)
+                case StartSample(promise, slot):
+                    self._spawn(self._answer(promise, slot))
                 case None:
                     await self._to_sample.wait()
 
-    async def _answer(self, promise: Promise) -> None:
+    async def _answer(self, promise: Promise, slot: str) -> None:
         work = promise.work
         assert isinstance(work, SampleWork)
         try:
             asked = (work.prompt, work.num_samples, work.params, work.prompt_logprobs, work.topk)
-            response = await asyncio.wrap_future(self._sampler.sample(*asked))
+            response = await asyncio.wrap_future(self._sampler.sample(*asked, adapter=slot))
             outcome: Success | Failure = Success(encode_sample(response, work.topk))
         except RoomFailed as error:
             outcome = Failure(str(error), "server")

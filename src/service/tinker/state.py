@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
+from service.tinker.adapter_turns import AdapterTurns
 from service.tinker.promises import ClientModel, ClientSampler, ClientSession, Failure, Outcome, Promise, UserError
 from service.tinker.shares import TokenShares
 from service.tinker.turns import WeightTurns
@@ -53,7 +54,7 @@ class ProtocolState:
     sessions: dict[str, ClientSession] = field(default_factory=dict)
     models: dict[str, ClientModel] = field(default_factory=dict)
     samplers: dict[str, ClientSampler] = field(default_factory=dict)
-    turns: WeightTurns[Promise] = field(default_factory=WeightTurns)
+    turns: WeightTurns[Promise] | AdapterTurns[Promise] = field(default_factory=WeightTurns)
     """The samples that wait, and those that run."""
     places: int = 1
     """The number of models that are trained at the same time."""
@@ -308,7 +309,7 @@ class ProtocolState:
 
     def sampled(self, promise: Promise, outcome: Outcome) -> None:
         """Notes the outcome of a sample that ran."""
-        self.turns.ended()
+        self.turns.ended(promise)
         self._settle(promise, outcome)
         sampler_id, _, seq = promise.request_id.rpartition("/")
         done = self.samplers[sampler_id].completed.setdefault(int(seq) // CLONE, [])

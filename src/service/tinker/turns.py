@@ -19,6 +19,8 @@ class LoadWeights:
     """The replicas are to take these weights now."""
 
     name: str
+    slot: str = ""
+    """Where they hold several: the name of the slot that gets them; "": they are all that replicas hold."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,8 @@ class StartSample(Generic[Item]):
     """A sample is to begin now."""
 
     item: Item
+    slot: str = ""
+    """The slot that has its weights; "": those that all replicas hold."""
 
 
 class WeightTurns(Generic[Item]):
@@ -47,7 +51,7 @@ class WeightTurns(Generic[Item]):
         """Notes that the weights of this name have changed: running samples continue under the new ones."""
         self._stale = self._stale or name == self.current
 
-    def ended(self) -> None:
+    def ended(self, _item: Item) -> None:
         """Notes that a sample has ended."""
         self._running -= 1
 

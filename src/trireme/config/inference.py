@@ -72,6 +72,12 @@ class InferenceConfig(Section):
     max_num_seqs: PositiveInt | None = None
     """Sequences that a replica decodes at the same time; none = on a GPU what a vLLM server takes there (256, or 1,024
     from 70 GiB of memory on, in vLLM 0.32), 256 on CPUs."""
+    max_loras: PositiveInt = 1
+    """Adapters whose requests a replica decodes in the same step (vLLM's max_loras). A run has one, and `trireme serve`
+    with trainer.lora one for each set of weights that is sampled from; requests for more of them take turns."""
+    max_cpu_loras: PositiveInt | None = None
+    """Adapters that a replica keeps in host memory (vLLM's max_cpu_loras), at least max_loras; those that wait for a
+    place there are loaded when one is free. none = max_loras."""
     answer_s: PositiveFloat = 1800.0
     """Seconds for one answer, from its request to its last token, with the pauses of updates; then the rollout is tried
     again. orchestrator.generation_timeout_s bounds all turns of a rollout together."""
@@ -80,6 +86,11 @@ class InferenceConfig(Section):
     becomes the successor of a replica that is lost there."""
     engine_args: dict[str, Any] = Field({}, json_schema_extra=NAMES_CODE)
     """Further arguments of vLLM's AsyncEngineArgs."""
+
+    @property
+    def kept_loras(self) -> int:
+        """The number of adapters that a replica keeps in host memory."""
+        return max(self.max_cpu_loras or 0, self.max_loras)
 
     def sequences(self, *, on_gpus: bool) -> int | None:
         """Returns how many sequences a replica decodes at the same time; None: vLLM decides by its GPU."""

@@ -99,3 +99,13 @@ class Sampler(Protocol):
     async def next_failure(self) -> tuple[int, str]:
         """Waits for the next replica that this sampler finds to have failed; returns its number and the reason. It is
         used no more."""
+
+
+class AdapterSampler(Sampler, Protocol):
+    """The same with adapters beside the weights of updates."""
+
+    async def load_adapter(self, name: str, weights: PublishedWeights) -> None:
+        """Brings an adapter to every replica, for requests that name it. Raises WeightsRefused or RoomFailed."""
+
+    async def drop_adapter(self, name: str) -> None:
+        """Has every replica forget an adapter, which no request in flight may name."""

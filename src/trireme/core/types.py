@@ -121,6 +121,8 @@ class SampleRequest:
     began: WeightIdentity | None = None
     """The weights that sampled the first token since the trajectory's prompts go on from each other; None: none has.
     With `inference.on_update = "keep_kv"` keys and values in the prefix cache may be as old as these."""
+    adapter: str = ""
+    """The name of an adapter that the replicas have beside the weights of updates; "": those weights."""
     after: str = ""
     """Set by the router: the id of the trajectory's last request, if it was this replica that answered it, "" if not.
     Then the first `extends` tokens need not travel again."""

@@ -71,7 +71,7 @@ def padded(nbytes: int) -> int:
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """What a LoRA adapter is, of several that are trained on one base."""
+    """A LoRA adapter of several that are trained on one base."""
 
     rank: int
     """At most `trainer.lora.rank`."""

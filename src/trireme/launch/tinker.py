@@ -55,7 +55,8 @@ def serve_clients(
     worker = TrainingWorker(trainer, catalog, names, base / "state", config.timeouts.checkpoint_s, max_len, lora)
     served = ServedModels(tuple(names), max_len, facts.vocab_size)
     places = options.models if lora else 1
-    server = TinkerServer(worker, sampler, catalog, served, config.tokenizer_name, places=places)
+    slots = config.inference.kept_loras - 1 if lora else 0  # one is the base's, with an adapter that changes nothing
+    server = TinkerServer(worker, sampler, catalog, served, config.tokenizer_name, places=places, slots=slots)
     limits = Limits(int(options.max_body_mb * MEGABYTE), options.body_s, options.requests_per_minute)
     listener = TinkerListener(server, ServiceKeys(keys), limits, options.host, options.port or 0)
     listener.start()

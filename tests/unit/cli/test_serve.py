@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -23,11 +24,16 @@ def test_a_dry_run_shows_trainer_and_replicas(capsys: pytest.CaptureFixture[str]
     assert (service["port"], service["max_body_mb"]) == (8000, 64.0), "the client sends parts of 5 MB and more"
 
 
-def test_adapters_are_served_but_not_of_the_output_matrix(capsys: pytest.CaptureFixture[str]) -> None:
+def test_adapters_are_served_but_not_of_the_output_matrix(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     lora = ("--trainer.lora.rank", "8")
     assert trireme.main([*FLAGS, *lora, "--dry-run"]) == EXIT_OK
     assert json.loads("{" + capsys.readouterr().out.partition("{")[2])["service"]["models"] == 16
-    assert trireme.main([*FLAGS, *lora, "--trainer.lora.targets", '["lm_head"]', "--dry-run"]) == EXIT_BAD_INPUT
+    untied = tmp_path / "untied"
+    shutil.copytree(MODEL, untied)
+    config = (untied / "config.json").read_text()
+    (untied / "config.json").write_text(config.replace('"tie_word_embeddings": true', '"tie_word_embeddings": false'))
+    flags = [*FLAGS, *lora, "--model.name", str(untied), "--trainer.lora.train-unembed", "true", "--dry-run"]
+    assert trireme.main(flags) == EXIT_BAD_INPUT
     assert "for lm_head and `trireme serve`" in capsys.readouterr().err
 
 

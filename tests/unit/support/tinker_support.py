@@ -23,6 +23,7 @@ from service.tinker.listening import TinkerListener
 from service.tinker.serving import TinkerServer
 from service.tinker.work import TrainingWorker
 from trireme.checkpoint.files import FileRecord, write_bytes
+from trireme.config.trainer import LoraConfig
 from trireme.core.errors import NonFiniteGradient
 from trireme.core.types import (
     AdamParams,
@@ -35,6 +36,7 @@ from trireme.core.types import (
     SamplingParams,
     TokenBatch,
 )
+from trireme.core.weights import AdapterSpec
 
 KEY = "tml-0123456789abcdef"
 BASE_MODEL = "tests/unigram"
@@ -72,6 +74,29 @@ class UnigramTrainer:
     calls: list[str] = field(default_factory=list)
     hold: threading.Event | None = None
     """No update is done before it is set."""
+    specs: dict[str, AdapterSpec] = field(default_factory=dict)
+    """Of the adapters that were added and not dropped. Each is a model of its own, which begins as the first does."""
+    used: str = ""
+    waiting: dict[str, tuple[Any, Any, Any]] = field(default_factory=dict)
+    base: npt.NDArray[np.float64] | None = None
+
+    def add_adapter(self, name: str, spec: AdapterSpec) -> None:
+        if self.base is None:
+            self.base = self.theta.copy()
+        assert name not in self.specs
+        self.specs[name] = spec
+        self.waiting[name] = self.base.copy(), np.zeros(VOCABULARY), np.zeros(VOCABULARY)
+
+    def use_adapter(self, name: str) -> None:
+        if name != self.used:
+            self.waiting[self.used] = self.theta, self.momentum, self.gradient
+            self.theta, self.momentum, self.gradient = self.waiting.pop(name)
+            self.used = name
+
+    def drop_adapter(self, name: str) -> None:
+        if name == self.used:
+            self.use_adapter("")
+        del self.waiting[name], self.specs[name]
 
     def logprobs(self) -> npt.NDArray[np.float64]:
         shifted = self.theta - self.theta.max()
@@ -89,7 +114,7 @@ class UnigramTrainer:
     def forward_backward(
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, float] | None = None
     ) -> ForwardBackwardOutput:
-        self.calls.append(loss_fn)
+        self.calls.append(f"{self.used}:{loss_fn}" if self.used else loss_fn)
         TokenBatch.of(data)  # refuses datums that do not go together, as the real trainer does
         probabilities, loss = np.exp(self.logprobs()), 0.0
         for datum in data:
@@ -143,6 +168,8 @@ class UnigramSampler:
     def __init__(self) -> None:
         self.theta: npt.NDArray[np.float64] | None = None
         self.updates = 0
+        self.slots: dict[str, npt.NDArray[np.float64]] = {}
+        self.most_slots = 0
         self.seconds = 0.0
         """What a sample takes."""
         self._threads = ThreadPoolExecutor(8)
@@ -151,6 +178,14 @@ class UnigramSampler:
         self.theta, self.updates = weights.theta, self.updates + 1
         return []
 
+    def load_adapter(self, name: str, weights: Any) -> None:
+        assert name not in self.slots
+        self.slots[name] = weights.theta
+        self.most_slots = max(self.most_slots, len(self.slots))
+
+    def drop_adapter(self, name: str) -> None:
+        del self.slots[name]
+
     def sample(
         self,
         prompt: ModelInput,
@@ -158,15 +193,15 @@ class UnigramSampler:
         sampling_params: SamplingParams,
         include_prompt_logprobs: bool = False,
         topk_prompt_logprobs: int = 0,
+        adapter: str = "",
     ) -> Future[SampleResponse]:
-        return self._threads.submit(
-            self._sample, prompt, num_samples, sampling_params, include_prompt_logprobs, topk_prompt_logprobs
-        )
+        asked = (prompt, num_samples, sampling_params, include_prompt_logprobs, topk_prompt_logprobs, adapter)
+        return self._threads.submit(self._sample, *asked)
 
     def _sample(
-        self, prompt: ModelInput, count: int, params: SamplingParams, include: bool, topk: int
+        self, prompt: ModelInput, count: int, params: SamplingParams, include: bool, topk: int, adapter: str
     ) -> SampleResponse:
-        theta = self.theta
+        theta = self.slots[adapter] if adapter else self.theta
         assert theta is not None, "no weights were loaded"
         time.sleep(self.seconds)
         table = UnigramTrainer(theta).logprobs()
@@ -196,14 +231,21 @@ class Served:
 
 
 @contextmanager
-def tinker_server(root: Path, trainer: UnigramTrainer | None = None, now: Any = time.monotonic) -> Iterator[Served]:
-    """Serves on a free port of this machine; what is saved stays below `root`."""
+def tinker_server(
+    root: Path,
+    trainer: UnigramTrainer | None = None,
+    now: Any = time.monotonic,
+    lora: LoraConfig | None = None,
+    places: int = 1,
+    slots: int = 0,
+) -> Iterator[Served]:
+    """Serves on a free port of this machine; what is saved stays below `root`. `lora`: adapters, so many at once."""
     trainer, sampler = trainer or UnigramTrainer(), UnigramSampler()
     catalog = Catalog(root / "runs", BASE_MODEL, time.time)
     base = root / f"base-{time.monotonic_ns()}"
-    worker = TrainingWorker(trainer, catalog, (BASE_MODEL,), base, DEADLINE_S, MAX_LEN)
+    worker = TrainingWorker(trainer, catalog, (BASE_MODEL,), base, DEADLINE_S, MAX_LEN, lora)
     models = ServedModels((BASE_MODEL,), MAX_LEN, VOCABULARY)
-    server = TinkerServer(worker, sampler, catalog, models, BASE_MODEL, now)
+    server = TinkerServer(worker, sampler, catalog, models, BASE_MODEL, now, places, slots)
     limits = Limits(body_bytes=2**24, body_s=5.0, per_minute=None)
     listener = TinkerListener(server, ServiceKeys([ServiceKey("client", KEY)]), limits, "127.0.0.1", 0)
     listener.start()

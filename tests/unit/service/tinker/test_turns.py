@@ -45,8 +45,7 @@ class Replicas:
                 self.end()
 
     def end(self) -> None:
-        self.running.pop(0)
-        self.turns.ended()
+        self.turns.ended(self.running.pop(0))
 
 
 @settings(max_examples=200, deadline=None)

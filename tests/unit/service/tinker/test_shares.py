@@ -1,0 +1,84 @@
+"""Equal shares of the trainer, in virtual time: time is the tokens that were computed."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from service.tinker.shares import TokenShares
+
+QUANTUM, LARGEST = 50, 100
+
+
+def served(shares: TokenShares, sizes: dict[str, int], until: int, counts: dict[str, int] | None = None) -> list[str]:
+    """Serves those that always have requests of these sizes, for so many tokens; returns who was served."""
+    order, done, counts = [], 0, {} if counts is None else counts
+    while done < until:
+        name = shares.choose(list(sizes))
+        shares.charge(name, sizes[name])
+        counts[name] = counts.get(name, 0) + sizes[name]
+        done += sizes[name]
+        order.append(name)
+    return order
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_those_that_always_ask_are_never_far_apart(data: st.DataObject) -> None:
+    shares, names = TokenShares(QUANTUM), "abcd"[: data.draw(st.integers(2, 4))]
+    counts = dict.fromkeys(names, 0)
+    for _ in range(data.draw(st.integers(1, 60))):
+        name, tokens = shares.choose(list(names)), data.draw(st.integers(1, LARGEST))
+        shares.charge(name, tokens)
+        counts[name] += tokens
+        assert max(counts.values()) - min(counts.values()) <= QUANTUM + LARGEST
+
+
+def test_large_requests_and_small_ones_get_the_same_tokens_and_places_change_seldom() -> None:
+    counts: dict[str, int] = {}
+    order = served(TokenShares(QUANTUM), {"large": 100, "small": 5}, 10_000, counts)
+    assert abs(counts["large"] - counts["small"]) <= QUANTUM + 100
+    changes = sum(one != other for one, other in itertools.pairwise(order))
+    assert changes <= 2 * 10_000 / QUANTUM / 2
+    assert order.count("small") > 10 * order.count("large")
+
+
+def test_one_that_comes_late_is_owed_nothing_and_waits_for_nothing() -> None:
+    shares = TokenShares(QUANTUM)
+    served(shares, {"a": 10}, 5_000)
+    counts: dict[str, int] = {}
+    order = served(shares, {"a": 10, "b": 10}, 2_000, counts)
+    assert "b" in order[: QUANTUM // 10 + 1]
+    assert abs(counts["a"] - counts["b"]) <= QUANTUM + 10
+
+
+def test_one_that_had_nothing_to_do_saves_nothing_up() -> None:
+    shares = TokenShares(QUANTUM)
+    served(shares, {"a": 10, "b": 10}, 1_000)
+    served(shares, {"a": 10}, 5_000)
+    counts: dict[str, int] = {}
+    served(shares, {"a": 10, "b": 10}, 1_000, counts)
+    assert abs(counts["a"] - counts["b"]) <= QUANTUM + 10
+
+
+def test_one_that_asks_again_after_each_answer_gets_its_share_beside_one_with_a_queue() -> None:
+    """The first has no request at the moment at which its last one ended, and one at the next."""
+    shares, counts, ended = TokenShares(QUANTUM), {"queue": 0, "loop": 0}, False
+    for _ in range(1_000):
+        ready = ["queue"] if ended else ["queue", "loop"]
+        name = shares.choose(ready)
+        ended = name == "loop"
+        shares.charge(name, 20)
+        counts[name] += 20
+    assert counts["loop"] >= 0.45 * sum(counts.values())
+
+
+def test_a_forgotten_name_begins_anew() -> None:
+    shares = TokenShares(QUANTUM)
+    served(shares, {"a": 10, "b": 10}, 1_000)
+    shares.forget("a")
+    counts: dict[str, int] = {}
+    served(shares, {"a": 10, "b": 10}, 1_000, counts)
+    assert abs(counts["a"] - counts["b"]) <= QUANTUM + 10
