@@ -46,11 +46,6 @@ class ReplicaClient(Protocol):
         """Returns when the replica is ready to receive what is offered. That it raises does not mean that it is
         broken."""
 
-    async def load_adapter(self, name: str, published: PublishedWeights) -> None:
-        """Returns when requests may name the adapter."""
-
-    async def drop_adapter(self, name: str) -> None: ...
-
     async def adopt(self, identity: WeightIdentity) -> None: ...
 
     async def stats(self) -> ReplicaStats: ...

@@ -8,10 +8,20 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from typing import Protocol, cast
 
-from inference.members import Member, Members
+from inference.members import Member, Members, ReplicaClient
 from trireme.core.errors import TriremeError
 from trireme.core.weights import PublishedWeights
+
+
+class AdapterClient(ReplicaClient, Protocol):
+    """One replica with adapters beside the weights of updates."""
+
+    async def load_adapter(self, name: str, published: PublishedWeights) -> None:
+        """Returns when requests may name the adapter."""
+
+    async def drop_adapter(self, name: str) -> None: ...
 
 
 class AdapterLoading:
@@ -39,17 +49,19 @@ class AdapterLoading:
 
     async def _bring_adapters(self, member: Member) -> None:
         """Brings those that `member` does not have. If one fails, the member is gone."""
+        client = cast(AdapterClient, member.client)
         for name, weights in list(self._members.adapters.items()):
             if name not in member.adapters:
                 member.adapters.add(name)
                 member.given.append(weights.identity)
                 try:
-                    await self._members.call(member, member.client.load_adapter(name, weights))
+                    await self._members.call(member, client.load_adapter(name, weights))
                 except TriremeError as failure:
                     self._members.fail(member, failure)
                     return
 
     async def _drop(self, member: Member, name: str) -> None:
         member.adapters.discard(name)
+        client = cast(AdapterClient, member.client)
         with suppress(TriremeError):  # it is gone then
-            await self._members.call(member, member.client.drop_adapter(name))
+            await self._members.call(member, client.drop_adapter(name))

@@ -86,6 +86,8 @@ class UpdatingEngine(SamplingEngine):
             canary = await self._submit_canary(published.manifest, asked)
             await step("canary", self._prove(published.manifest, canary))
             self.adapters[name] = HeldAdapter(asked, published.identity)
+            # The engine may have moved the policy's adapter to another place: the next update finds out where it is.
+            self.proof = LoadedProof(self.name)
 
     async def drop_adapter(self, name: str) -> None:
         """Forgets an adapter, which no request in flight may name. Raises RoomFailed."""

@@ -36,7 +36,7 @@ from inference.router import Router
 from trireme.config.trainer import LoraConfig
 from trireme.core.base_digest import base_digest
 from trireme.core.digest import sums_of
-from trireme.core.errors import WeightsRefused
+from trireme.core.errors import BadInput, WeightsRefused
 from trireme.core.types import WeightIdentity
 from trireme.core.weights import (
     EXACT,
@@ -109,7 +109,8 @@ def start_rooms(kinds: dict[str, Any], directory: Path, ranks: int = 1) -> dict[
     groups = {}
     for name, (family, tied, on_update, lora) in kinds.items():
         random_model(family, tied, seed=0).save_pretrained(directory / name)
-        config = make_config(directory / name, False, on_update=on_update, tensor_parallel=ranks)
+        places = {"max_loras": 2, "max_cpu_loras": 5}
+        config = make_config(directory / name, False, on_update=on_update, tensor_parallel=ranks, **places)
         trainer = config.trainer.model_copy(update={"lora": LoraConfig.model_validate(lora)})
         environment = {"OMP_NUM_THREADS": "1", "TRIREME_FAULTS": f"inference.loaded@{LAST}=corrupt"}
         options = {"num_cpus": 1, "runtime_env": {"env_vars": environment}}
@@ -149,6 +150,44 @@ def test_at_first_the_adapted_model_is_the_base(rooms: dict[str, AdapterRoom]) -
             assert np.abs(expected - answer.logprobs).max() < TOLERANCE
 
         asyncio.run(run())
+
+
+def test_more_adapters_than_a_step_has_places_for_are_sampled_side_by_side(rooms: dict[str, AdapterRoom]) -> None:
+    """Beside the policy's, which changes nothing yet. One of them changes nothing either: bit for bit the same."""
+    room = rooms["kept"]
+    router: Any = room.router
+    assert list(room.models) == [0]
+    beside = replace(room, models=dict(room.models))
+    names, prompt = {"zero": 100, "one": 101, "two": 102}, prompt_of(20)
+    identity = Adapter(base_digest(str(room.base)), room.lora.rank or 0, room.lora.alpha)
+
+    async def run() -> None:
+        for name, version in names.items():
+            seed = 0 if name == "zero" else version
+            beside.models[version] = adapted(random_model(room.family, room.tied, seed=0), room.lora, seed=seed)
+            await router.load_adapter(name, beside.publish(version, identity))
+        asked = [replace(request(f"side {n}", prompt, 200, seed=3), adapter=n) for n in ("", *names, *names, "")]
+        answers = await asyncio.gather(*map(router.sample, asked))
+        for of, answer in zip(asked, answers, strict=True):
+            (span,) = answer.spans
+            assert (span.identity.version, span.mixed) == (names.get(of.adapter, 0), False)
+            assert beside.difference(prompt, answer) < TOLERANCE
+        by_name = {of.adapter: answer for of, answer in zip(asked, answers, strict=True)}
+        np.testing.assert_array_equal(by_name["zero"].tokens, by_name[""].tokens)
+        np.testing.assert_array_equal(by_name["zero"].logprobs, by_name[""].logprobs)
+        assert by_name["one"].tokens.tolist() != by_name["two"].tokens.tolist()
+        running = asyncio.create_task(router.sample(replace(request("on", prompt, 400), adapter="one")))
+        await some_tokens_later(room, "probe side")
+        await router.drop_adapter("zero")
+        await router.load_adapter("zero again", beside.publish(100, identity))
+        await room.update()
+        assert beside.difference(prompt, await running) < TOLERANCE, "it was not touched"
+        with pytest.raises(BadInput, match="the adapter 'zero'; expected one that was loaded: one, two, zero again"):
+            await router.sample(replace(request("gone", prompt, 4), adapter="zero"))
+        for name in ("one", "two", "zero again"):
+            await router.drop_adapter(name)
+
+    asyncio.run(run())
 
 
 def test_answers_over_three_adapters_know_which_token_came_from_which(rooms: dict[str, AdapterRoom]) -> None:

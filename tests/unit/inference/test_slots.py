@@ -1,0 +1,120 @@
+"""Adapters beside the weights of updates: which replicas get them, and when."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+
+import numpy as np
+import pytest
+
+from inference.handover import Outcome, Progress
+from inference.router import Router
+from trireme.core.errors import RoomFailed
+from trireme.core.sampler import ReplicaStats
+from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, VersionSpan, WeightIdentity
+from trireme.core.weights import EXACT, Canary, Drift, PublishedWeights, UpdateReport, WeightsManifest
+
+
+def weights(version: int) -> PublishedWeights:
+    canary = Canary(np.zeros(2, np.int32), np.zeros(1, np.float32), EXACT)
+    return PublishedWeights(WeightsManifest(WeightIdentity(1, version, f"d{version}"), (), canary), ())
+
+
+class Replica:
+    """Answers by the weights that a request names."""
+
+    def __init__(self, number: int) -> None:
+        self.name, self.number = f"replica {number}", number
+        self.held: dict[str, WeightIdentity] = {}
+        self.most = 9
+        self.calls: list[str] = []
+
+    async def sample(self, requests: list[SampleRequest]) -> AsyncIterator[tuple[int, Outcome]]:
+        for number, request in enumerate(requests):
+            spans = (VersionSpan(self.held[request.adapter], 0, 1),)
+            yield number, SampledSequence(np.zeros(1, np.int32), np.zeros(1, np.float32), "stop", spans)
+
+    async def load_weights(self, published: PublishedWeights) -> UpdateReport:
+        self.held[""] = published.identity
+        self.calls.append("update")
+        return UpdateReport(self.number, published.identity, Drift(0.0, 0.0), 0, 0.0)
+
+    async def load_adapter(self, name: str, published: PublishedWeights) -> None:
+        self.calls.append(name)
+        if len(self.held) > self.most:
+            raise RoomFailed(f"{self.name} has no room")
+        self.held[name] = published.identity
+
+    async def drop_adapter(self, name: str) -> None:
+        del self.held[name]
+
+    async def progress(self, known: Mapping[str, int]) -> Mapping[str, Progress]:
+        return {}
+
+    async def adopt(self, identity: WeightIdentity) -> None:
+        self.held[""] = identity
+
+    async def stats(self) -> ReplicaStats:
+        return ReplicaStats(0, 0, 0.0, 0)
+
+    async def abort(self, request_ids: Sequence[str]) -> None: ...
+
+    async def offer(self, _offer: object) -> None: ...
+
+
+async def sampled(router: Router, adapter: str, key: str) -> int:
+    """The version of the weights that an answer names."""
+    request = SampleRequest(
+        f"{adapter}/{key}", np.zeros(1, np.int32), SamplingParams(max_tokens=1), key, adapter=adapter
+    )
+    return (await router.sample(request)).spans[0].identity.version
+
+
+def test_every_replica_has_all_adapters_beside_the_newest_weights() -> None:
+    async def run() -> None:
+        replicas = [Replica(0), Replica(1)]
+        router = Router(dict(enumerate(replicas)))
+        await router.update_weights(weights(0))
+        for version, name in enumerate("ab", start=1):
+            await router.load_adapter(name, weights(version))
+        await router.update_weights(weights(3))
+        for key in "xyz":
+            found = [await sampled(router, adapter, key) for adapter in ("", "a", "b")]
+            assert found == [3, 1, 2]
+        await router.drop_adapter("a")
+        assert [sorted(replica.held) for replica in replicas] == [["", "b"]] * 2
+
+    asyncio.run(run())
+
+
+def test_one_that_joins_gets_them_before_it_serves() -> None:
+    async def run() -> None:
+        first, joiner = Replica(0), Replica(1)
+        router = Router({0: first})
+        await router.update_weights(weights(0))
+        await router.load_adapter("a", weights(1))
+        await router.load_adapter("b", weights(2))
+        await router.drop_adapter("a")
+        await router.join(1, joiner)
+        assert joiner.calls == ["update", "b"]
+        router.leave(0, "it is dead")
+        assert await sampled(router, "b", "x") == 2
+
+    asyncio.run(run())
+
+
+def test_one_that_cannot_take_an_adapter_is_used_no_more() -> None:
+    async def run() -> None:
+        replicas = [Replica(0), Replica(1)]
+        replicas[0].most = 0
+        router = Router(dict(enumerate(replicas)))
+        await router.update_weights(weights(0))
+        await router.load_adapter("a", weights(1))
+        assert await router.next_failure() == (0, "replica 0 has no room")
+        assert [await sampled(router, "a", key) for key in "xy"] == [1, 1]
+        replicas[1].most = 0
+        with pytest.raises(RoomFailed, match=r"no inference replica is left.*no room"):
+            await router.load_adapter("b", weights(2))
+
+    asyncio.run(run())
