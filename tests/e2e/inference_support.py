@@ -18,7 +18,7 @@ from inference.handle import MAX_CALLS, InferenceHandle, RayReplica
 from inference.router import Router
 from trireme.config import Config
 from trireme.core.digest import sums_of
-from trireme.core.sampler import Sampler
+from trireme.core.sampler import AdapterSampler
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, WeightIdentity
 from trireme.core.weights import (
     EXACT,
@@ -117,7 +117,7 @@ class Room:
     family: str
     tied: bool
     group: InferenceHandle
-    router: Sampler
+    router: AdapterSampler
     engine_pid: int
     models: dict[int, Any] = field(default_factory=dict)
 

@@ -152,6 +152,7 @@ def test_at_first_the_adapted_model_is_the_base(rooms: dict[str, AdapterRoom]) -
         asyncio.run(run())
 
 
+@pytest.mark.long
 def test_more_adapters_than_a_step_has_places_for_are_sampled_side_by_side(rooms: dict[str, AdapterRoom]) -> None:
     """Beside the policy's, which changes nothing yet. One of them changes nothing either: bit for bit the same."""
     room = rooms["kept"]

@@ -1,0 +1,65 @@
+"""Adapters beside the policy's, given to vLLM's own cache of them; end-to-end tests look at the kernels."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from inference.adapter import POLICY, add_adapter, drop_adapter, request_of
+from trireme.core.errors import WeightsRefused
+from trireme.core.weights import Adapter
+
+LAYER = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+class Manager:
+    """Keeps what it is given."""
+
+    lora_config = SimpleNamespace(lora_dtype=torch.float32)
+
+    def __init__(self) -> None:
+        self.held: dict[int, Any] = {}
+
+    def add_adapter(self, lora: Any) -> None:
+        self.held[lora.id] = lora
+
+    def remove_adapter(self, number: int) -> None:
+        del self.held[number]
+
+
+@pytest.fixture
+def manager() -> Manager:
+    return Manager()
+
+
+@pytest.fixture
+def runner(manager: Manager) -> Any:
+    return SimpleNamespace(lora_manager=SimpleNamespace(_adapter_manager=manager))
+
+
+def tensors(layer: str = LAYER) -> dict[str, torch.Tensor]:
+    return {f"{layer}.lora_A.weight": torch.ones(4, 6), f"{layer}.lora_B.weight": torch.ones(8, 4)}
+
+
+def test_an_adapter_is_scaled_and_a_copy_under_its_own_number(runner: Any, manager: Manager) -> None:
+    """What arrived is in memory that is mapped, and given back."""
+    given = tensors()
+    add_adapter(runner, 2, given, Adapter("d", 4, 8.0))
+    for tensor in given.values():
+        tensor.zero_()
+    (lora,) = manager.held[2].loras.values()
+    assert (lora.rank, lora.scaling) == (4, 1.0)
+    assert lora.lora_a.unique().tolist() == [1.0]
+    assert lora.lora_b.unique().tolist() == [2.0]
+    assert request_of("a", 2).lora_int_id != POLICY.lora_int_id
+    drop_adapter(runner, 2)
+    assert manager.held == {}
+
+
+def test_one_of_the_output_matrix_is_refused(runner: Any, manager: Manager) -> None:
+    with pytest.raises(WeightsRefused, match=r"of lm_head beside others.*one adapter for all requests"):
+        add_adapter(runner, 2, tensors("base_model.model.lm_head"), Adapter("d", 4, 8.0))
+    assert manager.held == {}
