@@ -3,8 +3,9 @@
 Each model has an account of the tokens that were computed for it. The next one is the model with the least on its
 account, of those that have a request. The one that was served last stays for a while, as changing places costs time: as
 long as its account is less than a quantum above the least. So two models that always have work are never further apart
-than a quantum and the largest request. A model that comes, or had nothing to do, starts with the least that any of the
-others has: nobody is owed tokens for the time in which it did not ask.
+than a quantum and the largest request. A model that comes starts with the least that any of the others has, and one
+that had nothing to do is owed no more than a quantum for that time: a client that waits for each answer before it asks
+again keeps its share, and none saves tokens up.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class TokenShares:
         """Returns which one of `ready`, at least one, is next; of several with equal accounts the first."""
         for name in ready:
             if name not in self._asked:
-                self._accounts[name] = max(self._accounts.get(name, 0), self._least)
+                self._accounts[name] = max(self._accounts.get(name, self._least), self._least - self._quantum)
         self._asked = set(ready)
         self._least = min(self._accounts[name] for name in ready)
         if self._last in self._asked and self._accounts[self._last] - self._least < self._quantum:
