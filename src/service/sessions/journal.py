@@ -90,7 +90,8 @@ def is_interrupted(rest: bytes) -> bool:
     return check == _check(length) and len(rest) - FRAME.size < length
 
 
-def _write(file: int, frame: bytes) -> None:
+def write_frame(file: int, frame: bytes) -> None:
+    """Writes a frame whole. Raises OSError."""
     written = os.write(file, frame)
     while written < len(frame):
         written += os.write(file, frame[written:])
@@ -159,7 +160,7 @@ class SessionJournal:
         frame = framed(encode(record))
         try:
             with storage_errors(self._current):
-                _write(self._file, frame)
+                write_frame(self._file, frame)
         except StorageFailed:
             self._take_back()
             raise
@@ -190,7 +191,7 @@ class SessionJournal:
         with storage_errors(path):
             file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND, 0o600)
             try:
-                _write(file, head)
+                write_frame(file, head)
                 fsync_directory(self._directory)
             except OSError:
                 os.close(file)

@@ -31,11 +31,11 @@ from service.tinker.bodies import (
 )
 from service.tinker.codec import PROTOBUF, ForwardBackwardCall
 from service.tinker.lists import SavedRoutes, lora_of
-from service.tinker.promises import Failure, Promise, UserError
-from service.tinker.serving import SampleWork, TinkerServer
-from service.tinker.state import GoneError, UnknownId
+from service.tinker.promises import Failure, GoneError, Promise, SampleWork, UnknownId, UserError
+from service.tinker.serving import TinkerServer
 from service.tinker.work import Creation, Loading, Saving, Update
 from trireme.core.datum import ModelInput
+from trireme.core.errors import StorageFailed
 
 PREFIX = "/api/v1"
 TESTED = ("0.38",)
@@ -114,7 +114,7 @@ class TinkerRoutes:
     async def create_session(self, body: SessionBody) -> JsonReply:
         """Begins a session."""
         session_id = self._server.begin_session(
-            {"user_metadata": body.user_metadata, "display_name": body.display_name}
+            "", {"user_metadata": body.user_metadata, "display_name": body.display_name}
         )
         told = {"info_message": self._server.told}
         if not body.sdk_version.startswith(TESTED):
@@ -276,6 +276,7 @@ def make_tinker_app(server: TinkerServer, keys: ServiceKeys, limits: Limits) -> 
         UnknownId,
         GoneError,
         UserError,
+        StorageFailed,
         Exception,
     )
     for kind in kinds:
@@ -286,7 +287,7 @@ def make_tinker_app(server: TinkerServer, keys: ServiceKeys, limits: Limits) -> 
 
 def _as_refused(error: Exception) -> RequestRefused:
     """Returns the answer to an error. It is never 409, which the client takes for one that passes by itself."""
-    statuses: dict[type[Exception], int] = {UnknownId: 404, GoneError: 410, UserError: 400}
+    statuses: dict[type[Exception], int] = {UnknownId: 404, GoneError: 410, UserError: 400, StorageFailed: 503}
     for kind, status in statuses.items():
         if isinstance(error, kind):
             return RequestRefused(str(error), status=status)

@@ -56,6 +56,8 @@ class SavedWeights:
     user_metadata: Mapping[str, str]
     files: Mapping[str, int]
     """The size of each file in it, in bytes."""
+    request: str = ""
+    """The id of the request that asked for it."""
 
     @property
     def path(self) -> str:
@@ -79,8 +81,10 @@ class Catalog:
     def begin(
         self, model_id: str, user_metadata: Mapping[str, Any] | None, lora: Mapping[str, Any] | None = None
     ) -> None:
-        """Notes that a model is trained. Raises StorageFailed."""
+        """Notes that a model is trained. A second call does nothing. Raises StorageFailed."""
         directory = self._directory(model_id)
+        if (directory / RUN).exists():
+            return
         run = SavedRun(model_id, self._base_model, user_metadata or {}, self._now(), lora)
         with storage_errors(directory):
             make_directory(directory)
@@ -104,8 +108,20 @@ class Catalog:
         """Removes what could not be written whole, and the space that it takes."""
         shutil.rmtree(staging, ignore_errors=True)
 
+    def kept(self, path: str, request: str) -> bool:
+        """Tells whether `path` is what `request` saved: the server was killed before it said so."""
+        try:
+            return bool(request) and self._look_up(path)[1].request == request
+        except UserError:
+            return False
+
     def keep(
-        self, staging: Path, files: Sequence[FileRecord], ttl_s: int | None, user_metadata: Mapping[str, str] | None
+        self,
+        staging: Path,
+        files: Sequence[FileRecord],
+        ttl_s: int | None,
+        user_metadata: Mapping[str, str] | None,
+        request: str = "",
     ) -> SavedWeights:
         """Makes a directory count, in place of one of its name. Raises StorageFailed."""
         directory, now = _place_of(staging), self._now()
@@ -113,7 +129,7 @@ class Catalog:
         run = self._run_in(directory.parent.parent)
         kind: SavedKind = "weights" if directory.parent.name == "weights" else "sampler_weights"
         expires_s = None if ttl_s is None else now + ttl_s
-        saved = SavedWeights(run.model_id, kind, directory.name, now, expires_s, user_metadata or {}, sizes)
+        saved = SavedWeights(run.model_id, kind, directory.name, now, expires_s, user_metadata or {}, sizes, request)
         with storage_errors(directory):
             replace_file(staging / MARK, to_json(asdict(saved)).encode())
             _move(staging, directory)

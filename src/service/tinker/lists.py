@@ -11,9 +11,8 @@ from starlette.responses import Response
 from service.errors import JsonReply
 from service.tinker.bodies import PathBody, TtlBody
 from service.tinker.catalog import KINDS, SCHEME, SavedKind, SavedRun, SavedWeights
-from service.tinker.promises import UserError
+from service.tinker.promises import UnknownId, UserError
 from service.tinker.serving import TinkerServer
-from service.tinker.state import UnknownId
 from trireme.config.trainer import ATTENTION, MLP, UNEMBED
 
 RUNS = "/api/v1/training_runs"
@@ -93,8 +92,8 @@ class SavedRoutes:
         """Describes a session."""
         if (session := self._state.sessions.get(session_id)) is None:
             raise UnknownId(f"the session {session_id!r}")
-        metadata = self._server.metadata[session_id]
-        return JsonReply({"training_run_ids": session.models, "sampler_ids": session.samplers, **metadata})
+        shown = {"training_run_ids": session.models, "sampler_ids": session.samplers}
+        return JsonReply({**shown, **session.metadata})
 
     def _run(self, run: SavedRun) -> dict[str, Any]:
         newest = {saved.kind: saved for saved in self._catalog.saved(run.model_id)}

@@ -6,56 +6,57 @@ order of their numbers, however they arrive: one whose predecessor has not come 
 many models, of which those that have a request take turns (`service.tinker.shares`). Further models wait in the order
 in which they came, until the session of one that has a place ends: its client finishes it, or is silent for SESSION_S
 seconds.
+
+All that changes is first told to `write`, as records (`service.tinker.records`), from which the same state can be made
+again (`service.tinker.replaying`). What is not written is when outcomes were given: that only lets them be forgotten.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from service.tinker.adapter_turns import AdapterTurns
-from service.tinker.promises import ClientModel, ClientSampler, ClientSession, Failure, Outcome, Promise, UserError
+from service.tinker.promise_book import CLONE, KEPT_S, UNASKED_S, PromiseBook
+from service.tinker.promises import (
+    ClientModel,
+    ClientSampler,
+    ClientSession,
+    Failure,
+    GoneError,
+    Outcome,
+    Position,
+    Promise,
+    UnknownId,
+    UserError,
+)
+from service.tinker.records import (
+    CloneJoined,
+    ModelAsked,
+    ModelOver,
+    SampleAsked,
+    SamplerBegun,
+    SessionBegun,
+    SessionOver,
+    TrainingAsked,
+)
 from service.tinker.shares import TokenShares
 from service.tinker.turns import WeightTurns
 
 SESSION_S = 120.0
 """Seconds of silence after which a session has ended. A client beats every 10 s."""
-KEPT_S = 600.0
-"""Seconds for which an outcome is kept after it was given, as the answer may not have arrived, or after the session."""
 GAP_S = 300.0
 """Seconds for which requests of a model wait for one before them that has not come. The client posts for that long."""
-CLONE = 1_000_000_000
-"""A clone of a sampler numbers its samples from this times its own number."""
-
-
-class UnknownId(Exception):
-    """An id that was never given out."""
-
-
-class GoneError(Exception):
-    """A thing that was there and is over."""
-
-
-@dataclass(frozen=True)
-class Position:
-    """Where a request is that has no outcome yet."""
-
-    queue_state: str
-    """`active`, or `paused_capacity`: the places of the trainer belong to other clients."""
-    reason: str
-    """A sentence for the user."""
 
 
 @dataclass(eq=False)
-class ProtocolState:
+class ProtocolState(PromiseBook):
     """All of it. Times are seconds of a clock that does not go back."""
 
-    sessions: dict[str, ClientSession] = field(default_factory=dict)
-    models: dict[str, ClientModel] = field(default_factory=dict)
-    samplers: dict[str, ClientSampler] = field(default_factory=dict)
-    turns: WeightTurns[Promise] | AdapterTurns[Promise] = field(default_factory=WeightTurns)
-    """The samples that wait, and those that run."""
+    make_turns: Callable[[], WeightTurns[Promise] | AdapterTurns[Promise]] = WeightTurns
+    """Decides in which order samples run."""
     places: int = 1
     """The number of models that are trained at the same time."""
     cost: Callable[[object], int] = lambda _: 1
@@ -65,16 +66,22 @@ class ProtocolState:
     shares: TokenShares = field(default_factory=TokenShares)
     running: Promise | None = None
     """The request that the trainer works on."""
+    turns: WeightTurns[Promise] | AdapterTurns[Promise] = field(init=False)
+    """The samples that wait, and those that run."""
     _line: deque[ClientModel] = field(default_factory=deque)
     _ended: list[str] = field(default_factory=list)
-    _promises: dict[str, Promise] = field(default_factory=dict)
-    _settled: list[Promise] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.turns = self.make_turns()
 
     # ---- sessions
 
-    def begin_session(self, session_id: str, now: float) -> None:
-        """Begins a session."""
-        self.sessions[session_id] = ClientSession(session_id, now)
+    def begin_session(
+        self, session_id: str, now: float, owner: str = "", metadata: Mapping[str, Any] | None = None
+    ) -> None:
+        """Begins a session of the key `owner`."""
+        self.write(SessionBegun(session_id, owner, metadata or {}))
+        self.sessions[session_id] = ClientSession(session_id, now, owner, metadata or {})
 
     def session(self, session_id: str) -> ClientSession:
         """Returns a session that has not ended. Raises UnknownId, GoneError."""
@@ -93,6 +100,7 @@ class ProtocolState:
         if (session := self.sessions.get(session_id)) is None:
             raise UnknownId(f"the session {session_id!r}")
         if session.ended_s is None:
+            self.write(SessionOver(session_id))
             session.ended_s = now
             for model_id in session.models:
                 self._end(self.models[model_id], "its session has ended")
@@ -104,15 +112,13 @@ class ProtocolState:
             if session.ended_s is None and now - session.beat_s > SESSION_S:
                 self.finish(session.session_id, now)
         self._end_stuck(now)
-        for promise in self._promises.values():
+        for promise in [each for each in self._promises.values() if each.outcome]:
             ended_s = self.sessions[promise.session_id].ended_s
+            if promise.settled_s is None:
+                promise.settled_s = now
             given_s = ended_s if promise.given_s is None else promise.given_s
-            if promise.outcome and given_s is not None and now - given_s > KEPT_S:
-                promise.forget()
-        for promise in [each for each in self._promises.values() if each.forgotten]:
-            ended_s = self.sessions[promise.session_id].ended_s
-            if ended_s is not None and now - ended_s > KEPT_S:
-                del self._promises[promise.request_id]
+            if now - promise.settled_s > UNASKED_S or (given_s is not None and now - given_s > KEPT_S):
+                self.retire(promise)
 
     def _end_stuck(self, now: float) -> None:
         for model in [each for each in self.holders if each.waiting and not each.ready]:
@@ -128,19 +134,18 @@ class ProtocolState:
                 "larger than service.max_body_mb?); continue from a saved state",
             )
 
-    def fail_all(self, failure: Failure) -> None:
-        """Gives `failure` to all that have no outcome yet: nothing more will be done."""
-        for promise in self._promises.values():
-            if promise.outcome is None and not promise.forgotten:
-                self._settle(promise, failure)
+    def end_model(self, model_id: str, why: str) -> None:
+        """Ends a model: it cannot be trained any more. Raises UnknownId."""
+        self._end(self.model(model_id), why)
 
     def _end(self, model: ClientModel, why: str) -> None:
         """Ends a model. What the trainer works on is finished."""
         if model.ended:
             return
+        self.write(ModelOver(model.model_id, why))
         model.ended = why
         for promise in [each for each in model.waiting.values() if each is not self.running]:
-            self._settle(promise, model.refusal)
+            self.settle(promise, model.refusal)
         model.waiting = {seq: each for seq, each in model.waiting.items() if each is self.running}
         if model in self._line:
             self._line.remove(model)
@@ -154,38 +159,9 @@ class ProtocolState:
         ended, self._ended = self._ended, []
         return ended
 
-    # ---- promises
-
-    def _promise(self, request_id: str, session_id: str, work: object) -> Promise:
-        promise = self._promises[request_id] = Promise(request_id, session_id, work)
-        return promise
-
-    def _settle(self, promise: Promise, outcome: Outcome) -> None:
-        promise.outcome, promise.work = outcome, None
-        self._settled.append(promise)
-
-    def take_settled(self) -> list[Promise]:
-        """Returns the promises that got their outcome since the last call."""
-        settled, self._settled = self._settled, []
-        return settled
-
-    def promise(self, request_id: str) -> Promise:
-        """Returns a promise. Raises UnknownId, and GoneError where its outcome is forgotten."""
-        if (promise := self._promises.get(request_id)) is None:
-            raise UnknownId(f"the request {request_id!r}; expected one that was accepted since the server began")
-        if promise.forgotten:
-            raise GoneError(f"the result of {request_id!r} was given more than {KEPT_S:g} s ago, and is forgotten")
-        return promise
-
-    def give(self, promise: Promise, now: float) -> Outcome | None:
-        """Returns the outcome of a promise, None if there is none yet."""
-        if promise.outcome and promise.given_s is None:
-            promise.given_s = now
-        return promise.outcome
-
     def position(self, promise: Promise) -> Position:
         """Tells why a promise has no outcome yet."""
-        model = self.models.get(promise.request_id.rpartition("/")[0])
+        model = self.models.get(promise.owner_id)
         if model is None or model in self.holders:
             return Position("active", "")
         before = self._line.index(model) if model in self._line else 0
@@ -203,12 +179,13 @@ class ProtocolState:
         """Asks for the trainer for a new model, whose id is made of its session and its number there. Raises UnknownId,
         GoneError."""
         session, model_id = self.session(session_id), f"{session_id}:train:{model_seq}"
-        if model_id in self.models:
-            return self._promises[f"{model_id}/0"]
+        if model_id in self.models and (known := self._known(model_id, 0)):
+            return known
+        self.write(ModelAsked(session_id, model_seq, work))  # type: ignore[arg-type]  # work is not looked into here
         model = self.models[model_id] = ClientModel(model_id, session_id)
         session.models.append(model_id)
         self._line.append(model)
-        promise = model.waiting[0] = self._promise(f"{model_id}/0", session_id, work)
+        promise = model.waiting[0] = self.make_promise(f"{model_id}/0", session_id, work)
         return promise
 
     def model(self, model_id: str) -> ClientModel:
@@ -219,14 +196,15 @@ class ProtocolState:
 
     def train(self, model_id: str, seq_id: int, work: object) -> Promise:
         """Accepts request `seq_id` of a model. Raises UnknownId, and UserError for a number below 1."""
-        model, request_id = self.model(model_id), f"{model_id}/{seq_id}"
+        model = self.model(model_id)
         if seq_id < 1:
             raise UserError(f"seq_id = {seq_id}; expected 1 or more, as 0 is the creation of the model")
-        if request_id in self._promises:
-            return self._promises[request_id]
-        promise = self._promise(request_id, model.session_id, work)
+        if known := self._known(model_id, seq_id):
+            return known
+        self.write(TrainingAsked(model_id, seq_id, work))  # type: ignore[arg-type]
+        promise = self.make_promise(f"{model_id}/{seq_id}", model.session_id, work)
         if model.ended:
-            self._settle(promise, model.refusal)
+            self.settle(promise, model.refusal)
         else:
             model.waiting[seq_id] = promise
         return promise
@@ -244,6 +222,14 @@ class ProtocolState:
         assert promise
         self.shares.charge(model.model_id, self.cost(promise.work))
         return model, promise
+
+    def line_up(self) -> None:
+        """Gives places at the trainer to the models that had them, and lets those wait that were not created yet: after
+        the records of this state were read, and when the trainer was lost."""
+        self.running = None
+        living = [model for model in self.models.values() if not model.ended]
+        self._line = deque(model for model in living if model.next_seq == 0)
+        self.holders = [model for model in living if model.next_seq > 0]
 
     def _pass_on(self) -> None:
         """Gives free places to the next models in the line. A model takes the place of one of the same session that has
@@ -264,11 +250,15 @@ class ProtocolState:
         """Notes the outcome of what the trainer worked on. A model whose creation failed gives the trainer back."""
         promise = self.running
         assert promise, "only after next_training"
+        self.settle(promise, outcome)
         self.running = None
-        self._settle(promise, outcome)
-        model = self.models[promise.request_id.rpartition("/")[0]]
-        model.waiting.pop(model.next_seq)
-        model.next_seq += 1
+        self.step_on(promise, outcome)
+
+    def step_on(self, promise: Promise, outcome: Outcome) -> None:
+        """Has the model of a request that was done wait for the next one."""
+        model = self.models[promise.owner_id]
+        model.waiting.pop(promise.number, None)
+        model.next_seq = promise.number + 1
         if model.next_seq == 1 and isinstance(outcome, Failure):
             self._end(model, f"it could not be created: {outcome.error}")
 
@@ -278,6 +268,7 @@ class ProtocolState:
         """Begins a sampling session from the weights `target`. Raises UnknownId, GoneError."""
         session, sampler_id = self.session(session_id), f"{session_id}:sample:{seq}"
         if sampler_id not in self.samplers:
+            self.write(SamplerBegun(session_id, seq, target))
             self.samplers[sampler_id] = ClientSampler(sampler_id, session_id, target)
             session.samplers.append(sampler_id)
         return self.samplers[sampler_id]
@@ -291,38 +282,56 @@ class ProtocolState:
     def join(self, sampler_id: str) -> int:
         """Returns a number that no other clone of a sampler has: 1, 2, ... Raises UnknownId."""
         sampler = self.sampler(sampler_id)
+        self.write(CloneJoined(sampler_id))
         sampler.joined += 1
         return sampler.joined
 
     def has_sample(self, sampler_id: str, seq_id: int) -> bool:
-        """Tells whether a sampler has accepted sample `seq_id`."""
-        return f"{sampler_id}/{seq_id}" in self._promises
+        """Tells whether a sampler has accepted sample `seq_id`. Raises UnknownId."""
+        return self._known(self.sampler(sampler_id).sampler_id, seq_id) is not None
 
     def sample(self, sampler_id: str, seq_id: int, work: object) -> Promise:
         """Accepts sample `seq_id` of a sampler. Raises UnknownId."""
-        sampler, request_id = self.sampler(sampler_id), f"{sampler_id}/{seq_id}"
-        if request_id in self._promises:
-            return self._promises[request_id]
-        promise = self._promise(request_id, sampler.session_id, work)
+        sampler = self.sampler(sampler_id)
+        if known := self._known(sampler_id, seq_id):
+            return known
+        self.write(SampleAsked(sampler_id, seq_id, work))  # type: ignore[arg-type]
+        promise = self.make_promise(f"{sampler_id}/{seq_id}", sampler.session_id, work)
         self.turns.add(sampler.target, promise)
         return promise
 
     def sampled(self, promise: Promise, outcome: Outcome) -> None:
         """Notes the outcome of a sample that ran."""
+        self.settle(promise, outcome)
         self.turns.ended(promise)
-        self._settle(promise, outcome)
-        sampler_id, _, seq = promise.request_id.rpartition("/")
-        done = self.samplers[sampler_id].completed.setdefault(int(seq) // CLONE, [])
-        done.append(promise.request_id)
+        self.completed(promise)
+
+    def completed(self, promise: Promise) -> None:
+        """Puts a sample that is done behind those of its clone."""
+        self.samplers[promise.owner_id].clone(promise.number // CLONE).completed.append(promise.request_id)
+
+    def sample_again(self, held: Collection[str], why: Failure) -> None:
+        """Lets all samples wait anew that have no outcome, as no replica works on them any more. Those from weights
+        that are not in `held` fail."""
+        self.turns = self.make_turns()
+        for promise in self.promises():
+            if promise.outcome is None and (sampler := self.samplers.get(promise.owner_id)):
+                if sampler.target in held:
+                    self.turns.add(sampler.target, promise)
+                else:
+                    self.settle(promise, why)
+                    self.completed(promise)
 
     def completions(
         self, sampler_id: str, clone: int, cursor: int, retrieved: Collection[str]
     ) -> tuple[list[Promise], int]:
-        """Returns the samples of a clone that were done after `cursor`, and the cursor behind them. Results of those in
-        `retrieved` are dropped. Raises UnknownId."""
-        done = self.sampler(sampler_id).completed.get(clone, [])
+        """Returns the samples of a clone that were done after `cursor`, and the cursor behind them. Those before it are
+        not listed again, and results of those in `retrieved` are dropped. Raises UnknownId."""
+        done = self.sampler(sampler_id).clone(clone)
         for request_id in retrieved:
-            if (known := self._promises.get(request_id)) and known.outcome:
-                known.forget()
-        new = [self._promises[request_id] for request_id in done[max(cursor, 0) :] if request_id in self._promises]
-        return [promise for promise in new if not promise.forgotten], len(done)
+            known = self._promises.get(request_id)
+            if known and known.outcome and known.owner_id == sampler_id:
+                self.retire(known)
+        done.seen(cursor)
+        new = [self._promises[request_id] for request_id in done.completed if request_id in self._promises]
+        return new, done.dropped + len(done.completed)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from service.tinker.adapters import AdapterWish, record_of, recorded_spec, spec_of
-from service.tinker.catalog import Catalog, SavedWeights
+from service.tinker.catalog import Catalog, path_of
 from service.tinker.codec import ForwardBackwardCall, encode_output
 from service.tinker.promises import Failure, Outcome, Success, UserError
 from service.tinker.verbs import FilesToCome, TrainerVerbs
@@ -20,6 +20,7 @@ from trireme.core.datum import Datum
 from trireme.core.errors import RoomFailed, StorageFailed, TriremeError
 from trireme.core.types import AdamParams, ForwardBackwardOutput
 from trireme.core.weights import AdapterSpec, PublishedWeights
+from trireme.process.faults import fault_point
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +106,10 @@ class Done:
     """The weights that samplers may ask for now."""
 
 
+class NotRestored(Exception):
+    """The trainer was lost, and what it had done for a model could not be done again."""
+
+
 class TrainingWorker:
     """The trainer, for one request after the other: of one model after the other, or with `lora` of several models in
     turn, each an adapter. Its methods are called by one thread at a time."""
@@ -127,6 +132,7 @@ class TrainingWorker:
         self.lora = lora
         self._version = 0
         self._gradients: dict[str, Gradient] = {}
+        self._closed = False
         self.failure: TriremeError | None = None
         """Why the trainer cannot be used any more."""
 
@@ -141,17 +147,58 @@ class TrainingWorker:
         if self._gradients.pop(model_id, None) and self.lora:
             self._trainer.drop_adapter(model_id)
 
-    def run(self, model_id: str, work: Work) -> Done:
-        """Does what a client asked for."""
+    def close(self) -> None:
+        """Has a call that still runs, in a thread that nothing waits for, keep nothing: it is done again."""
+        self._closed = True
+
+    def commit(self, directory: Path) -> None:
+        """Saves in a new directory what the trainer holds of the model that it worked for last. Raises TriremeError."""
+        self._trainer.save_state(directory).wait(self._save_s)
+
+    def load_commit(self, model_id: str, directory: Path) -> None:
+        """Makes a model again from what `commit` has saved. Raises NotRestored, TriremeError."""
+        try:
+            spec = recorded_spec(model_id, self._catalog.run(model_id).lora, self.lora)
+        except UserError as error:
+            raise NotRestored(str(error)) from None
+        if spec:
+            self._trainer.add_adapter(model_id, spec)
+            self._trainer.use_adapter(model_id)
+        self._gradients[model_id] = Gradient()
+        self._trainer.load_state(directory, [])
+
+    def again(self, model_id: str, work: Work, error: str) -> PublishedWeights | None:
+        """Does again what was done before, after a commit or the other steps since then. `error`: why it failed then.
+        Returns weights that are available to samplers again. Raises RoomFailed, NotRestored."""
+        if error:  # it must not succeed now: the client was told that it failed
+            self._gradients[model_id].failed = error
+            return None
+        if isinstance(work, Saving):
+            return self.publish(model_id)
+        outcome = self.run(model_id, work).outcome
+        if self.failure:
+            raise self.failure
+        if isinstance(outcome, Failure):
+            raise NotRestored(outcome.error)
+        return None
+
+    def publish(self, model_id: str) -> PublishedWeights:
+        """Makes the weights of a model available to samplers. Raises TriremeError."""
+        if self.lora:
+            self._trainer.use_adapter(model_id)
+        return self._publish()
+
+    def run(self, model_id: str, work: Work, request: str = "") -> Done:
+        """Does what a client asked for. `request`: its id."""
         try:
             if self.lora and not isinstance(work, Creation):
                 self._trainer.use_adapter(model_id)
-            return self._do(model_id, work)
+            return self._do(model_id, work, request)
         except (UserError, ValueError) as error:
             failure = Failure(str(error), "user")
         except RoomFailed as error:
             self.failure = error
-            failure = Failure(f"the trainer has failed, and this server ends: {error}", "server")
+            failure = Failure(f"the trainer failed while it worked on this request: {error}", "server")
         except TriremeError as error:
             failure = Failure(str(error), "server" if isinstance(error, StorageFailed) else "user")
         except Exception as error:  # else the client would wait for ever for this request, and for all behind it
@@ -161,7 +208,7 @@ class TrainingWorker:
             self._gradients[model_id].failed = f"its request {work.seq_id} failed: {failure.error}"
         return Done(failure)
 
-    def _do(self, model_id: str, work: Work) -> Done:
+    def _do(self, model_id: str, work: Work, request: str) -> Done:
         match work:
             case Creation():
                 return self._create(model_id, work)
@@ -174,9 +221,9 @@ class TrainingWorker:
             case Update():
                 return self._update(model_id, work)
             case Saving(kind="state"):
-                return self._save_state(model_id, work)
+                return self._save_state(model_id, work, request)
             case Saving():
-                return self._save_for_sampler(model_id, work)
+                return self._save_for_sampler(model_id, work, request)
             case Unusable(error):
                 raise UserError(error)
 
@@ -264,29 +311,38 @@ class TrainingWorker:
             raise UserError("adam_params.eps = 0 for an adapter; expected more than 0: nothing was updated")
         return Done(Success({"metrics": dict(self._trainer.optim_step(work.adam).metrics)}))
 
-    def _save_state(self, model_id: str, work: Saving) -> Done:
+    def _save_state(self, model_id: str, work: Saving, request: str) -> Done:
         if work.name is None:
             raise UserError("save_weights without a path; expected the name of the state")
-        staging = self._catalog.staging(model_id, "weights", work.name, work.overwrite)
-        saved = self._keep(staging, self._trainer.save_state(staging), work)
-        return Done(Success({"path": saved.path, "type": "save_weights"}))
+        path = path_of(model_id, "weights", work.name)
+        if not self._catalog.kept(path, request):
+            staging = self._catalog.staging(model_id, "weights", work.name, work.overwrite)
+            self._keep(staging, self._trainer.save_state(staging), work, request)
+        return Done(Success({"path": path, "type": "save_weights"}))
 
-    def _save_for_sampler(self, model_id: str, work: Saving) -> Done:
+    def _save_for_sampler(self, model_id: str, work: Saving, request: str) -> Done:
         """Makes the weights available to samplers, and writes those that have a name."""
         if work.name is None:
             return Done(Success({"type": "save_weights_for_sampler"}), self._publish())
-        staging = self._catalog.staging(model_id, "sampler_weights", work.name, work.overwrite)
-        published = self._publish()
-        saved = self._keep(staging, self._trainer.save_weights(staging, published), work)
-        return Done(Success({"path": saved.path, "type": "save_weights_for_sampler"}), published)
+        path = path_of(model_id, "sampler_weights", work.name)
+        if self._catalog.kept(path, request):
+            published = self._publish()
+        else:
+            staging = self._catalog.staging(model_id, "sampler_weights", work.name, work.overwrite)
+            published = self._publish()
+            self._keep(staging, self._trainer.save_weights(staging, published), work, request)
+        return Done(Success({"path": path, "type": "save_weights_for_sampler"}), published)
 
-    def _keep(self, staging: Path, written: FilesToCome, work: Saving) -> SavedWeights:
+    def _keep(self, staging: Path, written: FilesToCome, work: Saving, request: str) -> None:
         try:
             files = written.wait(self._save_s)
         except StorageFailed:
             self._catalog.discard(staging)  # a disk that is full would stay so
             raise
-        return self._catalog.keep(staging, files, work.ttl_s, work.user_metadata)
+        if self._closed:
+            raise RoomFailed("the trainer was lost; what it wrote is written again")
+        self._catalog.keep(staging, files, work.ttl_s, work.user_metadata, request)
+        fault_point("tinker.save.kept")
 
     def _publish(self) -> PublishedWeights:
         published = self._trainer.publish_weights(self._version)

@@ -9,6 +9,7 @@ directory, where the next server of the same name finds it.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -57,9 +58,8 @@ def serve(argv: list[str], console: Console) -> None:
     with locked(directory):
         keys = service.keys_of(config, directory, say, prefix="tml")
         tinker.clear(directory)
-        with open_rooms(absolute, directory / "logs") as (trainer, sampler):
-            names = (name, absolute.model.name)
-            tinker.serve_clients(absolute, names, facts, trainer, sampler, keys, directory, say)
+        rooms = partial(open_rooms, absolute, directory / "logs")
+        tinker.serve_clients(absolute, (name, absolute.model.name), facts, rooms, keys, directory, say)
 
 
 def _checked(config: Config) -> list[str]:

@@ -24,6 +24,15 @@ class SessionsConfig(Section):
     """Seconds after the end of a session in which it can be exported; then it is forgotten."""
 
 
+class TinkerConfig(Section):
+    snapshots: PositiveInt = 4
+    """Sets of weights that `trireme serve` keeps in memory for samplers beside the base's, at least: those of samplers
+    that wait or sample stay too. Each takes as much as the published weights of the model."""
+    commit_s: PositiveFloat = 60.0
+    """Seconds of the trainer's work after which `trireme serve` saves the model that is trained, at its next update: if
+    a process dies, about so much is computed again."""
+
+
 class ServiceConfig(Section):
     port: Annotated[int, Field(ge=0, le=65535)] | None = None
     """Port on the driver's machine at which the run answers OpenAI's and Anthropic's clients (docs/service.md); none =
@@ -51,3 +60,5 @@ class ServiceConfig(Section):
     ones wait. A whole model is trained alone."""
     sessions: SessionsConfig = SessionsConfig()
     """Limits of sessions (docs/sessions.md)."""
+    tinker: TinkerConfig = TinkerConfig()
+    """The server of Tinker's clients (docs/tinker.md)."""

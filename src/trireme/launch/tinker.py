@@ -6,23 +6,27 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 
-from inference.client import SamplingClient
 from service.front import ServedModels
 from service.guard import Limits
 from service.keys import ServiceKey, ServiceKeys
 from service.tinker.catalog import Catalog, recover
+from service.tinker.commits import OwnCommits
+from service.tinker.journal import TinkerJournal
 from service.tinker.listening import TinkerListener
 from service.tinker.serving import TinkerServer
+from service.tinker.verbs import SamplerVerbs, TrainerVerbs
 from service.tinker.work import TrainingWorker
-from trainer.handle import TrainerHandle
 from trireme.config import Config
 from trireme.config.model_facts import ModelFacts
-from trireme.core.errors import BadInput
+from trireme.core.errors import BadInput, RoomFailed
 from trireme.process import signals
+from trireme.supervision.restarts import Restarts
 
-RUNS, BASE = "runs", ".tinker-base-"
+RUNS, JOURNAL, COMMITS, BASE = "runs", "journal", "commits", ".tinker-base-"
 MEGABYTE = 10**6
 TICK_S = 0.2
 
@@ -38,37 +42,73 @@ def serve_clients(
     config: Config,
     names: Sequence[str],
     facts: ModelFacts,
-    trainer: TrainerHandle,
-    sampler: SamplingClient,
+    rooms: Callable[[], AbstractContextManager[tuple[TrainerVerbs, SamplerVerbs]]],
     keys: list[ServiceKey],
     directory: Path,
     say: Callable[[str], None],
 ) -> None:
     """Serves until a signal comes. `names`: those by which clients may ask for the model, first the one that they are
-    told. What they save is in `directory`. Raises Stopped, TriremeError."""
+    told. `rooms` starts a trainer and replicas; where one of them is lost all are started again, and do again what they
+    had done. What clients save is in `directory`. Raises Stopped, TriremeError."""
     max_len, options = config.seq_limit(facts), config.service
     if max_len is None:
         raise BadInput("the longest sequence of the model is not known: set --model.max-seq-len")
     catalog = Catalog(directory / RUNS, names[0], time.time)
-    base = Path(tempfile.mkdtemp(prefix=BASE, dir=directory))
-    lora = config.trainer.lora.model_copy(update={"seed": config.lora_seed}) if config.trainer.lora.on else None
-    worker = TrainingWorker(trainer, catalog, names, base / "state", config.timeouts.checkpoint_s, max_len, lora)
     served = ServedModels(tuple(names), max_len, facts.vocab_size)
+    lora = config.trainer.lora.model_copy(update={"seed": config.lora_seed}) if config.trainer.lora.on else None
     places = options.models if lora else 1
     slots = config.inference.kept_loras - 1 if lora else 0  # one is the base's, with an adapter that changes nothing
-    server = TinkerServer(worker, sampler, catalog, served, config.tokenizer_name, places=places, slots=slots)
+    journal, commits = TinkerJournal(directory / JOURNAL), OwnCommits(directory / COMMITS)
+    server = TinkerServer(
+        names, catalog, served, config.tokenizer_name, journal, commits, options.tinker, lora, places, slots
+    )
+    if server.begin():
+        say("what clients had asked the last server for is continued")
     limits = Limits(int(options.max_body_mb * MEGABYTE), options.body_s, options.requests_per_minute)
     listener = TinkerListener(server, ServiceKeys(keys), limits, options.host, options.port or 0)
     listener.start()
+    restarts = Restarts(config.cluster.max_restarts, config.cluster.restart_window_s)
     try:
-        said = False
-        while listener.is_alive():
-            signals.check()
-            if listener.address and not said:
-                say(f"TINKER_BASE_URL={listener.address} serves {names[0]}; Ctrl-C ends it")
-                said = True
-            time.sleep(TICK_S)
-        listener.check()
+        _await_address(listener)
+        said = f"TINKER_BASE_URL={listener.address} serves {names[0]}; Ctrl-C ends it"
+        while True:
+            base = Path(tempfile.mkdtemp(prefix=BASE, dir=directory))
+            try:
+                with rooms() as (trainer, sampler):
+                    worker = TrainingWorker(
+                        trainer, catalog, names, base / "state", config.timeouts.checkpoint_s, max_len, lora
+                    )
+                    _work(listener, worker, sampler, partial(say, said))
+            except RoomFailed as error:
+                restarts.take("the rooms", error, died=False, step=server.done, now=time.monotonic())
+                said = "the rooms serve again"
+                say(f"! {error}\nThe rooms are started again, and do again what was done since their last commit.")
+            finally:
+                shutil.rmtree(base, ignore_errors=True)
     finally:
         listener.stop()
-        shutil.rmtree(base, ignore_errors=True)
+        journal.close()
+
+
+def _await_address(listener: TinkerListener) -> None:
+    while listener.address is None and listener.is_alive():
+        signals.check()
+        time.sleep(TICK_S)
+    listener.check()
+
+
+def _work(listener: TinkerListener, worker: TrainingWorker, sampler: SamplerVerbs, begun: Callable[[], None]) -> None:
+    """Has the server work with these rooms until that ends. `begun` is called once it does. Raises what ended it."""
+    working, said = listener.work(worker, sampler), False
+    try:
+        while True:
+            signals.check()
+            listener.check()
+            if working.done():
+                working.result()
+            if listener.serves and not said:
+                begun()
+                said = True
+            time.sleep(TICK_S)
+    finally:
+        working.cancel()  # before the rooms end, else what they work on would be told to have failed

@@ -3,9 +3,11 @@ real, and a sampler of it. The server, its port and the client are the real ones
 
 from __future__ import annotations
 
+import os
+import re
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,10 +21,16 @@ from service.front import ServedModels
 from service.guard import Limits
 from service.keys import ServiceKey, ServiceKeys
 from service.tinker.catalog import Catalog
+from service.tinker.commits import OwnCommits
+from service.tinker.journal import TinkerJournal
 from service.tinker.listening import TinkerListener
 from service.tinker.serving import TinkerServer
 from service.tinker.work import TrainingWorker
 from trireme.checkpoint.files import FileRecord, write_bytes
+from trireme.cli.serve import UNREAD
+from trireme.config.load import load
+from trireme.config.model_facts import ModelFacts
+from trireme.config.service import TinkerConfig
 from trireme.config.trainer import LoraConfig
 from trireme.core.errors import NonFiniteGradient
 from trireme.core.types import (
@@ -37,6 +45,7 @@ from trireme.core.types import (
     TokenBatch,
 )
 from trireme.core.weights import AdapterSpec
+from trireme.launch import tinker
 
 KEY = "tml-0123456789abcdef"
 BASE_MODEL = "tests/unigram"
@@ -228,6 +237,17 @@ class Served:
     server: TinkerServer
     trainer: UnigramTrainer
     sampler: UnigramSampler
+    catalog: Catalog
+    listener: TinkerListener
+    root: Path
+    lora: LoraConfig | None
+
+    def work(self) -> None:
+        """Has the server work with its rooms, from now on or again: new ones, where they were lost."""
+        base = self.root / f"base-{time.monotonic_ns()}" / "state"
+        worker = TrainingWorker(self.trainer, self.catalog, (BASE_MODEL,), base, DEADLINE_S, MAX_LEN, self.lora)
+        self.working = self.listener.work(worker, self.sampler)
+        wait_for(lambda: self.server.ready or self.working.done(), "the server to work")
 
 
 @contextmanager
@@ -238,24 +258,68 @@ def tinker_server(
     lora: LoraConfig | None = None,
     places: int = 1,
     slots: int = 0,
+    snapshots: int = 4,
+    commit_s: float = 60.0,
+    keys: Sequence[ServiceKey] = (ServiceKey("client", KEY),),
 ) -> Iterator[Served]:
-    """Serves on a free port of this machine; what is saved stays below `root`. `lora`: adapters, so many at once."""
+    """Serves on a free port of this machine; what is saved stays below `root`. `lora`: adapters, so many at once. At
+    the end it raises what ended it."""
     trainer, sampler = trainer or UnigramTrainer(), UnigramSampler()
     catalog = Catalog(root / "runs", BASE_MODEL, time.time)
-    base = root / f"base-{time.monotonic_ns()}"
-    worker = TrainingWorker(trainer, catalog, (BASE_MODEL,), base, DEADLINE_S, MAX_LEN, lora)
-    models = ServedModels((BASE_MODEL,), MAX_LEN, VOCABULARY)
-    server = TinkerServer(worker, sampler, catalog, models, BASE_MODEL, now, places, slots)
+    journal, commits = TinkerJournal(root / "journal"), OwnCommits(root / "commits")
+    models, options = (
+        ServedModels((BASE_MODEL,), MAX_LEN, VOCABULARY),
+        TinkerConfig(snapshots=snapshots, commit_s=commit_s),
+    )
+    server = TinkerServer(
+        (BASE_MODEL,), catalog, models, BASE_MODEL, journal, commits, options, lora, places, slots, now
+    )
+    server.begin()
     limits = Limits(body_bytes=2**24, body_s=5.0, per_minute=None)
-    listener = TinkerListener(server, ServiceKeys([ServiceKey("client", KEY)]), limits, "127.0.0.1", 0)
+    listener = TinkerListener(server, ServiceKeys(keys), limits, "127.0.0.1", 0)
     listener.start()
-    until = time.monotonic() + DEADLINE_S
-    while listener.address is None:
-        listener.check()
-        assert time.monotonic() < until, "the server did not begin to listen"
-        time.sleep(0.01)
+    wait_for(lambda: listener.address is not None or not listener.is_alive(), "the server to listen")
+    listener.check()
+    assert listener.address is not None
+    served = Served(listener.address, server, trainer, sampler, catalog, listener, root, lora)
     try:
-        yield Served(listener.address, server, trainer, sampler)
+        served.work()
+        yield served
+        if served.working.done():
+            served.working.result()
     finally:
+        served.working.cancel()
         listener.stop()
+        journal.close()
         listener.check()
+
+
+def wait_for(is_so: Callable[[], bool], what: str) -> None:
+    """Waits until something is so; fails after DEADLINE_S."""
+    until = time.monotonic() + DEADLINE_S
+    while not is_so():
+        assert time.monotonic() < until, f"waited for {what}"
+        time.sleep(0.01)
+
+
+def serve_in_process(directory: Path, port: int) -> None:
+    """Serves by the command's own function until this process ends. What the trainer did is in the file `calls`."""
+    config = load(["@", str(UNREAD), "--model.name", "./assets/sort-base", "--model.max-seq-len", str(MAX_LEN)]).config
+    service = config.service.model_copy(
+        update={"port": port, "tinker": TinkerConfig(commit_s=float(os.environ.get("COMMIT_S", "60")))}
+    )
+    config = config.model_copy(update={"service": service})
+    facts = ModelFacts.of(config, required=True)
+    assert facts is not None
+
+    @contextmanager
+    def rooms() -> Iterator[tuple[Any, Any]]:
+        yield UnigramTrainer(), UnigramSampler()
+
+    def say(text: str) -> None:
+        if found := re.search(r"TINKER_BASE_URL=(\S+)", text):
+            (directory / "address.new").write_text(found[1])
+            (directory / "address.new").rename(directory / "address")
+
+    tinker.clear(directory)
+    tinker.serve_clients(config, (BASE_MODEL,), facts, rooms, [ServiceKey("client", KEY)], directory, say)

@@ -135,11 +135,11 @@ class TestTheClient:
                 np.testing.assert_allclose(found[1:], expected, rtol=1e-6)
 
     def test_samplers_in_flight_follow_the_model_and_old_snapshots_are_let_go(
-        self, served: Served, monkeypatch: pytest.MonkeyPatch
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("service.tinker.serving.SNAPSHOTS", 1)
+        monkeypatch.setenv("TINKER_TELEMETRY", "0")
         prompt = types.ModelInput.from_ints([1, 2, 3])
-        with client_of(served) as client:
+        with tinker_server(tmp_path, snapshots=1) as served, client_of(served) as client:
             model = model_of(client)
             following = model.save_weights_and_get_sampling_client(kind="inflight").result(DEADLINE_S)
             snapshots = []
@@ -251,7 +251,7 @@ class TestTheProtocol:
         assert saved["path"] == f"tinker://{model}/weights/s", "the second would have failed"
 
     def test_a_second_client_waits_and_is_told_so(self, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("service.tinker.serving.HOLD_S", 0.1)
+        monkeypatch.setattr("service.tinker.desk.HOLD_S", 0.1)
         session, model = begun(served)
         second = post(served, "create_session", {"sdk_version": "0.38.0"}).json()["session_id"]
         asked = {"session_id": second, "model_seq_id": 0, "base_model": BASE_MODEL}

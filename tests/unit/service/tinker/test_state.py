@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.tinker.promises import Failure, Promise, Success, UserError
-from service.tinker.state import CLONE, GAP_S, KEPT_S, SESSION_S, GoneError, ProtocolState, UnknownId
+from service.tinker.promises import Failure, GoneError, Promise, Success, UnknownId, UserError
+from service.tinker.state import CLONE, GAP_S, KEPT_S, SESSION_S, UNASKED_S, ProtocolState
 from service.tinker.turns import LoadWeights, StartSample
 
 DONE = Success({})
@@ -164,19 +164,6 @@ def test_requests_do_not_wait_for_ever_for_one_that_does_not_come() -> None:
     assert run_all(state) == ["t:train:0/0"]
 
 
-def test_all_are_told_when_nothing_more_will_be_done() -> None:
-    state, end = new_state("s", "t"), Failure("the server has ended", "server")
-    done = state.create_model("s", 0, None)
-    run_all(state)
-    waiting = [state.train("s:train:0", 2, None), state.create_model("t", 0, None)]
-    waiting.append(state.sample(state.create_sampler("s", 0, "base").sampler_id, 0, None))
-    state.take_settled()
-    state.fail_all(end)
-    assert state.take_settled() == waiting
-    assert [promise.outcome for promise in waiting] == [end] * 3
-    assert done.outcome == DONE
-
-
 def test_promises_of_sessions_that_ended_long_ago_take_no_memory() -> None:
     state = new_state("s", "t")
     promises = [state.create_model(name, 0, None) for name in "st"]
@@ -185,8 +172,9 @@ def test_promises_of_sessions_that_ended_long_ago_take_no_memory() -> None:
     for now in (1.0 + KEPT_S, 2.0 + KEPT_S):
         state.beat("t", now)
         state.expire(now)
-    with pytest.raises(UnknownId, match="'s:train:0/0'"):
+    with pytest.raises(GoneError, match="'s:train:0/0'"):
         state.promise(promises[0].request_id)
+    assert state.promises() == promises[1:]
     assert state.promise(promises[1].request_id).outcome == DONE
 
 
@@ -215,7 +203,10 @@ def test_outcomes_are_forgotten_after_they_were_given() -> None:
     state.expire(11.0 + KEPT_S)
     with pytest.raises(GoneError, match="forgotten"):
         state.promise(promise.request_id)
-    assert state.create_model("s", 0, None) is promise, "a repeated post does not do it again"
+    again = state.create_model("s", 0, None)
+    assert again.request_id == promise.request_id, "a repeated post does not do it again"
+    assert again.forgotten
+    assert state.next_training() is None
 
 
 def test_outcomes_that_were_never_fetched_are_forgotten_after_the_session() -> None:
@@ -227,6 +218,40 @@ def test_outcomes_that_were_never_fetched_are_forgotten_after_the_session() -> N
     assert state.promise(promise.request_id).outcome == DONE
     state.expire(21.0 + KEPT_S)
     assert promise.forgotten
+
+
+def test_a_long_session_keeps_no_promises_that_were_fetched() -> None:
+    """Also where one in between is never asked for: that one is forgotten too, after an hour."""
+    state, now = new_state("s"), 0.0
+    state.create_model("s", 0, None)
+    sampler = state.create_sampler("s", 0, "base").sampler_id
+    for number in range(1, 200):
+        now += 60.0
+        state.beat("s", now)
+        promise = state.train("s:train:0", number, None)
+        run_all(state)
+        sampled = state.sample(sampler, CLONE + number - 1, None)
+        while not isinstance(state.turns.next(), StartSample):
+            pass
+        state.sampled(sampled, DONE)
+        new, _ = state.completions(sampler, 1, number - 1, [])
+        assert new == [sampled]
+        state.expire(now)
+        if number % 10:
+            state.give(promise, now)
+            state.give(sampled, now)
+    assert len(state.promises()) < 2 * (KEPT_S + UNASKED_S) / 60.0
+    model, clone = state.models["s:train:0"], state.samplers[sampler].clones[1]
+    for retired in (model.retired, clone.retired):
+        assert retired.below > 100
+        assert len(retired.above) < UNASKED_S / 60.0
+    assert len(clone.completed) <= 2
+    for again in (state.train("s:train:0", 5, None), state.sample(sampler, CLONE + 5, None)):
+        assert again.forgotten
+    assert state.next_training() is None
+    assert state.turns.next() is None
+    with pytest.raises(GoneError):
+        state.promise(f"{sampler}/{CLONE + 5}")
 
 
 def test_unknown_ids_are_refused() -> None:

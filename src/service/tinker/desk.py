@@ -1,0 +1,217 @@
+"""What clients ask a Tinker server for: accepted here, and answered once it is done. Nothing is done here.
+
+A request is in the journal before it is accepted. All of this runs in one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from service.front import ServedModels
+from service.tinker.adapter_turns import AdapterTurns
+from service.tinker.catalog import Catalog
+from service.tinker.journal import TinkerJournal
+from service.tinker.promises import Failure, Promise, SampleWork, Success, UnknownId, UserError
+from service.tinker.records import Record
+from service.tinker.replaying import Histories, records_of, replay
+from service.tinker.shelf import BASE, WeightShelf
+from service.tinker.state import ProtocolState
+from service.tinker.turns import WeightTurns
+from service.tinker.work import Creation, Unusable, Work, tokens_of
+from trireme.config.service import TinkerConfig
+from trireme.config.trainer import LoraConfig
+from trireme.core.datum import ModelInput
+from trireme.process.faults import fault_point
+
+HOLD_S = 20.0
+"""Seconds for which a question for an outcome is held; the client waits 45 s."""
+
+
+class TinkerDesk:
+    """The state, its journal, and those who wait."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        catalog: Catalog,
+        served: ServedModels,
+        tokenizer_id: str,
+        journal: TinkerJournal,
+        options: TinkerConfig,
+        lora: LoraConfig | None = None,
+        places: int = 1,
+        slots: int = 0,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`names`: those of the model, the first of which clients are told. `lora`: what adapters are trained; None:
+        the whole model is. `places`: the number of models that are trained at the same time; 1 unless they are
+        adapters. `slots`: the number of adapters that replicas hold at the same time beside the base; 0: they hold one
+        set of weights."""
+        self.catalog, self.served, self.now = catalog, served, now
+        self._names, self._tokenizer_id, self._journal = names, tokenizer_id, journal
+        self._lora, self._places, self._slots = lora, places, slots
+        self._kept, self._commit_s = max(options.snapshots, slots), options.commit_s
+        self.state, self._histories = self._replay([])
+        self._shelf = WeightShelf()
+        self._outcomes: dict[str, asyncio.Event] = {}
+        self._completions: dict[str, asyncio.Event] = {}
+        self._to_train, self._to_sample = asyncio.Event(), asyncio.Event()
+        self._closing = False
+        self.ready = False
+        """The rooms have what they had; before that nobody knows which weights they hold."""
+
+    def _replay(self, records: Sequence[Record]) -> tuple[ProtocolState, Histories]:
+        turns = partial(AdapterTurns[Promise], self._slots, BASE) if self._slots else WeightTurns[Promise]
+        state = ProtocolState(places=self._places, cost=tokens_of, make_turns=turns)
+        return state, replay(state, records, self.now())
+
+    def begin(self) -> bool:
+        """Reads the journal, and begins another one behind it. Returns True if an earlier server had begun it. Raises
+        StorageFailed."""
+        replayed = self._journal.replay()
+        self.state, self._histories = self._replay(replayed.records)
+        if replayed.lost:  # what clients were told may not be known here, so they begin again
+            for session_id in self.state.sessions:
+                self.state.finish(session_id, self.now())
+        self.rewrite()
+        self.state.write = self._journal.append
+        return bool(replayed.records)
+
+    def rewrite(self) -> None:
+        self._journal.begin(records_of(self.state, self._histories))
+
+    @property
+    def base_model(self) -> str:
+        """The name of the model that it serves."""
+        return self._names[0]
+
+    @property
+    def told(self) -> str:
+        """A sentence for clients whose session begins."""
+        if (lora := self._lora) is None:
+            return "this server trains whole models: lora_config has no effect"
+        without = "" if "lm_head" in lora.target_modules else "; train_unembed has no effect"
+        return f"this server trains adapters up to rank {lora.rank} for {', '.join(lora.target_modules)}{without}"
+
+    @property
+    def tokenizer_id(self) -> str:
+        """The tokenizer of that model: a directory, or a name on the hub."""
+        return self._tokenizer_id
+
+    def serves(self, base_model: str | None) -> bool:
+        """Tells whether `base_model` is a name of that model."""
+        return base_model in self._names
+
+    def room(self, prompt: ModelInput) -> int:
+        """Returns how many tokens may follow a prompt. Raises UserError for one that the model cannot read."""
+        tokens, vocabulary, most = prompt.tokens, self.served.vocab_size, self.served.max_len
+        if not len(tokens) or tokens.max() >= vocabulary:
+            raise UserError(f"a prompt of {len(tokens)} tokens; expected at least one, all below {vocabulary}")
+        if len(tokens) >= most:
+            raise UserError(f"a prompt of {len(tokens)} tokens; expected less than {most}, the context of the model")
+        return most - len(tokens)
+
+    # ---- what clients ask for
+
+    def begin_session(self, owner: str, metadata: Mapping[str, Any]) -> str:
+        """Begins a session of the key `owner`, and returns its id. Raises StorageFailed."""
+        session_id = uuid.uuid4().hex
+        self.state.begin_session(session_id, self.now(), owner, metadata)
+        return session_id
+
+    def finish(self, session_id: str) -> None:
+        """Ends a session. Raises UnknownId."""
+        self.state.finish(session_id, self.now())
+        self.wake()
+
+    def create(self, session_id: str, model_seq: int, work: Creation) -> Promise:
+        """Accepts a new model. Raises UnknownId, GoneError, StorageFailed."""
+        promise = self.state.create_model(session_id, model_seq, work)
+        self.wake()
+        return promise
+
+    def train(self, model_id: str, seq_id: int, work: Work) -> Promise:
+        """Accepts a request of a model. Raises UnknownId, UserError."""
+        fault_point("tinker.ask")
+        promise = self.state.train(model_id, seq_id, work)
+        fault_point("tinker.asked")
+        self.wake()
+        return promise
+
+    def take_number(self, model_id: object, seq_id: object, said: str) -> None:
+        """Notes that a request of a model was refused, for which later ones would wait: the client counts it."""
+        if isinstance(model_id, str) and isinstance(seq_id, int):
+            with suppress(UnknownId, UserError):
+                self.train(model_id, seq_id, Unusable(said))
+
+    def sample(self, sampler_id: str, seq_id: int, work: SampleWork) -> Promise:
+        """Accepts a sample. Raises UnknownId, and UserError where its weights are not held any more."""
+        if not self.state.has_sample(sampler_id, seq_id):
+            self._check_held(self.state.sampler(sampler_id).target)
+        promise = self.state.sample(sampler_id, seq_id, work)
+        self.wake()
+        return promise
+
+    def create_sampler(self, session_id: str, seq: int, model_path: str | None) -> str:
+        """Begins a sampling session from the base, or from weights that were saved by name. Raises UnknownId,
+        GoneError, UserError."""
+        if model_path is not None:
+            self.catalog.find(model_path, "sampler_weights")
+            self._check_held(model_path)
+        return self.state.create_sampler(session_id, seq, model_path or BASE).sampler_id
+
+    def _check_held(self, target: str) -> None:
+        if self.ready and target not in self._shelf:
+            raise UserError(
+                f"the weights {target} are no longer in memory, where samplers need them: the server keeps the newest "
+                f"{self._kept} (service.tinker.snapshots), and none after a restart. Train from a saved state and save "
+                "weights for samplers again, or serve the saved directory with `uv run inference`"
+            )
+
+    async def outcome(self, promise: Promise) -> Success | Failure | None:
+        """Returns the outcome of a promise, or None if there is none after HOLD_S."""
+        if promise.outcome is None and not promise.forgotten and not self._closing:
+            event = self._outcomes.setdefault(promise.request_id, asyncio.Event())
+            await _within(event, HOLD_S)
+        return self.state.give(promise, self.now())
+
+    async def completions(
+        self, sampler_id: str, clone: int, cursor: int, retrieved: list[str], timeout_s: float | None
+    ) -> tuple[list[Promise], int]:
+        """Returns what was sampled after `cursor`; waits for it, at most `timeout_s`. Raises UnknownId."""
+        until = self.now() + min(HOLD_S if timeout_s is None else timeout_s, HOLD_S)
+        while True:
+            done, after = self.state.completions(sampler_id, clone, cursor, retrieved)
+            if done or self.now() >= until or self._closing:
+                return done, after
+            event = self._completions.setdefault(sampler_id, asyncio.Event())
+            await _within(event, until - self.now())
+
+    def release(self) -> None:
+        """Answers all who wait with what there is: the server ends."""
+        self._closing = True
+        for event in (*self._outcomes.values(), *self._completions.values()):
+            event.set()
+
+    def wake(self) -> None:
+        """Lets all who wait look at what has changed."""
+        for promise in self.state.take_settled():
+            if event := self._outcomes.pop(promise.request_id, None):
+                event.set()
+            if event := self._completions.pop(promise.owner_id, None):
+                event.set()
+        self._to_train.set()
+        self._to_sample.set()
+
+
+async def _within(event: asyncio.Event, seconds: float) -> None:
+    try:
+        await asyncio.wait_for(event.wait(), seconds)
+    except TimeoutError:
+        return

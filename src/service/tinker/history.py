@@ -1,0 +1,82 @@
+"""What the trainer has done for a model since the model's newest commit, so that it can be done again.
+
+A server saves a model for itself from time to time, after an update, when no gradients are held. If the trainer is
+lost, it loads that commit and does again what it had done since: passes with a gradient, updates, and what made weights
+available to samplers. What the client was told stays as it was told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from service.tinker.codec import ForwardBackwardCall
+from service.tinker.promises import Failure, Outcome
+from service.tinker.work import Creation, Loading, Saving, Update, Work
+
+
+@dataclass(frozen=True)
+class Step:
+    """A request that the trainer has done."""
+
+    seq: int
+    work: Work
+    error: str = ""
+    """Why it failed; "": it did not."""
+
+
+@dataclass
+class ModelHistory:
+    """The steps of one model."""
+
+    place: str = ""
+    """The directory of its newest commit; "": none."""
+    steps: list[Step] = field(default_factory=list)
+    """All since then up to the newest update."""
+    batch: list[Step] = field(default_factory=list)
+    """The passes since that, whose gradients are held."""
+    began_s: float | None = None
+    """When the first of the steps was done, in seconds of the server's clock."""
+
+    def note(self, seq: int, work: Work, outcome: Outcome, now: float) -> None:
+        """Notes that request `seq` was done."""
+        error = outcome.error if isinstance(outcome, Failure) else ""
+        step = Step(seq, work, error)
+        match work:
+            case ForwardBackwardCall() if not work.forward_only:
+                self.batch.append(step)
+            case Update():
+                if not error:
+                    self.steps += [*self.batch, step]
+                self.batch = []  # an update that failed has dropped all gradients
+            case Creation() | Loading() if not error:
+                self.steps.append(step)
+                self.batch = []
+            case Saving(kind="snapshot" | "inflight") if not error:
+                self.steps.append(step)
+            case _:
+                return
+        if self.began_s is None:
+            self.began_s = now
+
+    def committed(self, place: str) -> None:
+        """Notes that a commit in the directory `place` has all steps."""
+        self.place, self.steps, self.began_s = place, [], None
+
+    def is_due(self, now: float, every_s: float) -> bool:
+        """Tells whether the model is to be committed now: work of `every_s` seconds would be lost, or the state that it
+        began with may be deleted by its client. Never while gradients are held."""
+        if self.batch or not self.steps:
+            return False
+        if any(isinstance(step.work, Creation | Loading) and step.work.path for step in self.steps):
+            return True
+        return (
+            self.began_s is not None
+            and now - self.began_s >= every_s
+            and any(isinstance(step.work, Update) for step in self.steps)
+        )
+
+    def kept(self) -> Iterator[Step]:
+        """Yields all steps, in the order in which they are to be done again."""
+        yield from self.steps
+        yield from self.batch

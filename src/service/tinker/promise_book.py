@@ -1,0 +1,102 @@
+"""The promises of the protocol's state, and those whom they belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from service.tinker.promises import (
+    ClientModel,
+    ClientSampler,
+    ClientSession,
+    GoneError,
+    Outcome,
+    Promise,
+    RetiredNumbers,
+    UnknownId,
+)
+from service.tinker.records import OutcomeKnown, Record
+
+KEPT_S = 600.0
+"""Seconds for which an outcome is kept after it was given, as the answer may not have arrived, or after the session."""
+UNASKED_S = 3600.0
+"""Seconds for which an outcome is kept that its client does not ask for."""
+CLONE = 1_000_000_000
+"""A clone of a sampler numbers its samples from this times its own number."""
+
+
+@dataclass(eq=False)
+class PromiseBook:
+    """All promises that are kept, and the numbers of those that are not any more."""
+
+    sessions: dict[str, ClientSession] = field(default_factory=dict)
+    models: dict[str, ClientModel] = field(default_factory=dict)
+    samplers: dict[str, ClientSampler] = field(default_factory=dict)
+    write: Callable[[Record], None] = lambda record: None
+    """Takes each record before what it says is done. Raises StorageFailed; then nothing is done."""
+    _promises: dict[str, Promise] = field(default_factory=dict)
+    _settled: list[Promise] = field(default_factory=list)
+
+    def retire(self, promise: Promise) -> None:
+        """Forgets a promise that has its outcome. Its number is kept, so that it is never done again."""
+        promise.forget()
+        del self._promises[promise.request_id]
+        retired, number = self._retired(promise.owner_id, promise.number)
+        retired.add(number)
+
+    def _retired(self, owner_id: str, seq: int) -> tuple[RetiredNumbers, int]:
+        """Returns the numbers that are retired of a model, or of a sampler's clone, and that of request `seq` there."""
+        if model := self.models.get(owner_id):
+            return model.retired, seq
+        return self.samplers[owner_id].clone(seq // CLONE).retired, seq % CLONE
+
+    def promises(self) -> list[Promise]:
+        """Returns all promises that are kept, in the order in which they were made."""
+        return list(self._promises.values())
+
+    def unsettled(self, request_id: str) -> Promise | None:
+        """Returns the promise of this id, if it is there and has no outcome yet."""
+        promise = self._promises.get(request_id)
+        return promise if promise and promise.outcome is None else None
+
+    def make_promise(self, request_id: str, session_id: str, work: object, outcome: Outcome | None = None) -> Promise:
+        """Makes a promise, for requests and for records of them."""
+        promise = self._promises[request_id] = Promise(request_id, session_id, work, outcome)
+        return promise
+
+    def _known(self, owner_id: str, seq: int) -> Promise | None:
+        """Returns the promise of a request that was accepted before. One that is retired has a forgotten one."""
+        retired, number = self._retired(owner_id, seq)
+        request_id = f"{owner_id}/{seq}"
+        return Promise(request_id, "", None, forgotten=True) if number in retired else self._promises.get(request_id)
+
+    def settle(self, promise: Promise, outcome: Outcome) -> None:
+        """Gives a promise its outcome."""
+        self.write(OutcomeKnown(promise.request_id, outcome))
+        promise.outcome, promise.work = outcome, None
+        self._settled.append(promise)
+
+    def take_settled(self) -> list[Promise]:
+        """Returns the promises that got their outcome since the last call."""
+        settled, self._settled = self._settled, []
+        return settled
+
+    def promise(self, request_id: str) -> Promise:
+        """Returns a promise. Raises UnknownId, and GoneError where its outcome is forgotten."""
+        if (promise := self._promises.get(request_id)) is not None:
+            return promise
+        owner_id, _, seq = request_id.rpartition("/")
+        if (owner_id in self.models or owner_id in self.samplers) and seq.isdecimal():
+            retired, number = self._retired(owner_id, int(seq))
+            if number in retired:
+                raise GoneError(
+                    f"the result of {request_id!r} was given more than {KEPT_S:g} s ago, or not asked for in "
+                    f"{UNASKED_S:g} s, and is forgotten"
+                )
+        raise UnknownId(f"the request {request_id!r}; expected one that was accepted here")
+
+    def give(self, promise: Promise, now: float) -> Outcome | None:
+        """Returns the outcome of a promise, None if there is none yet."""
+        if promise.outcome and promise.given_s is None:
+            promise.given_s = now
+        return promise.outcome

@@ -1,0 +1,35 @@
+"""The sets of weights that samplers can be given, in memory, by the names of `service.tinker.turns`."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection
+
+from service.tinker.catalog import path_of
+from service.tinker.work import Saving
+from trireme.core.weights import PublishedWeights
+
+BASE = "base"
+
+
+class WeightShelf(OrderedDict[str, PublishedWeights]):
+    """All of them, the newest last."""
+
+    def put(self, target: str, weights: PublishedWeights, in_use: Collection[str], most: int) -> None:
+        """Adds a set. Of those that are not `in_use`, and are not the base's, the newest `most` stay."""
+        self[target] = weights
+        self.move_to_end(target)
+        for name in [each for each in self if each not in in_use and each != BASE][:-most]:
+            del self[name]
+
+
+def following(model_id: str) -> str:
+    """Returns the name of the weights of samplers that follow a model."""
+    return f"{model_id}/inflight"
+
+
+def target_of(model_id: str, work: Saving) -> str:
+    """Returns the name of the weights that a request makes available to samplers."""
+    if work.name is not None:
+        return path_of(model_id, "sampler_weights", work.name)
+    return following(model_id) if work.kind == "inflight" else f"{model_id}/snapshot/{work.sampler_seq}"

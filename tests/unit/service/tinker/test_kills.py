@@ -1,0 +1,187 @@
+"""A Tinker server is killed at each of its fault points, and at random times: its client sees a delay only.
+
+The client posts each request until it is accepted, and asks for each result until it is there, as the real one does.
+Its model, and all that it was told, are those of a server that was never killed.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from tinker_posts import passing, post, sampling
+from tinker_process import ServerProcess, ServerStarter, patiently, server_starter
+from tinker_support import BASE_MODEL, DEADLINE_S
+
+ROOT = Path(__file__).parents[4]
+POINTS = {
+    "tinker.ask": 4,
+    "tinker.asked": 4,
+    "tinker.train": 5,
+    "tinker.trained": 5,
+    "tinker.told": 5,
+    "tinker.save.kept": 1,
+    "tinker.sampled": 2,
+    "tinker.commit": 2,
+    "tinker.commit.written": 2,
+    "tinker.commit.told": 2,
+    "tinker.journal.begun": 1,
+    "tinker.restore": 2,
+}
+"""Every fault point, and the passage at which the server is killed."""
+AT_START = ("tinker.journal.begun", "tinker.restore")
+"""Those of interest where a server starts after another one was killed."""
+
+
+def test_every_fault_point_is_tried() -> None:
+    found = set[str]()
+    for file in (ROOT / "src/service/tinker").glob("*.py"):
+        found |= set(re.findall(r'fault_point\("([\w.]+)"\)', file.read_text()))
+    assert found == set(POINTS)
+
+
+@pytest.fixture(scope="module")
+def starter() -> Iterator[ServerStarter]:
+    with server_starter() as starter:
+        yield starter
+
+
+@pytest.fixture(scope="module")
+def expected(starter: ServerStarter, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What a client is told by a server that is not killed."""
+    return played(starter, tmp_path_factory.mktemp("whole"), {})
+
+
+class PatientClient:
+    """Posts and asks until there is an answer. It numbers as the real client does."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self.told: list[Any] = []
+        """All results, in the order of the requests."""
+
+    def post(self, path: str, body: Any) -> httpx.Response:
+        while True:
+            answer: httpx.Response = patiently(partial(post, self._url, path, body))
+            if answer.status_code not in (408, 503):
+                return answer
+
+    def ask(self, path: str, body: Any, *, twice: bool = False) -> str:
+        """Posts a request, `twice` as after an answer that was lost; returns the id of its promise."""
+        ids = {self.post(path, body).json()["request_id"] for _ in range(1 + twice)}
+        assert len(ids) == 1, "a repeated post has the same promise"
+        return str(ids.pop())
+
+    def result(self, request_id: str) -> Any:
+        answer = self.post("retrieve_future", {"request_id": request_id})
+        assert answer.status_code == 200, answer.text
+        found = answer.json() if answer.headers["content-type"] == "application/json" else answer.content
+        self.told.append(found)
+        return found
+
+
+def play(url: str) -> list[Any]:
+    """Trains for four steps, the parts of each batch in another order, with samples of each step's weights, and a
+    state; returns all that was told, and the last state."""
+    client = PatientClient(url)
+    session = client.post("create_session", {"sdk_version": "0.38.0"}).json()["session_id"]
+    asked = {"session_id": session, "model_seq_id": 0, "base_model": BASE_MODEL}
+    model = client.result(client.ask("create_model", asked, twice=True))["model_id"]
+    seq = 0
+    for step in range(4):
+        parts = [client.ask("forward_backward", passing(model, seq + n), twice=n == 2) for n in (2, 1)]
+        body = {"model_id": model, "seq_id": seq + 3, "adam_params": {"learning_rate": 0.1}}
+        parts.append(client.ask("optim_step", body, twice=True))
+        sampling_weights = {"model_id": model, "seq_id": seq + 4, "sampling_session_seq_id": step, "kind": "snapshot"}
+        parts.append(client.ask("save_weights_for_sampler", sampling_weights))
+        for request_id in parts:
+            client.result(request_id)
+        sampler = client.told[-1]["sampling_session_id"]
+        samples = [client.ask("asample", sampling(sampler, n), twice=True) for n in range(3)]
+        for request_id in samples:
+            client.result(request_id)
+        state = {"model_id": model, "seq_id": seq + 5, "path": f"s{step}"}
+        client.result(client.ask("save_weights", state))
+        seq += 5
+    session_free = [repr(each).replace(session, "SESSION") for each in client.told]
+    assert client.post(f"sessions/{session}/finish", {}).status_code == 204
+    return session_free
+
+
+def played(
+    starter: ServerStarter,
+    directory: Path,
+    environ: dict[str, str],
+    kill: Callable[[ServerProcess], bool] | None = None,
+    first: dict[str, str] | None = None,
+) -> list[Any]:
+    """Plays against a server that is started again whenever it ends. The first one has `first` beside
+    `environ`."""
+    port = free_port()
+    settings = {"COMMIT_S": "0.0001", **environ}
+    server = starter.start(directory, port, {**settings, **(first or {})})
+    told: list[Any] = []
+    playing = threading.Thread(target=lambda: told.append(play(f"http://127.0.0.1:{port}")), daemon=True)
+    playing.start()
+    try:
+        until = time.monotonic() + 3 * DEADLINE_S
+        while playing.is_alive():
+            assert time.monotonic() < until, "the client waits for something that does not come"
+            if kill and kill(server):
+                server.kill()
+            if not server.lives:
+                server = starter.start(directory, port, settings)
+            playing.join(0.01)
+    finally:
+        server.kill()
+    (found,) = told
+    state = (next((directory / "runs").glob("*/weights/s3")) / "state.bin").read_bytes()
+    return [*found, np.frombuffer(state).tolist()]
+
+
+def free_port() -> int:
+    """Returns a port that was free a moment ago: a server that is started again has to have the same one."""
+    with socket.socket() as tried:
+        tried.bind(("127.0.0.1", 0))
+        return int(tried.getsockname()[1])
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_killed_at_a_point(point: str, starter: ServerStarter, tmp_path: Path, expected: list[Any]) -> None:
+    once, directory = tmp_path / "once", tmp_path / "served"
+    once.mkdir()
+    directory.mkdir()
+    fault, first = f"{point}@{POINTS[point]}=kill", {}
+    environ = {"TRIREME_FAULTS": fault, "TRIREME_FAULT_ONCE": str(once)}
+    if point in AT_START:
+        first = {"TRIREME_FAULTS": "tinker.trained@13=kill"}
+    if point == "tinker.restore":  # a server that commits has little to restore
+        environ["COMMIT_S"] = "60"
+    assert played(starter, directory, environ, first=first) == expected
+    assert fault in {each.name for each in once.iterdir()}, "it was killed there"
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_killed_at_random_times(seed: int, starter: ServerStarter, tmp_path: Path, expected: list[Any]) -> None:
+    chance, killed = random.Random(seed), [time.monotonic()]
+    next_s = [chance.uniform(0.1, 0.5)]
+
+    def kill(_: ServerProcess) -> bool:
+        if len(killed) > 6 or time.monotonic() - killed[-1] < next_s[0]:
+            return False
+        killed.append(time.monotonic())
+        next_s[0] = chance.uniform(0.1, 0.5)
+        return True
+
+    assert played(starter, tmp_path, {}, kill) == expected
+    assert len(killed) > 1

@@ -1,0 +1,61 @@
+"""Requests to a Tinker server as a client's bytes, one at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import numpy as np
+from tinker_support import BASE_MODEL, DEADLINE_S, KEY
+
+from service.tinker.messages import message_class
+
+
+def post(url: str, path: str, body: Any) -> httpx.Response:
+    """Posts to a route."""
+    content = {"content": body} if isinstance(body, bytes) else {"json": body}
+    return httpx.post(f"{url}/api/v1/{path}", headers={"x-api-key": KEY}, timeout=DEADLINE_S, **content)
+
+
+def accepted(url: str, path: str, body: Any) -> str:
+    answer = post(url, path, body)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["request_id"])
+
+
+def result(url: str, request_id: str) -> Any:
+    answer = post(url, "retrieve_future", {"request_id": request_id})
+    assert answer.status_code == 200, answer.text
+    return answer.json() if answer.headers["content-type"] == "application/json" else answer.content
+
+
+def begun(url: str) -> tuple[str, str]:
+    """Begins a session with a model; returns their ids."""
+    session = post(url, "create_session", {"sdk_version": "0.38.0"}).json()["session_id"]
+    asked = {"session_id": session, "model_seq_id": 0, "base_model": BASE_MODEL}
+    return session, result(url, accepted(url, "create_model", asked))["model_id"]
+
+
+def sampler_of(url: str, session: str, number: int, **target: str) -> str:
+    asked = {"session_id": session, "sampling_session_seq_id": number, **target}
+    return str(post(url, "create_sampling_session", asked).json()["sampling_session_id"])
+
+
+def sampling(sampler: str, seq_id: int) -> dict[str, Any]:
+    prompt = {"chunks": [{"tokens": [1], "type": "encoded_text"}]}
+    return {
+        "prompt": prompt,
+        "sampling_params": {"max_tokens": 2},
+        "sampling_session_id": sampler,
+        "seq_id": seq_id,
+    }
+
+
+def passing(model_id: str, seq_id: int) -> bytes:
+    """A request for the gradient of one datum."""
+    request = message_class("ForwardBackwardRequest")(model_id=model_id, seq_id=seq_id, loss_fn="cross_entropy")
+    datum = request.data.add()
+    datum.model_input.add().encoded_text.tokens = np.array([1, 2], "<i4").tobytes()
+    target = datum.loss_fn_inputs["target_tokens"]
+    target.dense, target.dtype = np.array([2, 3], "<i8").tobytes(), 2
+    return bytes(request.SerializeToString())
