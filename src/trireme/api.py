@@ -103,14 +103,17 @@ def new_directory(path: Path) -> Path:
 
 
 @contextmanager
-def open_rooms(config: Config, logs: Path) -> Iterator[tuple[TrainerHandle, SamplingClient]]:
+def open_rooms(
+    config: Config, logs: Path, rooms: Sequence[PartKind] = LOOP_ROOMS
+) -> Iterator[tuple[TrainerHandle, SamplingClient]]:
     """Starts a trainer, and a sampler on `inference.replicas` replicas; stops them at the end of the block. Both load
     `model.name`, but replicas sample only once they got published weights. `logs`: directory of the actors' logs.
+    `rooms`: what they need of machines.
 
     Raises BadInput, RoomFailed.
     """
     check_installed()
-    with _opened(config, LOOP_ROOMS, logs.absolute()) as (trainer, inference):
+    with _opened(config, rooms, logs.absolute()) as (trainer, inference):
         from inference.client import SamplingClient
 
         assert inference is not None

@@ -122,7 +122,7 @@ class TinkerRoutes:
         return JsonReply({"session_id": session_id, **told})
 
     async def beat(self, body: BeatBody) -> JsonReply:
-        """Notes that a client is there. One of before a restart is told that its session is over."""
+        """Notes that a client is there. One that the journal does not know is told that its session is over."""
         try:
             self._state.beat(body.session_id, self._server.now())
         except UnknownId as error:

@@ -23,7 +23,7 @@ from trireme.config.model_facts import ModelFacts
 from trireme.core.refusals import Refusal
 from trireme.launch.common import prepare_cluster
 from trireme.plan.base import Plan
-from trireme.plan.rl import LOOP_ROOMS
+from trireme.plan.serve import SERVE_ROOMS
 from trireme.process.environ import Resources
 from trireme.run.rundir import locked
 
@@ -37,7 +37,7 @@ def serve(argv: list[str], console: Console) -> None:
     facts = ModelFacts.of(config, required=True)
     assert facts is not None, "required"
     plan = Plan(
-        config, facts, Resources.of_this_machine(), LOOP_ROOMS, notes=[*check(config, facts), *_checked(config)]
+        config, facts, Resources.of_this_machine(), SERVE_ROOMS, notes=[*check(config, facts), *_checked(config)]
     )
     if loaded.dry_run:
         show(plan, config, console)
@@ -58,7 +58,7 @@ def serve(argv: list[str], console: Console) -> None:
     with locked(directory):
         keys = service.keys_of(config, directory, say, prefix="tml")
         tinker.clear(directory)
-        rooms = partial(open_rooms, absolute, directory / "logs")
+        rooms = partial(open_rooms, absolute, directory / "logs", SERVE_ROOMS)
         tinker.serve_clients(absolute, (name, absolute.model.name), facts, rooms, keys, directory, say)
 
 

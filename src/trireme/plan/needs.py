@@ -22,6 +22,8 @@ HOST_OF_CUDA_GIB = 2.5
 VERSIONS = "two versions of the weights"
 """The newest and the one before it, in Ray's object store (transport object_store): all of them on each machine with a
 replica, which maps them; elsewhere the shares of the trainer's ranks."""
+SAMPLER_WEIGHTS = "weights for samplers"
+"""Those of the base and of `service.tinker.snapshots` samplers, which `trireme serve` keeps beside these versions."""
 SERVICES_GIB = 0.4
 """Measured memory of Ray's services on a machine."""
 KEPT_VERSIONS = 2
@@ -108,11 +110,12 @@ class NodeNeeds:
     def store_warning(self) -> str:
         """Says that the versions of the weights that live at the same time do not fit into Ray's object store; empty if
         they do."""
-        versions = self.host.get(VERSIONS, 0)
-        if versions <= self.node.store_bytes:
+        samplers = self.host.get(SAMPLER_WEIGHTS, 0)
+        stored, names = self.host.get(VERSIONS, 0) + samplers, f"{VERSIONS}{f' and {SAMPLER_WEIGHTS}' * bool(samplers)}"
+        if stored <= self.node.store_bytes:
             return ""
         return (
-            f"{VERSIONS} have {gib(versions)}, Ray's object store on {self.node.name} {gib(self.node.store_bytes)} "
+            f"{names} have {gib(stored)}, Ray's object store on {self.node.name} {gib(self.node.store_bytes)} "
             f"(of {gib(self.node.shm_bytes)} in /dev/shm): updates wait for a disk. Give it more with ray start "
             "--object-store-memory, and /dev/shm too"
         )

@@ -32,7 +32,7 @@ from trireme.config.load import load
 from trireme.config.model_facts import ModelFacts
 from trireme.config.service import TinkerConfig
 from trireme.config.trainer import LoraConfig
-from trireme.core.errors import NonFiniteGradient
+from trireme.core.errors import NonFiniteGradient, RoomFailed
 from trireme.core.types import (
     AdamParams,
     Datum,
@@ -46,6 +46,7 @@ from trireme.core.types import (
 )
 from trireme.core.weights import AdapterSpec
 from trireme.launch import tinker
+from trireme.process.faults import fault_point
 
 KEY = "tml-0123456789abcdef"
 BASE_MODEL = "tests/unigram"
@@ -143,6 +144,8 @@ class UnigramTrainer:
         self.calls.append("optim_step")
         if self.hold:
             assert self.hold.wait(DEADLINE_S), "the test did not let the update go"
+        if fault_point("test.optim_step"):
+            raise RoomFailed("trainer shard 0 died")
         gradient, self.gradient = self.gradient, np.zeros(VOCABULARY)
         if not np.isfinite(gradient).all():
             raise NonFiniteGradient("the gradient is not finite")
@@ -210,6 +213,8 @@ class UnigramSampler:
     def _sample(
         self, prompt: ModelInput, count: int, params: SamplingParams, include: bool, topk: int, adapter: str
     ) -> SampleResponse:
+        if fault_point("test.sample"):
+            raise RoomFailed("replica 0 died")
         theta = self.slots[adapter] if adapter else self.theta
         assert theta is not None, "no weights were loaded"
         time.sleep(self.seconds)
@@ -244,6 +249,7 @@ class Served:
 
     def work(self) -> None:
         """Has the server work with its rooms, from now on or again: new ones, where they were lost."""
+        wait_for(lambda: not self.server.ready, "the end of the rooms before")
         base = self.root / f"base-{time.monotonic_ns()}" / "state"
         worker = TrainingWorker(self.trainer, self.catalog, (BASE_MODEL,), base, DEADLINE_S, MAX_LEN, self.lora)
         self.working = self.listener.work(worker, self.sampler)
@@ -321,5 +327,6 @@ def serve_in_process(directory: Path, port: int) -> None:
             (directory / "address.new").write_text(found[1])
             (directory / "address.new").rename(directory / "address")
 
+    (directory / f"started-{os.getpid()}").touch()
     tinker.clear(directory)
     tinker.serve_clients(config, (BASE_MODEL,), facts, rooms, [ServiceKey("client", KEY)], directory, say)

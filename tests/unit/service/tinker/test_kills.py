@@ -171,6 +171,19 @@ def test_killed_at_a_point(point: str, starter: ServerStarter, tmp_path: Path, e
     assert fault in {each.name for each in once.iterdir()}, "it was killed there"
 
 
+@pytest.mark.parametrize("faults", ["test.optim_step@2=lost", "test.sample@5=lost", "test.optim_step@1=lost"])
+def test_a_room_is_lost(faults: str, starter: ServerStarter, tmp_path: Path, expected: list[Any]) -> None:
+    """The command starts the rooms again, without an end of the server."""
+    once, directory = tmp_path / "once", tmp_path / "served"
+    once.mkdir()
+    directory.mkdir()
+    commit_s = "60" if faults.startswith("test.optim_step@2") else "0.0001"
+    environ = {"TRIREME_FAULTS": faults, "TRIREME_FAULT_ONCE": str(once), "COMMIT_S": commit_s}
+    assert played(starter, directory, environ) == expected
+    assert [each.name for each in once.iterdir()] == [faults]
+    assert len(list(directory.glob("started-*"))) == 1
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_killed_at_random_times(seed: int, starter: ServerStarter, tmp_path: Path, expected: list[Any]) -> None:
     chance, killed = random.Random(seed), [time.monotonic()]

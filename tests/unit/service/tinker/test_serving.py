@@ -1,0 +1,143 @@
+"""Rooms are lost under a server of Tinker's clients, which goes on with others: what each request is told then."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tinker_posts import accepted, begun, passing, post, result, sampler_of, sampling
+from tinker_support import BASE_MODEL, DEADLINE_S, Served, UnigramSampler, UnigramTrainer, tinker_server, wait_for
+
+from trireme.core.errors import RoomFailed
+from trireme.core.types import AdamParams, OptimStepResponse, SampleResponse
+
+
+class FailingTrainer(UnigramTrainer):
+    """Is lost in its update, once it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fails = threading.Event()
+
+    def optim_step(self, adam_params: AdamParams) -> OptimStepResponse:
+        assert self.fails.wait(DEADLINE_S)
+        raise RoomFailed("trainer shard 0 died")
+
+
+class FailingSampler(UnigramSampler):
+    """Is lost in each sample."""
+
+    def _sample(self, *_: Any) -> SampleResponse:
+        raise RoomFailed("replica 0 died")
+
+
+def lost(served: Served) -> None:
+    """Waits until the server has lost its rooms."""
+    wait_for(served.working.done, "the loss of a room")
+    with pytest.raises(RoomFailed):
+        served.working.result()
+
+
+def stepping(model: str, seq_id: int) -> dict[str, Any]:
+    return {"model_id": model, "seq_id": seq_id, "adam_params": {"learning_rate": 0.1}}
+
+
+def test_clients_wait_while_rooms_are_started_again(tmp_path: Path) -> None:
+    """And get what they had asked for: the new trainer does again what the one that was lost had done."""
+    trainer, whole = FailingTrainer(), UnigramTrainer()
+    with tinker_server(tmp_path / "whole", whole) as served:
+        _, model = begun(served.url)
+        for seq_id in (1, 2):
+            result(served.url, accepted(served.url, "forward_backward", passing(model, seq_id)))
+        result(served.url, accepted(served.url, "optim_step", stepping(model, 3)))
+    with tinker_server(tmp_path / "lost", trainer) as served, ThreadPoolExecutor() as threads:
+        session, model = begun(served.url)
+        passed = [accepted(served.url, "forward_backward", passing(model, seq_id)) for seq_id in (1, 2)]
+        before = [result(served.url, each) for each in passed]
+        step = accepted(served.url, "optim_step", stepping(model, 3))
+        behind = accepted(served.url, "save_weights", {"model_id": model, "seq_id": 4, "path": "s"})
+        asked = [threads.submit(result, served.url, request) for request in (step, behind)]
+        trainer.fails.set()
+        lost(served)
+        assert not any(each.done() for each in asked)
+        base = sampler_of(served.url, session, 0, base_model=BASE_MODEL)  # while there are no rooms
+        sample = accepted(served.url, "asample", sampling(base, 0))
+        served.trainer, served.sampler = UnigramTrainer(), UnigramSampler()
+        served.work()
+        assert asked[0].result(DEADLINE_S)["metrics"]["grad_norm"] > 0
+        assert asked[1].result(DEADLINE_S)["path"] == f"tinker://{model}/weights/s"
+        assert isinstance(result(served.url, sample), bytes)
+        assert [result(served.url, each) for each in passed] == before
+        assert served.trainer.calls == ["cross_entropy"] * 2 + ["optim_step"]
+        np.testing.assert_array_equal(served.trainer.theta, whole.theta)
+
+
+def test_a_request_under_which_rooms_are_lost_twice_has_failed(tmp_path: Path) -> None:
+    """It may be the cause: a batch that does not fit into the memory, say. What comes behind it is done."""
+    trainer = FailingTrainer()
+    trainer.fails.set()
+    with tinker_server(tmp_path, trainer) as served:
+        _, model = begun(served.url)
+        result(served.url, accepted(served.url, "forward_backward", passing(model, 1)))
+        step = accepted(served.url, "optim_step", stepping(model, 2))
+        lost(served)
+        served.work()
+        lost(served)
+        served.trainer = UnigramTrainer()
+        served.work()
+        told = result(served.url, step)
+        assert (told["category"], "shard 0 died" in told["error"]) == ("server", True)
+        assert isinstance(result(served.url, accepted(served.url, "forward_backward", passing(model, 3))), bytes)
+
+
+def test_a_sample_is_asked_again_once(tmp_path: Path) -> None:
+    with tinker_server(tmp_path) as served:
+        session, _ = begun(served.url)
+        served.working.cancel()
+        served.sampler = FailingSampler()
+        served.work()
+        base = sampler_of(served.url, session, 0, base_model=BASE_MODEL)
+        sample = accepted(served.url, "asample", sampling(base, 0))
+        lost(served)
+        served.sampler = UnigramSampler()
+        served.work()
+        assert isinstance(result(served.url, sample), bytes)
+        served.sampler = FailingSampler()
+        served.working.cancel()
+        served.work()
+        sample = accepted(served.url, "asample", sampling(base, 1))
+        lost(served)
+        served.work()
+        told = result(served.url, sample)
+        assert (told["category"], "lost twice" in told["error"]) == ("server", True)
+        assert not served.working.done(), "other samples may do well"
+
+
+def test_samples_of_weights_that_are_lost_are_told_so(tmp_path: Path) -> None:
+    """A commit has the weights of its update, but none that samplers had before."""
+    with tinker_server(tmp_path, commit_s=1e-6) as served:
+        _, model = begun(served.url)
+        samplers = []
+        for number in range(2):
+            seq = 3 * number
+            result(served.url, accepted(served.url, "forward_backward", passing(model, seq + 1)))
+            result(served.url, accepted(served.url, "optim_step", stepping(model, seq + 2)))
+            body = {"model_id": model, "seq_id": seq + 3, "sampling_session_seq_id": number, "kind": "snapshot"}
+            samplers.append(result(served.url, accepted(served.url, "save_weights_for_sampler", body)))
+        old, new = (each["sampling_session_id"] for each in samplers)
+        theta = served.trainer.theta.copy()
+        served.working.cancel()
+        wait_for(lambda: not served.server.ready, "the end of the rooms")
+        samples = [accepted(served.url, "asample", sampling(each, 0)) for each in (old, new)]
+        served.trainer, served.sampler = UnigramTrainer(), UnigramSampler()
+        served.work()
+        told = result(served.url, samples[0])
+        assert (told["category"], "save weights for samplers again" in told["error"]) == ("server", True)
+        assert isinstance(result(served.url, samples[1]), bytes)
+        assert post(served.url, "asample", sampling(old, 1)).status_code == 400
+        np.testing.assert_array_equal(served.trainer.theta, theta)
+        assert served.trainer.calls == [], "the commit had it all"
