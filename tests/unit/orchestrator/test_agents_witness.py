@@ -162,6 +162,7 @@ def test_whatever_an_agent_does_what_is_trained_is_what_it_was_given(seed: int, 
                 await agent.ask([agent.question()])
                 for _ in range(steps):
                     await agent.step()
+                await agent.ask([agent.question()])  # behind all that is still being sampled, which its end would cut
                 heard.update(agent.heard)
                 return 1.0
 
