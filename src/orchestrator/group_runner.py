@@ -168,7 +168,7 @@ class GroupRunner:
             deadline, place = self._deadline(), permit.place()
             try:
                 play = self._play(group, envs, key, deadline, place, effort, progress.begin(sample, retry))
-                outcome = await self._attempt(play, deadline)
+                outcome = await self._attempt(play, deadline, key)
             finally:
                 place.close()
                 closing = envs.close(sample)
@@ -233,10 +233,10 @@ class GroupRunner:
     def _deadline(self) -> asyncio.Timeout:
         return asyncio.timeout(self.config.orchestrator.generation_timeout_s)
 
-    async def _attempt(self, work: Coroutine[Any, Any, T], deadline: asyncio.Timeout) -> T | Exception:
-        """Returns the result of an environment's work, or notes and returns what it raises: the one place that catches
-        it. Errors of the rooms themselves (TriremeError) are raised, for the driver. The work has a task of its own, so
-        that a cancellation of this one is never the environment's doing."""
+    async def _attempt(self, work: Coroutine[Any, Any, T], deadline: asyncio.Timeout, place: object) -> T | Exception:
+        """Returns the result of an environment's work at `place`, or notes and returns what it raises: the one place
+        that catches it. Errors of the rooms themselves (TriremeError) are raised, for the driver. The work has a task
+        of its own, so that a cancellation of this one is never the environment's doing."""
         try:
             async with deadline:
                 return await self._limited(deadline, start_contained(work))
@@ -248,6 +248,9 @@ class GroupRunner:
                 raise
             error: Exception = EnvCancelled(f"environment {self.env.label}: raised CancelledError by itself")
             error.__cause__ = cancelled
+        except TimeoutError as raised:
+            error = self._too_late(place) if deadline.expired() else raised
+            error.__cause__ = raised.__cause__  # it shows where the environment was
         except Exception as raised:
             error = raised
         self.note(error)
@@ -256,13 +259,20 @@ class GroupRunner:
         error.__traceback__ = error.__cause__ = error.__context__ = None
         return error
 
+    def _too_late(self, place: object) -> TimeoutError:
+        return TimeoutError(
+            f"{place}, of {self.env.id}: took longer than orchestrator.generation_timeout_s = "
+            f"{self.config.orchestrator.generation_timeout_s:g} s, answers included"
+        )
+
     async def _score(
         self, group: Group, builder: EnvGroupBuilder, trajectories_G: list[Trajectory]
     ) -> ScoredGroup | None:
         if len(trajectories_G) < self._needed:
             return None
         self._check_versions(group, trajectories_G)
-        outcome = await self._attempt(self._rewards(group, builder, trajectories_G), self._deadline())
+        place = f"environment {self.env.label}, problem {group.problem}"
+        outcome = await self._attempt(self._rewards(group, builder, trajectories_G), self._deadline(), place)
         return None if isinstance(outcome, Exception) else outcome
 
     def _check_versions(self, group: Group, trajectories_G: Sequence[Trajectory]) -> None:

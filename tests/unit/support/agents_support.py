@@ -52,22 +52,21 @@ class Rollout:
     def __init__(self, sampler: ScriptedSampler, limits: RolloutLimits) -> None:
         self.sampler, self.limits = sampler, limits
         self.record: list[SampledSequence] = []
+        self.pairs: list[tuple[Any, SampleRequest]] = []
+        """The tokens of each answer, and its request."""
         self.progress = RolloutProgress()
 
     async def sample(self, request: SampleRequest) -> SampledSequence:
-        self.record.append(await self.sampler.sample(request))
-        return self.record[-1]
+        answer = await self.sampler.sample(request)
+        self.record.append(answer)
+        self.pairs.append((answer.tokens, request))
+        return answer
 
     async def play(self, function: Play) -> Trajectory:
         return await self.play_env(Plays(function))
 
     async def play_env(self, env: AgentEnv) -> Trajectory:
         return await play_session(env, self.sample, KEY, self.limits, SAMPLING, 5, self.progress)
-
-    @property
-    def pairs(self) -> list[tuple[Any, SampleRequest]]:
-        """The tokens of each answer, and its request."""
-        return [(answer.tokens, request) for answer, request in zip(self.record, self.sampler.requests, strict=True)]
 
     @property
     def sampled(self) -> list[int]:
