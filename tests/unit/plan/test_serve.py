@@ -35,5 +35,5 @@ def test_each_set_of_weights_counts() -> None:
     assert four == taken("--trainer.shards", "1", "--inference.replicas", "2")
     assert taken("--service.tinker.snapshots", "9", "--trainer.shards", "2") == 2 * four, "the base's count too"
     assert four >= 5 * 2 * facts.num_parameters
-    broadcast = taken("--transport", "broadcast", "--trainer.shards", "2")
+    broadcast = taken("--inference.transport", "broadcast", "--trainer.shards", "2")
     assert broadcast >= four

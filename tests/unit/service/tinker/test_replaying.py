@@ -14,7 +14,7 @@ from tinker_posts import passing
 from service.tinker.adapters import AdapterWish
 from service.tinker.codec import ForwardBackwardCall
 from service.tinker.history import ModelHistory
-from service.tinker.promises import Failure, GoneError, Outcome, Promise, SampleWork, Success, UnknownId
+from service.tinker.promises import ClientSampler, Failure, GoneError, Outcome, Promise, SampleWork, Success, UnknownId
 from service.tinker.records import Record, SampleAsked, TrainingAsked, decode, encode
 from service.tinker.replaying import records_of, replay
 from service.tinker.state import CLONE, KEPT_S, ProtocolState
@@ -109,12 +109,16 @@ class Recorded:
         return state, replay(state, [decode(encode(record)) for record in self.records], now)
 
 
+def clones_of(sampler: ClientSampler) -> dict[int, tuple[Any, ...]]:
+    return {number: (each.retired, each.dropped, each.completed) for number, each in sampler.clones.items()}
+
+
 def seen(state: ProtocolState, histories: Any) -> dict[str, Any]:
     """All that clients, and who does the work, can see of a state."""
     return {
         "sessions": {s.session_id: (s.owner, s.ended_s is None, s.models, s.samplers) for s in state.sessions.values()},
         "models": {m.model_id: (m.next_seq, m.ended, m.retired, sorted(m.waiting)) for m in state.models.values()},
-        "samplers": {s.sampler_id: (s.target, s.joined, s.clones) for s in state.samplers.values()},
+        "samplers": {s.sampler_id: (s.target, s.joined, clones_of(s)) for s in state.samplers.values()},
         "promises": {p.request_id: (p.session_id, p.outcome) for p in state.promises()},
         "steps": {
             m.model_id: [(step.seq, step.error) for step in histories[m.model_id].kept()]

@@ -53,7 +53,7 @@ def test_a_sample_that_fails_in_an_unexpected_way_is_told_and_others_run(
     path = result(served.url, accepted(served.url, "save_weights_for_sampler", body))["path"]
     base = sampler_of(served.url, session, 0, base_model=BASE_MODEL)
 
-    def broken(*_: Any) -> Future[SampleResponse]:
+    def broken(*_: Any, **__: Any) -> Future[SampleResponse]:
         raise OSError("no tokenizer")
 
     with monkeypatch.context() as patched:
