@@ -11,6 +11,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from trireme.core.model_places import place_of
 from trireme.core.refusals import Refusal, refuse
 
 TOKENIZER_ADVICE = "copy them from the model that it was made from, or name that one: --model.tokenizer DIRECTORY"
@@ -28,6 +29,7 @@ def load_tokenizer(name: str) -> Any:
     opened without code of its own, or has no vocabulary: for some models transformers makes such a one where files are
     missing."""
     refuse(list(without_tokenizer("tokenizer", name)))
+    name = place_of(name)
     from transformers.utils import cached_file
 
     if cached_file(name, "tokenizer.json", _raise_exceptions_for_missing_entries=False):
