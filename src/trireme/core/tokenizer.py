@@ -28,8 +28,8 @@ def load_tokenizer(name: str) -> Any:
     """Opens the `transformers` tokenizer in a directory, or of that name on the hub. Raises BadInput if it cannot be
     opened without code of its own, or has no vocabulary: for some models transformers makes such a one where files are
     missing."""
-    refuse(list(without_tokenizer("tokenizer", name)))
     name = place_of(name)
+    refuse(list(without_tokenizer("tokenizer", name)))
     from transformers.utils import cached_file
 
     if cached_file(name, "tokenizer.json", _raise_exceptions_for_missing_entries=False):
