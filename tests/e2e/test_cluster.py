@@ -5,6 +5,7 @@ model; the other nodes are sent its files."""
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -170,8 +171,9 @@ def test_a_run_spans_two_nodes_and_replicas_come_and_go_on_a_third(tmp_path: Pat
     assert told.down[-1] == "1 of 1 replicas serve"
     assert [replicas for replicas, _ in groupby(row["perf/replicas"] for row in ended.rows)] == [1, 2, 1]
     assert told.sampled, "the new one sampled"
+    said_of_it = " ".join(ended.out.split())  # the terminal breaks lines
+    assert re.search(r"joined: 127\.0\.0\.1 \(\w+\); 2 nodes reach each other by lo;", said_of_it), "the third"
     if apart:
-        said_of_it = " ".join(ended.out.split())  # the terminal breaks lines
         assert "model: its files (1.2 MB) will be sent to " in said_of_it
         assert "files of the model were sent: 1.2 MB to " in said_of_it
         models.assert_sent(2)

@@ -23,6 +23,7 @@ from trireme.core.refusals import Refusal, refuse
 from trireme.doctor.examination import ClockOffset, Declared, Examination, Expected, absolute
 from trireme.doctor.examiner import Examiner
 from trireme.doctor.facts import Questions, answer_file, collect, sendable_digest
+from trireme.doctor.finding import Finding
 from trireme.doctor.findings import UNSHARED, findings
 from trireme.doctor.links import Endpoint
 from trireme.doctor.report import model_line, network_line
@@ -244,15 +245,19 @@ def check_nodes(plan: Plan, nodes: Collection[str], console: Console) -> None:
     expected = replace(expected, head=join_address(), grace_s=expected.grace_s if is_submitted() else 0.0)
     # Which nodes do not see the run directory is said at the start of each attempt, by who writes there.
     wrong = [finding for finding in findings(found, expected) if finding.check != UNSHARED]
-    warnings = [finding for finding in wrong if not finding.fatal]
-    for finding in warnings[:WARNINGS]:
-        console.print(f"warning: {finding.line()}", style="yellow", markup=False)
-    if left := warnings[WARNINGS:]:
-        console.print(f"warning: {len(left)} more; `trireme doctor` shows them", style="yellow", markup=False)
+    show_warnings([finding for finding in wrong if not finding.fatal], console)
     refuse([finding.refusal() for finding in wrong if finding.fatal])
     console.print(network_line(found), markup=False)
     if said := model_line(found):
         console.print(said, markup=False)
+
+
+def show_warnings(found: Sequence[Finding], console: Console) -> None:
+    """Prints the first of what was found, and how much more there is."""
+    for finding in found[:WARNINGS]:
+        console.print(f"warning: {finding.line()}", style="yellow", markup=False)
+    if left := found[WARNINGS:]:
+        console.print(f"warning: {len(left)} more; `trireme doctor` shows them", style="yellow", markup=False)
 
 
 def is_submitted() -> bool:
