@@ -35,6 +35,7 @@ from trireme.core.sampler import Heartbeat, ReplicaStats
 from trireme.core.tokenizer import load_tokenizer
 from trireme.core.types import SampledSequence, SampleRequest, WeightIdentity
 from trireme.process.environ import redirect_output
+from trireme.process.model_source import bring_models
 from trireme.process.waits import get_async
 from trireme.renderers import make_renderer
 
@@ -92,6 +93,7 @@ class ServiceActor:
         self._sampler = self._sampler_factory()
         if self._adopt:
             await self._sampler.adopt(self._adopt)  # those that join take this name too
+        await asyncio.to_thread(bring_models, self._config)
         tokenizer = load_tokenizer(self._config.tokenizer_name)
         renderer = make_renderer(**own.model_dump(), tokenizer=tokenizer)
         self._places = Places(1, options.max_waiting, options.wait_s)

@@ -22,6 +22,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from trireme.checkpoint.files import FileRecord, storage_errors, write_bytes
 from trireme.core.base_digest import INDEX
 from trireme.core.finite_json import to_json
+from trireme.core.model_places import place_of
 from trireme.core.weights import AdapterSpec, TensorEntry
 
 FILE_BYTES = 4 * 2**30
@@ -38,7 +39,7 @@ def companion_files(
 
     Raises StorageFailed, because they pass through a temporary directory.
     """
-    parts: list[Any] = [AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)]
+    parts: list[Any] = [AutoTokenizer.from_pretrained(place_of(tokenizer), trust_remote_code=False)]
     if model is not None:
         parts.append(deepcopy(model.config))
         parts[1].dtype = dtype
@@ -89,7 +90,8 @@ def own_part(
 ) -> tuple[list[TensorEntry], list[npt.NDArray[np.uint8]]]:
     """Returns the tensors of an adapter without the zeros that fill it up to the common rank and layers: A [rank,
     inputs] and B [outputs, rank] of the layers that it adapts, each in a bucket of its own."""
-    own, parts = [], []
+    own: list[TensorEntry] = []
+    parts: list[npt.NDArray[np.uint8]] = []
     for entry in entries:
         layer, _, which = entry.name.partition(".lora_")
         if layer.rpartition(".")[2] in spec.targets:

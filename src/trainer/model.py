@@ -32,6 +32,7 @@ from trireme.config.model_facts import ModelFacts
 from trireme.config.trainer import LoraConfig
 from trireme.core.base_digest import stored_dtypes, stored_shapes
 from trireme.core.errors import BadInput
+from trireme.core.model_places import place_of
 from trireme.core.refusals import Refusal
 from trireme.plan.memory import shard_memory
 
@@ -86,7 +87,7 @@ class Sharding:
         whole layer (the root, with embeddings and head, counts as one).
         """
         source = load_source(weights) if self._mesh.is_first else None
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(place_of(name), trust_remote_code=False)
         attention = self._attention
         if attention == "auto":
             attention = "sdpa" if MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa else "eager"
@@ -219,9 +220,10 @@ def load_source(name: str) -> PreTrainedModel:
 
 def _open(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Returns the model and what transformers says of its tensors."""
+    place = place_of(name)
     source, report = AutoModelForCausalLM.from_pretrained(
-        name,
-        config=AutoConfig.from_pretrained(name, trust_remote_code=False),
+        place,
+        config=AutoConfig.from_pretrained(place, trust_remote_code=False),
         dtype=dtype,
         attn_implementation="eager",  # never runs; else, and without `config`, its JSON could name code to fetch
         trust_remote_code=False,

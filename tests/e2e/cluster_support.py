@@ -88,11 +88,18 @@ def assert_gone(mark: str) -> None:
 def blind_to(directory: Path, own: Path) -> list[str]:
     """Words before a command that make it see the directory `own` in place of `directory`, in a mount namespace of its
     own. Skips the test where the system does not allow that."""
+    if words := blinded_to(directory, own):
+        return words
+    # reason: without one, every process on this machine sees the directory; unit tests of gathering need none
+    pytest.skip("this system allows no mount namespaces (unshare --mount)")
+
+
+def blinded_to(directory: Path, own: Path) -> list[str]:
+    """The words of `blind_to`; none where the system does not allow that."""
     for words in (["unshare", "--mount"], ["unshare", "--user", "--map-root-user", "--mount"]):
         if shutil.which(words[0]) and subprocess.run([*words, "true"], capture_output=True).returncode == 0:
             return [*words, "sh", "-c", f'mount --bind {own} {directory} && exec "$@"', "sh"]
-    # reason: without one, every process on this machine sees the directory; unit tests of gathering need none
-    pytest.skip("this system allows no mount namespaces (unshare --mount)")
+    return []
 
 
 @contextmanager

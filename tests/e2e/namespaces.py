@@ -236,9 +236,15 @@ def address(number: int) -> str:
 
 
 @contextmanager
-def fabric(count: int, shared: Sequence[Path] = (), tmp_mb: int = 1024, shm_mb: int = 256) -> Iterator[Fabric]:
+def fabric(
+    count: int,
+    shared: Sequence[Path] = (),
+    tmp_mb: int = 1024,
+    shm_mb: int = 256,
+    environ: Mapping[str, str] | None = None,
+) -> Iterator[Fabric]:
     """Makes nodes, with the directories `shared` at their places in all of them, and ends them however the block
-    ends. /tmp has `tmp_mb` megabytes on each, /dev/shm `shm_mb`."""
+    ends. /tmp has `tmp_mb` megabytes on each, /dev/shm `shm_mb`. Their processes have `environ` besides `_environ`."""
     assert not not_possible()
     with ExitStack() as ending:
         middle = _hold(ending, "--net")
@@ -255,7 +261,7 @@ def fabric(count: int, shared: Sequence[Path] = (), tmp_mb: int = 1024, shm_mb: 
             hosts_file = f"echo 127.0.0.1 localhost > /tmp/hosts\n{hosts}"
             script = SETUP.format(**values, name=f"node{number}", hosts=hosts_file)
             _do(*_enter(pid, *ALL), "bash", "-c", script)
-            nodes.append(NamespaceNode(number, pid, middle, _environ()))
+            nodes.append(NamespaceNode(number, pid, middle, {**_environ(), **(environ or {})}))
             _connect(nodes[-1])
         yield Fabric(nodes)
 

@@ -107,7 +107,7 @@ def plant(net: Fabric, node: NamespaceNode) -> None:
 
 def test_faults_of_a_node_itself_are_found(net: Fabric) -> None:
     """The third node has another limit, clock, path, interface and memory. No node shares the directory of runs, which
-    is on a full disk there, and only the head has the model. The others do not reach
+    is on a full disk there, and only the head has the model, which is sent. The others do not reach
     what listens at its docker0."""
     head, _, third = net.nodes
     runs, model = Path("/tmp/runs"), Path("/tmp/model")
@@ -118,13 +118,13 @@ def test_faults_of_a_node_itself_are_found(net: Fabric) -> None:
     told = doctor(net, output_dir=runs, model=model)
     assert told.code == EXIT_BAD_INPUT
     mine = {check for node, check in told.checks() if node == third.address}
-    assert mine == {"open files", "shm", "disk", "unshared directory", "model", "interface", "clock", "variable"}
+    assert mine == {"open files", "shm", "disk", "unshared directory", "interface", "clock", "variable"}
     assert told.checks() - {(third.address, check) for check in mine} == {
         (net.nodes[1].address, "unshared directory"),
-        (net.nodes[1].address, "model"),
         (head.address, "port"),
         (net.nodes[1].address, "port"),
     }
+    assert sorted(told.values["model_sent_to"]) == [net.nodes[1].address, third.address]
 
 
 def test_what_a_run_says_before_it_starts(net: Fabric) -> None:

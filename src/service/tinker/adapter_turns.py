@@ -2,7 +2,7 @@
 
 A sample starts as soon as a slot has its weights. Those of the base need no slot. Weights that no slot has are loaded
 into a free one, or in place of those that have been idle for the longest time. Where all are busy, one takes no new
-samples until it is idle, so nobody waits for ever; it is the one whose samples began the longest time ago.
+samples until it is idle, so that no sampler waits for ever; it is the one whose samples began the longest time ago.
 
 The values in a slot never change. When the weights of a name are renewed, samples that run finish with those of their
 slot, which is then emptied, and later ones start with the new weights.
@@ -33,7 +33,7 @@ class Slot:
 
     slot: str
     name: str
-    """Of the weights in it; "" once they are of no use any more."""
+    """Of the weights in it; "" once they are no longer needed."""
     running: int = 0
     closing: bool = False
     """It takes no new samples: another set of weights is to have its place."""

@@ -6,6 +6,7 @@ and Azure's stores have the same). `try_conditions` tries that before a run reli
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +34,14 @@ CONDITIONS = (
     "object storage that refuses a put whose condition does not hold (If-None-Match, If-Match), as Amazon's S3 does: "
     "only by that two drivers of one run notice each other"
 )
+
+
+SILENT = re.compile(r"HTTP error|status code: (429|50[0234])")
+"""In what the package says of a request to a store that was not reached, or was too busy to answer it."""
+
+
+class StoreSilent(StorageFailed):
+    """The store was not reached, or was too busy: the same request may be answered later."""
 
 
 class PutRefused(Exception):
@@ -73,7 +82,8 @@ class Bucket:
         except StorageFailed:
             raise
         except Exception as error:  # one class for each kind of failure, without a common base
-            raise StorageFailed(f"{self.url}/{key}: {_first_line(error)}") from error
+            failed = StoreSilent if SILENT.search(_first_line(error)) else StorageFailed
+            raise failed(f"{self.url}/{key}: {_first_line(error)}") from error
 
     def read(self, key: str) -> tuple[bytes, str] | None:
         """Returns the contents of an object and its tag; None if there is none."""
@@ -156,7 +166,7 @@ class Bucket:
 
     def try_conditions(self) -> None:
         """Tries whether the store refuses what it has to refuse. Raises BadInput if it does not, or cannot be written
-        at all."""
+        at all; StoreSilent, after some tries, if it gives no answer."""
         key = f"trial-{secrets.token_hex(8)}"
         try:
             first = self.swap(key, b"first", None)
@@ -164,6 +174,12 @@ class Bucket:
             self.swap(key, b"second", first)
             self._expect_refusal(key, first, f"If-Match: {first}")
             self.delete([key])
+        except StoreSilent as error:
+            raise StoreSilent(
+                f"the store of run.output_dir = {self.url} does not answer: {error}. Nothing has been started or "
+                "changed: start the same command again when the store answers. If it has never answered here, correct "
+                "AWS_ENDPOINT_URL, AWS_REGION or the proxy in the environment"
+            ) from error
         except (StorageFailed, PutRefused) as error:
             raise Refusal(
                 f"run.output_dir = {self.url}, which did not take a conditional put: {error}",

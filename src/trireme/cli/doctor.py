@@ -113,7 +113,6 @@ def _examine(config: CommonConfig | None, address: str | None) -> tuple[Examinat
     """Examines the cluster at `address`, or this machine without one."""
     output_dir = absolute(config.run.directory) if config else ""
     model = config.model.name if config else ""
-    ports = config.cluster.port_range if config else range(0)
     head, stopped_by_ray = "HEAD:6379", False
     if address is None:
         here = this_machine()
@@ -126,7 +125,7 @@ def _examine(config: CommonConfig | None, address: str | None) -> tuple[Examinat
         from trireme.process.ray_cluster import connected
 
         with connected(address, config):
-            found = examine(output_dir, model, ports)
+            found = examine(config)
             head, stopped_by_ray = join_address(), has_dashboard()
     if config is None:
         return found, Expected(head=head)

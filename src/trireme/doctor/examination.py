@@ -84,6 +84,17 @@ class Examination:
     unseen: Sequence[str] = ()
     """The nodes whose files in run.output_dir the asking process does not see."""
 
+    @property
+    def sent_model_to(self) -> list[str]:
+        """The nodes to which a run sends the model's files."""
+        return [name for name in self.facts if self.sent_model(name)]
+
+    def sent_model(self, name: str) -> bool:
+        """Returns True if a run sends the model's files to the node `name`, which lacks them. Files of its own that
+        differ, in a directory, are refused before."""
+        facts = self.facts[name]
+        return bool(self.asking.model_bytes) and facts.model != self.asking.model and not facts.model_cached
+
     def resources(self) -> Resources:
         """Returns what the nodes give to the cluster, as a plan needs it."""
         return Resources(tuple(self._machine(node) for node in self.nodes if node.name in self.facts), "the cluster")

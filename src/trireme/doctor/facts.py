@@ -21,8 +21,8 @@ import xxhash
 
 from trireme.config.installed import package_versions
 from trireme.core.errors import RoomFailed
+from trireme.core.model_files import ModelFiles, lacks_weights, model_directory
 from trireme.core.redaction import is_secret
-from trireme.doctor.model_files import digests, model_directory
 from trireme.process.device import DRIVER
 from trireme.process.interfaces import GLOO, NCCL, interface_towards
 from trireme.process.machine import Node, this_machine
@@ -58,6 +58,10 @@ class Questions:
     with these contents beside it."""
     model: str = ""
     """The model, a directory or a name on the hub; "" if there is none to look at."""
+    model_cache: str = ""
+    """cluster.model_cache, where a node keeps model files that it is sent; "" if there is no model to look at."""
+    model_digest: str = ""
+    """The digest of the model's files where the asking process runs; "" if it has none that can be sent."""
     peers: Sequence[str] = ()
     """The addresses that the nodes have in the cluster, the head's first."""
     salt: str = ""
@@ -99,11 +103,19 @@ class NodeFacts:
     """Seconds that `ray job stop` waits here until it kills."""
     chosen: Mapping[str, str] = field(default_factory=dict)
     """The interfaces that a user has chosen for gloo and NCCL, by variable."""
+    model_bytes: int = 0
+    """Bytes of the model's files that can be sent to another node; 0 if it is not here, or not whole."""
+    model_cached: bool = False
+    """True: the files that the asking process would send are here already, from an earlier run."""
+    model_room: int = UNLIMITED
+    """Free bytes where the node would keep the model's files."""
 
 
 def collect(asked: Questions) -> NodeFacts:
     """Returns what this node reports of itself."""
     directory = model_directory(asked.model) if asked.model else None
+    files = ModelFiles.of(directory) if directory else None
+    cache = Path(asked.model_cache).expanduser()
     return NodeFacts(
         host=os.uname().nodename,
         versions=_versions(),
@@ -113,14 +125,24 @@ def collect(asked: Questions) -> NodeFacts:
         processes=min(_limit(resource.RLIMIT_NPROC), _left_in_group()),
         disk_free=_disk_free(Path(asked.output_dir)) if asked.output_dir else -1,
         nonce_seen=_see_nonce(asked) if asked.nonce else "",
-        model=digests(directory) if directory else None,
+        model=files.digests if files else None,
         variables=_variables(asked.salt),
         routes={peer: _route(peer) for peer in asked.peers},
         interfaces={name: [each.address for each in found] for name, found in psutil.net_if_addrs().items()},
         kernel_ports=_kernel_ports(),
         stop_wait_s=int(os.environ.get(STOP_WAIT, STOP_WAIT_S)),
         chosen={name: os.environ[name] for name in (GLOO, NCCL) if os.environ.get(name)},
+        model_bytes=files.total_bytes if files and directory and not lacks_weights(directory) else 0,
+        model_cached=bool(asked.model_digest) and (cache / asked.model_digest).is_dir(),
+        model_room=_disk_free(cache) if asked.model_cache else UNLIMITED,
     )
+
+
+def sendable_digest(model: str) -> str:
+    """Returns the digest of the files of a model that this machine can send to other nodes; "" if it has it not whole,
+    or has none."""
+    directory = model_directory(model) if model else None
+    return "" if directory is None or lacks_weights(directory) else ModelFiles.of(directory).digest
 
 
 def _versions() -> dict[str, str]:

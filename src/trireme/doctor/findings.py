@@ -10,6 +10,7 @@ from trireme.doctor.facts import SECRET, STOP_WAIT, NodeFacts
 from trireme.doctor.finding import CLUSTER, Finding
 from trireme.doctor.link_findings import link_findings
 from trireme.doctor.node_findings import node_findings
+from trireme.plan.needs import gib
 
 CLOCK_S = 1.0
 """Seconds by which a clock may differ: logs and traces of nodes are read side by side, and object stores refuse what is
@@ -33,7 +34,7 @@ def findings(examination: Examination, expected: Expected) -> list[Finding]:
             found += _versions(node.name, facts, examination.asking, expected)
             found += _variables(node.name, facts, examination.asking, expected)
             found += _clock(node.name, examination)
-            found += _model(node.name, facts, examination.asking, expected)
+            found += _model(node.name, facts, examination, expected)
     if examination.asking.nonce_seen:
         found += _shared(examination, expected)
     found += link_findings(examination, expected)
@@ -157,15 +158,22 @@ def _clock(name: str, examination: Examination) -> Iterator[Finding]:
         )
 
 
-def _model(name: str, facts: NodeFacts, asking: NodeFacts, expected: Expected) -> Iterator[Finding]:
+def _model(name: str, facts: NodeFacts, examination: Examination, expected: Expected) -> Iterator[Finding]:
+    asking = examination.asking
     if facts.model == asking.model:
         return
     copy = f"on {name}: copy them (`rsync -a`), or for a model of the hub `hf download {expected.model}`"
     what = f"the files of model.name = {expected.model} where the command runs"
-    if facts.model is None:
+    is_directory = expected.model.startswith(("/", ".", "~"))
+    if asking.model_bytes and (facts.model is None or not is_directory):  # the driver's node sends them
+        if examination.sent_model(name) and facts.model_room < asking.model_bytes:
+            has = f"{gib(facts.model_room)} are free in cluster.model_cache, for {gib(asking.model_bytes)} of the model"
+            yield Finding(name, "model", has, "room for the files that it lacks and is sent", copy)
+    elif facts.model is None:
         # A hub's model is downloaded by the node itself, a directory is not.
-        fatal = expected.model.startswith(("/", ".", "~")) or facts.variables.get("HF_HUB_OFFLINE") == "1"
-        yield Finding(name, "model", f"it has no model {expected.model}", what, copy, fatal=fatal)
+        fatal = is_directory or facts.variables.get("HF_HUB_OFFLINE") == "1"
+        whole = f"{what}; they would be sent if all of its safetensors files were there"
+        yield Finding(name, "model", f"it has no model {expected.model}", whole, copy, fatal=fatal)
     elif asking.model is not None:
         every = sorted({*facts.model, *asking.model})
         differ = [file for file in every if facts.model.get(file) != asking.model.get(file)]

@@ -28,11 +28,20 @@ def network_line(examination: Examination) -> str:
     return f"{len(examination.facts)} nodes reach each other by {', '.join(sorted(used)) or 'lo'}{rates}"
 
 
+def model_line(examination: Examination) -> str:
+    """Says to which nodes the model's files will be sent, and how many bytes; "" if to none."""
+    nodes = examination.sent_model_to
+    size = f"{examination.asking.model_bytes / 1e6:,.1f} MB"
+    return f"model: its files ({size}) will be sent to {', '.join(nodes)}, once to each node" if nodes else ""
+
+
 def render(examination: Examination, found: Sequence[Finding]) -> Iterator[Table | Text]:
     """Yields what a terminal shows: the nodes, and what is wrong."""
     yield _nodes(examination)
     if len(examination.nodes) > 1:
         yield Text(network_line(examination))
+    if said := model_line(examination):
+        yield Text(said)
     yield _findings(found) if found else Text("nothing is wrong")
 
 
@@ -46,6 +55,7 @@ def as_json(examination: Examination, found: Sequence[Finding]) -> dict[str, Any
         "facts": {name: asdict(facts) for name, facts in examination.facts.items()},
         "clocks": {name: asdict(clock) for name, clock in examination.clocks.items()},
         "links": [asdict(link) for link in examination.links],
+        "model_sent_to": examination.sent_model_to,
         "bytes_per_s": {f"{source} -> {target}": rate for (source, target), rate in examination.rates.items()},
     }
 

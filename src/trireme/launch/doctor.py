@@ -17,14 +17,16 @@ import ray
 from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
 from rich.console import Console
 
+from trireme.config import CommonConfig
 from trireme.core.errors import TriremeError
 from trireme.core.refusals import Refusal, refuse
 from trireme.doctor.examination import ClockOffset, Declared, Examination, Expected, absolute
 from trireme.doctor.examiner import Examiner
-from trireme.doctor.facts import Questions, answer_file, collect
+from trireme.doctor.facts import Questions, answer_file, collect, sendable_digest
+from trireme.doctor.finding import Finding
 from trireme.doctor.findings import UNSHARED, findings
 from trireme.doctor.links import Endpoint
-from trireme.doctor.report import network_line
+from trireme.doctor.report import model_line, network_line
 from trireme.plan.base import Plan
 from trireme.process import waits
 from trireme.process.ray_cluster import on_node
@@ -110,16 +112,18 @@ def _is_head(node: Mapping[str, Any]) -> bool:
     return "node:__internal_head__" in node["Resources"]
 
 
-def examine(output_dir: str, model: str, ports: Sequence[int], among: Collection[str] = ()) -> Examination:
-    """Examines all nodes of the cluster, or the head and those `among` them. `output_dir`: where runs are written,
-    which is made, and `model`, a directory or a name on the hub; "" leaves out what is about them. `ports`:
-    cluster.ports."""
+def examine(config: CommonConfig | None, among: Collection[str] = ()) -> Examination:
+    """Examines all nodes of the cluster, or the head and those `among` them, for a run of `config`, whose directory is
+    made; without one what is needed by any run."""
+    output_dir = absolute(config.run.directory) if config else ""
+    model, cache = (config.model.name, config.cluster.model_cache) if config else ("", "")
+    ports = config.cluster.port_range if config else range(0)
     nodes = joined_nodes(among)
     living = {node.name: node for node in nodes if node.alive}
     salt = secrets.token_hex(16)
     peers = list(dict.fromkeys(node.address for node in living.values()))
     with nonce_in(output_dir) as nonce, _examiners(living) as calls:
-        asked = Questions(output_dir, nonce, model, peers, salt)
+        asked = Questions(output_dir, nonce, model, cache, sendable_digest(model), peers, salt)
         facts = calls.all(lambda _, handle: handle.collect.remote(asked), ANSWER_S)
         found = Examination(
             nodes,
@@ -236,18 +240,24 @@ def check_nodes(plan: Plan, nodes: Collection[str], console: Console) -> None:
     if len(among) == 1:
         return
     config = plan.config
-    found = examine(absolute(config.run.directory), config.model.name, config.cluster.port_range, among)
+    found = examine(config, among)
     expected = Expected.of(config, replace(plan, resources=found.resources())) if found.facts else Expected()
     expected = replace(expected, head=join_address(), grace_s=expected.grace_s if is_submitted() else 0.0)
     # Which nodes do not see the run directory is said at the start of each attempt, by who writes there.
     wrong = [finding for finding in findings(found, expected) if finding.check != UNSHARED]
-    warnings = [finding for finding in wrong if not finding.fatal]
-    for finding in warnings[:WARNINGS]:
-        console.print(f"warning: {finding.line()}", style="yellow", markup=False)
-    if left := warnings[WARNINGS:]:
-        console.print(f"warning: {len(left)} more; `trireme doctor` shows them", style="yellow", markup=False)
+    show_warnings([finding for finding in wrong if not finding.fatal], console)
     refuse([finding.refusal() for finding in wrong if finding.fatal])
     console.print(network_line(found), markup=False)
+    if said := model_line(found):
+        console.print(said, markup=False)
+
+
+def show_warnings(found: Sequence[Finding], console: Console) -> None:
+    """Prints the first of what was found, and how much more there is."""
+    for finding in found[:WARNINGS]:
+        console.print(f"warning: {finding.line()}", style="yellow", markup=False)
+    if left := found[WARNINGS:]:
+        console.print(f"warning: {len(left)} more; `trireme doctor` shows them", style="yellow", markup=False)
 
 
 def is_submitted() -> bool:

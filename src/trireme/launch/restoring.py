@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import ray
 
@@ -13,11 +14,15 @@ from trireme.checkpoint.files import fsync_directory, make_directory, storage_er
 from trireme.checkpoint.manifest import MANIFEST, Manifest, step_name
 from trireme.checkpoint.store import STAGING, CheckpointStore
 from trireme.config import CommonConfig
+from trireme.core.errors import RoomFailed, TriremeError
 from trireme.launch.gathering import FarNode, create_files, receive
 from trireme.process import waits
 from trireme.process.environ import cluster_address
 from trireme.process.ray_cluster import connected, on_node
 from trireme.run.rundir import locked, named_root
+
+LOOK_S = 1.0
+"""Seconds after which it is looked again which nodes live."""
 
 
 def bring_back(config: CommonConfig, say: Callable[[str], None]) -> None:
@@ -32,7 +37,7 @@ def bring_back(config: CommonConfig, say: Callable[[str], None]) -> None:
     if CheckpointStore(root).commits() and not (root / STAGING).exists():
         return
     with connected(address, config):
-        held = _ask(root, config.timeouts.start_s)
+        held = _ask(root, config.timeouts.start_s, say)
         copy = _wanted(root, held)
         if copy is None:
             if not copies(root):
@@ -58,13 +63,39 @@ def _wanted(root: Path, held: Mapping[str, Sequence[CommitCopy]]) -> CommitCopy 
     return None if best and own and own.age >= best.age else best
 
 
-def _ask(root: Path, timeout_s: float) -> dict[str, list[CommitCopy]]:
-    """Returns the copies that each node has."""
+def _ask(root: Path, timeout_s: float, say: Callable[[str], None]) -> dict[str, list[CommitCopy]]:
+    """Returns the copies that each node has. One that is lost meanwhile is left out, which is said. Raises RoomFailed,
+    which names the nodes that live by what the cluster knows and do not answer: they may have the newest copy."""
     task = ray.remote(num_cpus=0, max_retries=0)(copies)
-    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
-    asked = [task.options(scheduling_strategy=on_node(node)).remote(root) for node in nodes]
-    who = [f"node {_address(node)}, asked for a copy of {root}" for node in nodes]
-    return dict(zip(nodes, waits.get_all(asked, who=who, timeout_s=timeout_s), strict=True))
+    names = {node["NodeID"]: str(node["NodeManagerAddress"]) for node in _living()}
+    asked = {task.options(scheduling_strategy=on_node(node)).remote(root): node for node in names}
+    who = {ref: f"node {names[node]}, asked for a copy of {root}" for ref, node in asked.items()}
+    held: dict[str, list[CommitCopy]] = {}
+    deadline = time.monotonic() + timeout_s
+    while who:
+        if time.monotonic() > deadline:
+            raise RoomFailed(
+                f"waited {timeout_s:.0f} s (timeouts.start_s) for {'; '.join(who.values())} and got no answer. It may "
+                "hold the newest commit: mend its connection, or stop its Ray so that the cluster gives it up"
+            )
+        answers = waits.ready(who, LOOK_S)
+        living = {node["NodeID"] for node in _living()}
+        for ref in [ref for ref in who if ref in answers or asked[ref] not in living]:
+            node, answer = asked[ref], answers.get(ref)
+            del who[ref]
+            if isinstance(answer, list):
+                held[node] = answer
+            elif node in living:
+                assert isinstance(answer, TriremeError)
+                raise answer
+            else:
+                lost = f"node {names[node]} was lost before it said if it holds a copy of {root}"
+                say(f"{lost}: its disk is not looked at")
+    return held
+
+
+def _living() -> list[Any]:
+    return [node for node in ray.nodes() if node["Alive"]]
 
 
 def _address(node: str) -> str:

@@ -6,7 +6,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,10 +25,12 @@ from trireme.launch.common import StartProgress
 from trireme.launch.doctor import check_nodes
 from trireme.launch.far_logs import GatheredLogs
 from trireme.launch.gathering import AskedNodes, FarNodes
+from trireme.launch.joiners import Joiners
 from trireme.launch.restoring import bring_back
 from trireme.plan.base import Plan
 from trireme.process import signals, trace, waits
 from trireme.process.environ import cluster_address
+from trireme.process.model_source import sent_text
 from trireme.process.ray_cluster import Progress, await_places, nodes_of, ray_cluster, reserve
 from trireme.run.commits import Commits
 from trireme.run.metrics import Journal, Tracker, trackers
@@ -178,11 +180,13 @@ def supervised(
         config = plan.resolved(training.config)
         group, options = reserve(plan.options, config.timeouts.place_s, StartProgress(console), ending, plan.blocks)
         training.places = plan.by_room(options)
+        joiners: AbstractContextManager[object] = nullcontext()
         if cluster_address(config):
+            joiners = Joiners(plan, console)
             check_nodes(plan, nodes_of(training.places), console)
         elastic = training.start_lasting(run, ending)
         nodes = len(set(placement_group_table(group)["bundles_to_node_id"].values()))
-        with Supervisor(config, roster, training.core, elastic) as supervisor:
+        with joiners, Supervisor(config, roster, training.core, elastic) as supervisor:
             yield supervisor, "1 node" if nodes == 1 else f"{nodes} nodes"
 
 
@@ -244,6 +248,8 @@ def attempt(training: TrainingRun, run: RunDir, supervisor: Supervisor, where: s
             limit_s = training.config.timeouts.checkpoint_s
             kept = load(core, start.commit, start.manifest, limit_s, supervisor.roster, console)
         run.checkout()
+        if cluster_address(training.config) and (sent := sent_text()):
+            console.print(sent, markup=False)
         console.print(f"rooms on {where} ready after {time.monotonic() - started:.1f} s")
         supervisor.goes_on(*kept)
         yield core

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from trireme.config.schema import Config
 from trireme.plan.needs import SAMPLER_WEIGHTS, Need
 from trireme.plan.rl import InferencePart
 from trireme.plan.trainer import TrainerPart
@@ -13,6 +14,8 @@ from trireme.plan.transport import choose_transport
 @dataclass(frozen=True)
 class ServedTrainerPart(TrainerPart):
     """Shards that also keep the base's weights and those of samplers, each its share."""
+
+    config: Config
 
     @property
     def needs(self) -> list[Need] | None:

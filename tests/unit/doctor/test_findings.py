@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from doctor_support import EXPECTED, HEAD, MACHINE, NAMES, SECOND, THIRD, broken, changed, facts_of, found, healthy
 
 from trireme.doctor.examination import ClockOffset, Examination, Expected
 from trireme.doctor.finding import CLUSTER
+from trireme.doctor.report import model_line
 from trireme.plan.memory import GIB
 
 VERSIONS = facts_of(THIRD).versions
@@ -115,6 +117,33 @@ def test_what_the_run_does_not_need_is_not_looked_for() -> None:
     assert [finding.fatal for finding in found(changed(THIRD, model=None), on_the_hub)] == [False], "it downloads it"
     offline = changed(THIRD, model=None, variables={**facts_of(THIRD).variables, "HF_HUB_OFFLINE": "1"})
     assert [finding.fatal for finding in found(offline, on_the_hub)] == [True, False]
+
+
+class TestModelThatIsSent:
+    SENT = replace(healthy(), asking=replace(facts_of(HEAD), model_bytes=GIB))
+
+    def lacking(self, **values: Any) -> Examination:
+        lacks = {"model": None, **values}
+        return replace(self.SENT, facts={**self.SENT.facts, THIRD: replace(facts_of(THIRD), **lacks)})
+
+    def test_a_node_that_lacks_it_is_no_fault(self) -> None:
+        assert found(self.lacking()) == []
+        assert model_line(self.lacking()) == f"model: its files (1,073.7 MB) will be sent to {THIRD}, once to each node"
+
+    def test_a_node_that_has_it_already_gets_none(self) -> None:
+        assert found(self.SENT) == []
+        assert model_line(self.SENT) == model_line(self.lacking(model_cached=True)) == ""
+
+    def test_a_node_without_room_is_named(self) -> None:
+        (finding,) = found(self.lacking(model_room=GIB // 2))
+        assert (finding.node, finding.check, finding.fatal) == (THIRD, "model", True)
+        assert "0.50 GiB are free in cluster.model_cache, for 1.00 GiB" in finding.found
+        assert found(self.lacking(model_room=GIB // 2, model_cached=True)) == []
+
+    def test_a_part_of_a_hubs_model_is_completed_and_another_directory_refused(self) -> None:
+        part = self.lacking(model={"config.json": "1"})
+        assert found(part, replace(EXPECTED, model="org/base")) == []
+        assert [finding.fatal for finding in found(part)] == [True]
 
 
 def test_a_head_without_a_gpu_has_no_driver() -> None:

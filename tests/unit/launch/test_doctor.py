@@ -13,6 +13,7 @@ from doctor_support import HEAD, SECOND, THIRD, changed, facts_of, healthy
 from plan_support import plan
 from rich.console import Console
 
+from trireme.config import CommonConfig
 from trireme.core.errors import BadInput, RoomFailed
 from trireme.doctor.examination import Examination
 from trireme.launch import doctor
@@ -115,8 +116,8 @@ class TestBeforeARun:
     def said(self, monkeypatch: pytest.MonkeyPatch, found: Examination, *nodes: str) -> str:
         """Checks the nodes of a run, and returns what is printed."""
 
-        def examine(output_dir: str, model: str, ports: range, among: set[str]) -> Examination:
-            assert (output_dir, model, among) == (str(Path("outputs").absolute()), "m", {HEAD, *nodes})
+        def examine(config: CommonConfig, among: set[str]) -> Examination:
+            assert (config.run.directory, config.model.name, among) == ("outputs", "m", {HEAD, *nodes})
             return found
 
         monkeypatch.setattr(doctor, "examine", examine)
@@ -124,6 +125,12 @@ class TestBeforeARun:
         doctor.check_nodes(plan(), nodes, console)
         assert isinstance(console.file, io.StringIO)
         return console.file.getvalue()
+
+    def test_bytes_of_the_model_that_will_travel_are_said(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        lacks = changed(THIRD, model=None)
+        lacks = replace(lacks, asking=replace(lacks.asking, model_bytes=12_345_678))
+        said = self.said(monkeypatch, lacks, SECOND, THIRD).splitlines()
+        assert said[1:] == [f"model: its files (12.3 MB) will be sent to {THIRD}, once to each node"]
 
     def test_a_healthy_cluster_has_one_line(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert self.said(monkeypatch, healthy(), SECOND, THIRD).count("\n") == 1
@@ -154,8 +161,8 @@ class TestBeforeARun:
     def test_of_a_run_in_object_storage_the_local_directory(self, monkeypatch: pytest.MonkeyPatch) -> None:
         asked: list[str] = []
 
-        def examine(output_dir: str, *_: object) -> Examination:
-            asked.append(output_dir)
+        def examine(config: CommonConfig, *_: object) -> Examination:
+            asked.append(config.run.directory)
             return healthy()
 
         monkeypatch.setattr(doctor, "examine", examine)

@@ -15,7 +15,7 @@ from trireme.checkpoint.copies import copies
 from trireme.checkpoint.manifest import Manifest
 from trireme.checkpoint.store import STAGING, CheckpointStore, Head
 from trireme.config.load import load
-from trireme.core.errors import StorageFailed
+from trireme.core.errors import RoomFailed, StorageFailed
 from trireme.launch import restoring
 from trireme.process import faults
 
@@ -121,3 +121,58 @@ def test_parts_without_any_copy_make_way_for_a_new_run(disk: Disk, monkeypatch: 
     (disk.root / STAGING).touch()
     assert bring_back(disk, "--resume", "auto") == []
     assert steps(CheckpointStore(disk.root)) == []
+
+
+class Nodes:
+    """Stands for Ray: nodes answer, live on without an answer, or are lost."""
+
+    def __init__(self, answers: dict[str, Any], lost: set[str]) -> None:
+        self.answers, self.lost, self.now = answers, lost, 0.0
+
+    def use(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        task = SimpleNamespace(options=self.placed)
+        monkeypatch.setattr(restoring, "ray", SimpleNamespace(remote=lambda **_: lambda _: task, nodes=self.nodes))
+        monkeypatch.setattr(restoring, "on_node", lambda node: node)
+        monkeypatch.setattr(restoring.waits, "ready", self.ready)
+        monkeypatch.setattr(restoring, "time", SimpleNamespace(monotonic=lambda: self.now))
+
+    def placed(self, scheduling_strategy: str) -> Any:
+        return SimpleNamespace(remote=lambda _: f"ref {scheduling_strategy}")
+
+    def nodes(self) -> list[dict[str, Any]]:
+        names = ("a", "b", "c")
+        alive = {name: name not in self.lost or self.now < 5 for name in names}
+        return [{"NodeID": name, "NodeManagerAddress": f"at {name}", "Alive": alive[name]} for name in names]
+
+    def ready(self, refs: dict[str, str], timeout_s: float) -> dict[str, Any]:
+        self.now += timeout_s
+        return {ref: self.answers[ref[4:]] for ref in refs if ref[4:] in self.answers}
+
+
+class TestNodesThatDoNotAnswer:
+    def test_a_lost_one_is_said_and_not_waited_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        nodes, said = Nodes({"a": [], "b": []}, {"c"}), []
+        nodes.use(monkeypatch)
+        assert restoring._ask(Path("/run"), 600.0, said.append) == {"a": [], "b": []}
+        assert said == ["node at c was lost before it said if it holds a copy of /run: its disk is not looked at"]
+        assert nodes.now < 10, "as soon as the cluster knows it"
+
+    def test_one_that_dies_with_an_answer_on_its_way(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        nodes, said = Nodes({"a": [], "b": []}, {"c"}), []
+        nodes.use(monkeypatch)
+        nodes.now = 4.5
+        nodes.answers["c"] = RoomFailed("node at c died")
+        restoring._ask(Path("/run"), 600.0, said.append)
+        assert len(said) == 1
+        assert nodes.now < 10
+
+    def test_a_living_one_is_named_after_the_deadline(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        nodes = Nodes({"a": []}, {"c"})
+        nodes.use(monkeypatch)
+        with pytest.raises(RoomFailed, match=r"waited 60 s .* for node at b, .* and got no answer"):
+            restoring._ask(Path("/run"), 60.0, lambda _: None)
+
+    def test_an_error_of_a_living_one_ends_the_start(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        Nodes({"a": [], "b": RoomFailed("it has no such module"), "c": []}, set()).use(monkeypatch)
+        with pytest.raises(RoomFailed, match="no such module"):
+            restoring._ask(Path("/run"), 60.0, lambda _: None)

@@ -20,5 +20,5 @@ def url(server: Double, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixture
     """A new prefix on a server that does what it is asked."""
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
-    server.ignores, server.refuses = (), lambda _request: False
+    server.ignores, server.refuses, server.busy = (), lambda _request: False, False
     return f"{server.url}/{abs(hash(request.node.name))}"

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import shlex
+import socket
 from collections import Counter
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from store_support import Double, Driver, config, everything, objects, rows, stored
 
-from trireme.checkpoint.bucket import Bucket
+from trireme.checkpoint import bucket
+from trireme.checkpoint.bucket import Bucket, StoreSilent
 from trireme.checkpoint.manifest import MANIFEST, Manifest
 from trireme.checkpoint.store import HEAD, KEEP, CheckpointStore
 from trireme.checkpoint.stored_run import StoredRun
 from trireme.config.load import load
-from trireme.core.errors import BadInput, LockLost, StorageFailed
+from trireme.core.errors import EXIT_FAILED, BadInput, LockLost, StorageFailed
 from trireme.process.faults import InjectedFault
 from trireme.run.remote import RemoteRun
 from trireme.run.rundir import locked, resume_command
@@ -273,6 +276,28 @@ def test_a_store_that_cannot_be_asked_is_refused(url: str, server: Double, tmp_p
     server.refuses = lambda request: request.startswith("PUT")
     with pytest.raises(BadInput, match="did not take a conditional put"):
         Driver(url, tmp_path)
+
+
+@pytest.mark.parametrize("why", ["nothing listens", "it is busy"])
+def test_a_store_that_does_not_answer_is_no_wrong_input(
+    why: str, url: str, server: Double, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same command may work later, so a scheduler may repeat it."""
+    monkeypatch.setattr(bucket, "RETRY_S", 0.1)
+    if why == "it is busy":
+        server.busy = True
+    else:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{unused_port()}")
+    with pytest.raises(StoreSilent, match=r"does not answer: .* start the same command again") as failed:
+        Driver(url, tmp_path)
+    assert failed.value.exit_code == EXIT_FAILED
+    assert not (tmp_path / "r").exists()
+
+
+def unused_port() -> int:
+    with closing(socket.socket()) as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
 
 
 def test_a_kind_of_store_without_conditions_is_refused(tmp_path: Path) -> None:

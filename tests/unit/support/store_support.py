@@ -44,6 +44,8 @@ class Double:
     """Conditions that it does not look at, as HTTP_IF_MATCH."""
     refuses: Callable[[str], bool] = lambda _request: False
     """Says of a method and path whether it answers 403."""
+    busy: bool = False
+    """It answers 503 to everything."""
 
 
 @contextmanager
@@ -57,6 +59,9 @@ def double() -> Iterator[Double]:
         request = f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}"
         for here in found:
             here.asked.append(request)
+            if here.busy:
+                start_response("503 Service Unavailable", [("Content-Length", "0")])
+                return [b""]
             if here.refuses(request):
                 start_response("403 Forbidden", [("Content-Length", "0")])
                 return [b""]
