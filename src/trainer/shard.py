@@ -52,8 +52,7 @@ from trireme.transports.packing import lay_out
 
 log = logging.getLogger(__name__)
 SUMS_WHOLE = "gradients summed whole"
-"""The name under which a commit says if the whole model was kept over each batch (`ShardMemory.whole`), beside the
-model's buffers."""
+"""The name, beside those of buffers, under which a commit says if the whole model was kept (`ShardMemory.whole`)."""
 
 
 class Shard(AdapterVerbs):
