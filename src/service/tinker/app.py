@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -30,9 +31,11 @@ from service.tinker.bodies import (
     SessionBody,
 )
 from service.tinker.codec import PROTOBUF, ForwardBackwardCall
+from service.tinker.downloads import DownloadRoutes
 from service.tinker.lists import SavedRoutes
 from service.tinker.promises import Failure, Promise, UserError
 from service.tinker.serving import SampleWork, TinkerServer
+from service.tinker.session_lists import SessionRoutes, owner_of
 from service.tinker.state import GoneError, UnknownId
 from service.tinker.work import Creation, Loading, Saving, Update
 from trireme.core.datum import ModelInput
@@ -77,7 +80,6 @@ class TinkerRoutes:
         }
         for path, route in posts.items():
             app.post(f"{PREFIX}/{path}")(route)
-        app.post(PREFIX + "/sessions/{session_id}/finish")(self.finish)
         app.get(PREFIX + "/healthz")(self.health)
         app.get(PREFIX + "/get_server_capabilities")(self.capabilities)
         app.get(PREFIX + "/samplers/{sampler_id}")(self.sampler)
@@ -111,11 +113,10 @@ class TinkerRoutes:
         }
         return JsonReply({"supported_models": [model]})
 
-    async def create_session(self, body: SessionBody) -> JsonReply:
+    async def create_session(self, request: Request, body: SessionBody) -> JsonReply:
         """Begins a session."""
-        session_id = self._server.begin_session(
-            {"user_metadata": body.user_metadata, "display_name": body.display_name}
-        )
+        said = body.model_dump(include={"user_metadata", "display_name", "project_id"})
+        session_id = self._server.begin_session({**said, "owner": owner_of(request), "created_s": time.time()})
         told = {"info_message": "this server trains whole models: lora_config has no effect"}
         if not body.sdk_version.startswith(TESTED):
             told["warning_message"] = f"this server was tested with tinker {', '.join(TESTED)}, not {body.sdk_version}"
@@ -128,11 +129,6 @@ class TinkerRoutes:
         except UnknownId as error:
             raise GoneError(str(error)) from None
         return JsonReply({})
-
-    async def finish(self, session_id: str) -> Response:
-        """Ends a session."""
-        self._server.finish(session_id)
-        return Response(status_code=204)
 
     # ---- training
 
@@ -260,6 +256,8 @@ def make_tinker_app(server: TinkerServer, keys: ServiceKeys, limits: Limits) -> 
     app = FastAPI(title="Trireme", docs_url=None, redoc_url=None, openapi_url=None)
     TinkerRoutes(server).add(app)
     SavedRoutes(server).add(app)
+    SessionRoutes(server).add(app)
+    DownloadRoutes(server, time.time).add(app)
 
     async def refused(request: Request, error: Exception) -> Response:
         answer = _as_refused(error)

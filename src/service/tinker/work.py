@@ -54,9 +54,9 @@ class Update:
 
 @dataclass(frozen=True)
 class Saving:
-    """Saves a state, or weights for samplers."""
+    """Saves a state, weights for samplers, or weights for download."""
 
-    kind: Literal["state", "snapshot", "inflight"]
+    kind: Literal["state", "snapshot", "inflight", "external"]
     name: str | None
     """None: the weights are for one sampler, and are not written."""
     ttl_s: int | None
@@ -143,6 +143,8 @@ class TrainingWorker:
                 return self._update(work)
             case Saving(kind="state"):
                 return self._save_state(model_id, work)
+            case Saving(kind="external"):
+                return self._save_external(model_id, work)
             case Saving():
                 return self._save_for_sampler(model_id, work)
             case Unusable(error):
@@ -217,6 +219,14 @@ class TrainingWorker:
         published = self._publish()
         saved = self._keep(staging, self._trainer.save_weights(staging, published), work)
         return Done(Success({"path": saved.path, "type": "save_weights_for_sampler"}), published)
+
+    def _save_external(self, model_id: str, work: Saving) -> Done:
+        """Writes the weights for download; samplers do not get them."""
+        assert work.name is not None, "checked when it was accepted"
+        staging = self._catalog.staging(model_id, "external_weights", work.name, work.overwrite)
+        saved = self._keep(staging, self._trainer.save_weights(staging, self._publish()), work)
+        size = sum(saved.files.values())
+        return Done(Success({"path": saved.path, "size_bytes": size, "type": "save_weights_external"}))
 
     def _keep(self, staging: Path, written: FilesToCome, work: Saving) -> SavedWeights:
         try:

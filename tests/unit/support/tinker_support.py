@@ -196,14 +196,16 @@ class Served:
 
 
 @contextmanager
-def tinker_server(root: Path, trainer: UnigramTrainer | None = None, now: Any = time.monotonic) -> Iterator[Served]:
-    """Serves on a free port of this machine; what is saved stays below `root`."""
+def tinker_server(
+    root: Path, trainer: UnigramTrainer | None = None, now: Any = time.monotonic, base: str = BASE_MODEL
+) -> Iterator[Served]:
+    """Serves a model of the name `base` on a free port of this machine; what is saved stays below `root`."""
     trainer, sampler = trainer or UnigramTrainer(), UnigramSampler()
-    catalog = Catalog(root / "runs", BASE_MODEL, time.time)
-    base = root / f"base-{time.monotonic_ns()}"
-    worker = TrainingWorker(trainer, catalog, (BASE_MODEL,), base, DEADLINE_S, MAX_LEN)
-    models = ServedModels((BASE_MODEL,), MAX_LEN, VOCABULARY)
-    server = TinkerServer(worker, sampler, catalog, models, BASE_MODEL, now)
+    catalog = Catalog(root / "runs", base, time.time)
+    state = root / f"base-{time.monotonic_ns()}"
+    worker = TrainingWorker(trainer, catalog, (base,), state, DEADLINE_S, MAX_LEN)
+    models = ServedModels((base,), MAX_LEN, VOCABULARY)
+    server = TinkerServer(worker, sampler, catalog, models, base, now)
     limits = Limits(body_bytes=2**24, body_s=5.0, per_minute=None)
     listener = TinkerListener(server, ServiceKeys([ServiceKey("client", KEY)]), limits, "127.0.0.1", 0)
     listener.start()

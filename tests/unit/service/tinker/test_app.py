@@ -291,7 +291,7 @@ class TestTheProtocol:
             ("forward_backward", b'{"model_id": "x"}', 400),
             ("asample", {"prompt": {}}, 400),
             ("create_custom_loss", {}, 404),
-            ("sessions/search", {}, 405),
+            ("weights_info", {}, 400),
         ],
     )
     def test_refusals_are_never_such_that_the_client_tries_for_ever(
