@@ -35,7 +35,7 @@ from service.tinker.downloads import DownloadRoutes
 from service.tinker.lists import SavedRoutes
 from service.tinker.promises import Failure, Promise, UserError
 from service.tinker.serving import SampleWork, TinkerServer
-from service.tinker.session_lists import SessionRoutes, owner_of
+from service.tinker.session_lists import SessionListRoutes, owner_of
 from service.tinker.state import GoneError, UnknownId
 from service.tinker.work import Creation, Loading, Saving, Update
 from trireme.core.datum import ModelInput
@@ -256,7 +256,7 @@ def make_tinker_app(server: TinkerServer, keys: ServiceKeys, limits: Limits) -> 
     app = FastAPI(title="Trireme", docs_url=None, redoc_url=None, openapi_url=None)
     TinkerRoutes(server).add(app)
     SavedRoutes(server).add(app)
-    SessionRoutes(server).add(app)
+    SessionListRoutes(server).add(app)
     DownloadRoutes(server, time.time).add(app)
 
     async def refused(request: Request, error: Exception) -> Response:

@@ -19,7 +19,7 @@ SESSIONS = "/api/v1/sessions"
 FINISHED = "client_finished"
 
 
-class SessionRoutes:
+class SessionListRoutes:
     """The routes of sessions. What clients said of theirs is kept while the server runs."""
 
     def __init__(self, server: TinkerServer) -> None:
