@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -41,14 +42,17 @@ from service.tinker.work import Creation, Loading, Saving, Update
 from trireme.core.datum import ModelInput
 
 PREFIX = "/api/v1"
-TESTED = ("0.38",)
-"""Versions of the client that tests drive this server with."""
+OLDEST, NEWEST = (0, 25), (0, 38)
+"""Versions of the client between which this server was tried (scripts/tinker_versions.py); unit tests drive it with the
+newest."""
 CLIENT_CONFIG = {
     "sample_use_retrieve_futures": True,
     "sample_join_sampling_session": True,
     "fwdbwd_max_chunk_len": 4096,
+    "create_model_via_load_weights": True,
 }
-"""One open request per sampler, not one per sample; and large parts of batches."""
+"""One open request per sampler, not one per sample; large parts of batches; and, of clients before 0.38, a model that
+begins with a state by one request, for which they need not know a rank."""
 
 
 class TinkerRoutes:
@@ -118,8 +122,9 @@ class TinkerRoutes:
         said = body.model_dump(include={"user_metadata", "display_name", "project_id"})
         session_id = self._server.begin_session({**said, "owner": owner_of(request), "created_s": time.time()})
         told = {"info_message": "this server trains whole models: lora_config has no effect"}
-        if not body.sdk_version.startswith(TESTED):
-            told["warning_message"] = f"this server was tested with tinker {', '.join(TESTED)}, not {body.sdk_version}"
+        if not _tried(body.sdk_version):
+            oldest, newest = (".".join(map(str, version)) for version in (OLDEST, NEWEST))
+            told["warning_message"] = f"this server was tested with tinker {oldest} to {newest}, not {body.sdk_version}"
         return JsonReply({"session_id": session_id, **told})
 
     async def beat(self, body: BeatBody) -> JsonReply:
@@ -249,6 +254,12 @@ def _completion(promise: Promise) -> dict[str, Any]:
         return {"state": "failed", "request_id": promise.request_id}
     payload = promise.outcome.payload if promise.outcome else b""
     return {"state": "finished", "request_id": promise.request_id, "response_payload_uncompressed_size": len(payload)}
+
+
+def _tried(sdk_version: str) -> bool:
+    """Tells whether the client has a version that the server was tried with."""
+    found = re.match(r"(\d+)\.(\d+)\b", sdk_version)
+    return found is not None and OLDEST <= (int(found[1]), int(found[2])) <= NEWEST
 
 
 def make_tinker_app(server: TinkerServer, keys: ServiceKeys, limits: Limits) -> FastAPI:
