@@ -7,6 +7,8 @@ from typing import Literal
 
 Caller = Literal["all", "client", "session", "admin", "admin or loopback"]
 SESSIONS = "/sessions/"
+SIGNED = "/signed/"
+"""Begins the addresses of downloads, which hold a signature in place of a key."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ def name_of(path: str) -> str:
 def caller_of(method: str, path: str) -> Caller:
     """Returns who may call a path. An unknown one tells its 404 to those alone who may call its neighbours."""
     session, rest = in_session(path)
+    if path.startswith(SIGNED):
+        return "all"
     if not session:
         return "admin" if path.startswith(SESSIONS.rstrip("/")) else CALLERS.get(path, "client")
     return "admin" if method == "DELETE" or rest in ADMIN_ALONE else "session"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -13,7 +15,7 @@ from starlette.responses import Response
 from service.app import as_refused
 from service.asked import RequestRefused
 from service.errors import JsonReply, error_reply
-from service.guard import Limits, RequestGuard
+from service.guard import KEY_NAME, Limits, RequestGuard
 from service.keys import ServiceKeys
 from service.tinker.bodies import (
     BeatBody,
@@ -30,22 +32,27 @@ from service.tinker.bodies import (
     SessionBody,
 )
 from service.tinker.codec import PROTOBUF, ForwardBackwardCall
+from service.tinker.downloads import DownloadRoutes
 from service.tinker.lists import SavedRoutes, lora_of
 from service.tinker.promises import Failure, GoneError, Promise, SampleWork, UnknownId, UserError
 from service.tinker.serving import TinkerServer
+from service.tinker.session_lists import SessionListRoutes
 from service.tinker.work import Creation, Loading, Saving, Update
 from trireme.core.datum import ModelInput
 from trireme.core.errors import StorageFailed
 
 PREFIX = "/api/v1"
-TESTED = ("0.38",)
-"""Versions of the client that tests drive this server with."""
+OLDEST, NEWEST = (0, 25), (0, 38)
+"""Versions of the client between which this server was tried (scripts/tinker_versions.py); unit tests drive it with the
+newest."""
 CLIENT_CONFIG = {
     "sample_use_retrieve_futures": True,
     "sample_join_sampling_session": True,
     "fwdbwd_max_chunk_len": 4096,
+    "create_model_via_load_weights": True,
 }
-"""One open request per sampler, not one per sample; and large parts of batches."""
+"""One open request per sampler, not one per sample; large parts of batches; and, of clients before 0.38, a model that
+begins with a state by one request, for which they need not know a rank."""
 
 
 class TinkerRoutes:
@@ -77,7 +84,6 @@ class TinkerRoutes:
         }
         for path, route in posts.items():
             app.post(f"{PREFIX}/{path}")(route)
-        app.post(PREFIX + "/sessions/{session_id}/finish")(self.finish)
         app.get(PREFIX + "/healthz")(self.health)
         app.get(PREFIX + "/get_server_capabilities")(self.capabilities)
         app.get(PREFIX + "/samplers/{sampler_id}")(self.sampler)
@@ -111,14 +117,14 @@ class TinkerRoutes:
         }
         return JsonReply({"supported_models": [model]})
 
-    async def create_session(self, body: SessionBody) -> JsonReply:
+    async def create_session(self, request: Request, body: SessionBody) -> JsonReply:
         """Begins a session."""
-        session_id = self._server.begin_session(
-            "", {"user_metadata": body.user_metadata, "display_name": body.display_name}
-        )
+        said = body.model_dump(include={"user_metadata", "display_name", "project_id"})
+        session_id = self._server.begin_session(request.scope[KEY_NAME], {**said, "created_s": time.time()})
         told = {"info_message": self._server.told}
-        if not body.sdk_version.startswith(TESTED):
-            told["warning_message"] = f"this server was tested with tinker {', '.join(TESTED)}, not {body.sdk_version}"
+        if not _tried(body.sdk_version):
+            oldest, newest = (".".join(map(str, version)) for version in (OLDEST, NEWEST))
+            told["warning_message"] = f"this server was tested with tinker {oldest} to {newest}, not {body.sdk_version}"
         return JsonReply({"session_id": session_id, **told})
 
     async def beat(self, body: BeatBody) -> JsonReply:
@@ -128,11 +134,6 @@ class TinkerRoutes:
         except UnknownId as error:
             raise GoneError(str(error)) from None
         return JsonReply({})
-
-    async def finish(self, session_id: str) -> Response:
-        """Ends a session."""
-        self._server.finish(session_id)
-        return Response(status_code=204)
 
     # ---- training
 
@@ -257,11 +258,19 @@ def _completion(promise: Promise) -> dict[str, Any]:
     return {"state": "finished", "request_id": promise.request_id, "response_payload_uncompressed_size": len(payload)}
 
 
+def _tried(sdk_version: str) -> bool:
+    """Tells whether the client has a version that the server was tried with."""
+    found = re.match(r"(\d+)\.(\d+)\b", sdk_version)
+    return found is not None and OLDEST <= (int(found[1]), int(found[2])) <= NEWEST
+
+
 def make_tinker_app(server: TinkerServer, keys: ServiceKeys, limits: Limits) -> FastAPI:
     """Makes the app."""
     app = FastAPI(title="Trireme", docs_url=None, redoc_url=None, openapi_url=None)
     TinkerRoutes(server).add(app)
     SavedRoutes(server).add(app)
+    SessionListRoutes(server).add(app)
+    DownloadRoutes(server, time.time).add(app)
 
     async def refused(request: Request, error: Exception) -> Response:
         answer = _as_refused(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import datetime
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -38,6 +39,26 @@ class SessionBody(Told):
     sdk_version: str = ""
     user_metadata: dict[str, Any] | None = None
     display_name: str | None = None
+    project_id: str | None = None
+
+
+class ReasonBody(Told):
+    """Says how a client ended."""
+
+    type: Literal["success", "errored", "interrupted"] = "success"
+
+
+class FinishBody(Told):
+    """Ends a session."""
+
+    reason: ReasonBody = ReasonBody()
+    detail: str | None = None
+
+
+class ProjectBody(Told):
+    """Names the project of a session."""
+
+    project_id: str
 
 
 class BeatBody(Told):
@@ -260,3 +281,55 @@ class TtlBody(Told):
     """Says how long something shall be kept."""
 
     ttl_seconds: Annotated[int, Field(gt=0)] | None = None
+
+
+class CopyBody(Told):
+    """Asks for a copy of what was saved."""
+
+    source_path: str
+    destination_project_id: str
+    ttl_seconds: Annotated[int, Field(gt=0)] | None = None
+
+
+class SaveExternalBody(Told):
+    """Asks for weights to be saved for download."""
+
+    model_id: str
+    seq_id: Seq
+    path: str
+    ttl_seconds: Annotated[int, Field(gt=0)] | None = None
+    age_encryption_recipients: list[str] | None = None
+
+
+class OwnerBody(Strict):
+    """Says whose sessions are searched."""
+
+    type: Literal["own", "accessible", "user"] = "own"
+    owner_urns: list[str] = []
+
+
+class StatusBody(Strict):
+    """Names a status of sessions."""
+
+    type: Literal["active", "cancelled", "failed", "client_finished"]
+    reasons: list[str] | None = None
+
+
+class SearchCursor(Strict):
+    """Says where the next page of sessions begins."""
+
+    last_created_at: datetime
+    last_session_id: str
+
+
+class SearchBody(Strict):
+    """Asks for sessions."""
+
+    session_id: str | None = None
+    project_ids: list[str] | None = None
+    user_metadata: dict[str, str] = {}
+    display_name: str | None = None
+    owner: OwnerBody = OwnerBody()
+    statuses: list[StatusBody] | None = None
+    limit: Annotated[int, Field(ge=1, le=200)] = 50
+    cursor: SearchCursor | None = None

@@ -3,6 +3,7 @@
     tinker://<model>/weights/<name>            <root>/<model>/weights/<name>/           all that training needs
     tinker://<model>/sampler_weights/<name>    <root>/<model>/sampler_weights/<name>/   a model in Hugging Face layout,
                                                                                         or an adapter in peft's
+    tinker://<model>/external_weights/<name>   <root>/<model>/external_weights/<name>/  the same, for download
 
 A directory counts once `checkpoint.json` is in it, which is written last. It is written in a directory of its own
 (`<root>/<model>/new-weights/<name>/`), and then takes its place. Times are seconds since 1970.
@@ -11,6 +12,7 @@ A directory counts once `checkpoint.json` is in it, which is written last. It is
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,8 +25,8 @@ from service.tinker.promises import UserError
 from trireme.checkpoint.files import FileRecord, fsync_directory, make_directory, replace_file, storage_errors
 from trireme.core.finite_json import to_json
 
-SavedKind = Literal["weights", "sampler_weights"]
-KINDS: tuple[SavedKind, ...] = ("weights", "sampler_weights")
+SavedKind = Literal["weights", "sampler_weights", "external_weights"]
+KINDS: tuple[SavedKind, ...] = ("weights", "sampler_weights", "external_weights")
 SCHEME = "tinker://"
 NAME = re.compile(r"(?!\.+$)[A-Za-z0-9_.-]{1,255}")
 MARK, RUN = "checkpoint.json", "run.json"
@@ -42,6 +44,8 @@ class SavedRun:
     began_s: float
     lora: Mapping[str, Any] | None = None
     """What `service.tinker.adapters.record_of` says of its adapter; None: the whole model is trained."""
+    project_id: str = ""
+    """The project that a copy was made for; "": what its session says."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,8 @@ class SavedWeights:
     """The size of each file in it, in bytes."""
     request: str = ""
     """The id of the request that asked for it."""
+    public: bool = False
+    """It was published."""
 
     @property
     def path(self) -> str:
@@ -124,12 +130,41 @@ class Catalog:
         request: str = "",
     ) -> SavedWeights:
         """Makes a directory count, in place of one of its name. Raises StorageFailed."""
-        directory, now = _place_of(staging), self._now()
         sizes = {file.path.partition("/")[2]: file.size for file in files}  # it stands below its directory's name
+        return self._keep(staging, sizes, ttl_s, user_metadata or {}, request)
+
+    def copy(self, path: str, model_id: str, ttl_s: int | None, project_id: str) -> SavedWeights:
+        """Makes a training run of the id `model_id` that has a copy of a path, and cannot be trained. The copy shares
+        the files. If that run is there already, nothing is done. Raises UserError, StorageFailed."""
+        source, saved = self.find(path)
+        directory = self._directory(model_id)
+        if not (directory / saved.kind / saved.name / MARK).exists():
+            of = self.run(saved.model_id)
+            run = SavedRun(model_id, of.base_model, {}, self._now(), of.lora, project_id)
+            with storage_errors(directory):
+                make_directory(directory)
+                replace_file(directory / RUN, to_json(asdict(run)).encode())
+            staging = self.staging(model_id, saved.kind, saved.name, overwrite=False)
+            with storage_errors(staging):
+                for file in saved.files:
+                    make_directory((staging / file).parent)
+                    os.link(source / file, staging / file)
+            self._keep(staging, saved.files, ttl_s, saved.user_metadata)
+        return self._look_up(path_of(model_id, saved.kind, saved.name))[1]
+
+    def _keep(
+        self,
+        staging: Path,
+        sizes: Mapping[str, int],
+        ttl_s: int | None,
+        user_metadata: Mapping[str, str],
+        request: str = "",
+    ) -> SavedWeights:
+        directory, now = _place_of(staging), self._now()
         run = self._run_in(directory.parent.parent)
-        kind: SavedKind = "weights" if directory.parent.name == "weights" else "sampler_weights"
+        kind = next(each for each in KINDS if each == directory.parent.name)
         expires_s = None if ttl_s is None else now + ttl_s
-        saved = SavedWeights(run.model_id, kind, directory.name, now, expires_s, user_metadata or {}, sizes, request)
+        saved = SavedWeights(run.model_id, kind, directory.name, now, expires_s, user_metadata, sizes, request)
         with storage_errors(directory):
             replace_file(staging / MARK, to_json(asdict(saved)).encode())
             _move(staging, directory)
@@ -137,10 +172,16 @@ class Catalog:
 
     def set_ttl(self, path: str, ttl_s: int | None) -> None:
         """Sets how long something is kept from now on; None: for ever. Raises UserError."""
+        self._note(path, expires_s=None if ttl_s is None else self._now() + ttl_s)
+
+    def set_public(self, path: str, public: bool) -> None:
+        """Notes whether something is published. Raises UserError."""
+        self._note(path, public=public)
+
+    def _note(self, path: str, **changed: Any) -> None:
         directory, saved = self._look_up(path)
-        changed = asdict(saved) | {"expires_s": None if ttl_s is None else self._now() + ttl_s}
         with storage_errors(directory):
-            replace_file(directory / MARK, to_json(changed).encode())
+            replace_file(directory / MARK, to_json(asdict(saved) | changed).encode())
 
     def delete(self, path: str) -> None:
         """Deletes something, also what is damaged. Raises UserError, StorageFailed."""

@@ -1,4 +1,4 @@
-"""What clients ask a Tinker server for: accepted here, and answered once it is done. Nothing is done here.
+"""Accepts what clients ask a Tinker server for, and answers once it is done. The rooms do it elsewhere.
 
 A request is in the journal before it is accepted. All of this runs in one event loop.
 """
@@ -124,6 +124,11 @@ class TinkerDesk:
         session_id = uuid.uuid4().hex
         self.state.begin_session(session_id, self.now(), owner, metadata)
         return session_id
+
+    def said(self, session_id: str) -> Mapping[str, Any]:
+        """Returns what a client said of its session; nothing of one that this server does not know."""
+        session = self.state.sessions.get(session_id)
+        return session.metadata if session else {}
 
     def finish(self, session_id: str) -> None:
         """Ends a session. Raises UnknownId."""

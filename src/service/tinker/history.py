@@ -1,4 +1,4 @@
-"""What the trainer has done for a model since the model's newest commit, so that it can be done again.
+"""Remembers what the trainer has done for a model since the model's newest commit, so that it can be done again.
 
 A server saves a model for itself from time to time, after an update, when no gradients are held. If the trainer is
 lost, it loads that commit and does again what it had done since: passes with a gradient, updates, and what made weights

@@ -1,15 +1,19 @@
-"""The routes that tell what is saved: training runs, checkpoints and sessions."""
+"""The routes of what is saved, which are training runs and checkpoints, and of what this server has not."""
 
 from __future__ import annotations
 
+import asyncio
+import uuid
+from collections import defaultdict
 from datetime import UTC, datetime
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Header, Request
 from starlette.responses import Response
 
+from service.asked import RequestRefused
 from service.errors import JsonReply
-from service.tinker.bodies import PathBody, TtlBody
+from service.tinker.bodies import CopyBody, PathBody, TtlBody
 from service.tinker.catalog import KINDS, SCHEME, SavedKind, SavedRun, SavedWeights
 from service.tinker.promises import UnknownId, UserError
 from service.tinker.serving import TinkerServer
@@ -17,14 +21,24 @@ from trireme.config.trainer import ATTENTION, MLP, UNEMBED
 
 RUNS = "/api/v1/training_runs"
 OWNER = "trireme"
-TYPES: dict[SavedKind, str] = {"weights": "training", "sampler_weights": "sampler"}
+TYPES: dict[SavedKind, str] = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+GIGABYTE = 10**9
+BILLING = "/api/v1/billing/usage"
+NOT_HERE = {
+    "/api/v1/audit": "an audit log; the logs/ of the run directory tell what the rooms did",
+    f"{BILLING}/events": "billing, as nothing is charged; get_current_checkpoint_storage_usage tells what is saved",
+    "/api/v1/sessions/{session_id}/trace_export": "traces of sessions; the logs/ of the run directory tell what it did",
+    "/api/v1/create_custom_loss": "losses that run in the server; forward_backward_custom takes the function itself, "
+    "and computes it in the client",
+}
+"""What clients may ask for and this server has not, and what to do instead."""
 
 
 class SavedRoutes:
-    """The routes of runs, checkpoints and sessions."""
+    """The routes of runs and checkpoints."""
 
     def __init__(self, server: TinkerServer) -> None:
-        self._server, self._catalog, self._state = server, server.catalog, server.state
+        self._server, self._catalog = server, server.catalog
 
     def add(self, app: FastAPI) -> None:
         """Adds them to an app."""
@@ -33,14 +47,22 @@ class SavedRoutes:
         app.get(RUNS + "/{model_id}/checkpoints")(self.checkpoints)
         app.delete(RUNS + "/{model_id}/checkpoints/{kind}/{name}")(self.delete)
         app.put(RUNS + "/{model_id}/checkpoints/{kind}/{name}/ttl")(self.set_ttl)
+        app.post(RUNS + "/{model_id}/checkpoints/{kind}/{name}/publish")(self.publish)
+        app.delete(RUNS + "/{model_id}/checkpoints/{kind}/{name}/publish")(self.unpublish)
+        app.post("/api/v1/copy_weights")(self.copy)
+        app.get(BILLING + "/checkpoints/current")(self.usage)
         app.get("/api/v1/checkpoints")(self.all_checkpoints)
         app.post("/api/v1/weights_info")(self.weights_info)
-        app.get("/api/v1/sessions")(self.sessions)
-        app.get("/api/v1/sessions/{session_id}")(self.session)
+        for path in NOT_HERE:
+            app.add_api_route(path, self.not_here, methods=["GET", "POST"])
 
-    async def runs(self, limit: int = 20, offset: int = 0) -> JsonReply:
+    async def not_here(self, request: Request) -> Response:
+        """Refuses what this server has not got."""
+        raise RequestRefused(f"this server has not got {NOT_HERE[request.scope['route'].path]}", status=404)
+
+    async def runs(self, limit: int = 20, offset: int = 0, project_id: str | None = None) -> JsonReply:
         """Lists training runs, the newest first."""
-        found = self._catalog.runs()
+        found = [run for run in self._catalog.runs() if project_id in (None, self._project(run))]
         shown = [self._run(run) for run in found[offset : offset + limit]]
         return JsonReply({"training_runs": shown, "cursor": _cursor(offset, limit, len(found))})
 
@@ -84,16 +106,35 @@ class SavedRoutes:
         trained = {name: not layers.isdisjoint(names) for name, names in parts.items()} if run.lora else {}
         return JsonReply({"base_model": run.base_model, **lora_of(run), **trained})
 
-    async def sessions(self, limit: int = 20, offset: int = 0) -> JsonReply:
-        """Lists sessions, the newest first."""
-        return JsonReply({"sessions": list(reversed(self._state.sessions))[offset : offset + limit]})
+    async def publish(self, model_id: str, kind: str, name: str) -> Response:
+        """Marks something as public."""
+        self._catalog.set_public(f"{SCHEME}{model_id}/{kind}/{name}", True)
+        return Response(status_code=204)
 
-    async def session(self, session_id: str) -> JsonReply:
-        """Describes a session."""
-        if (session := self._state.sessions.get(session_id)) is None:
-            raise UnknownId(f"the session {session_id!r}")
-        shown = {"training_run_ids": session.models, "sampler_ids": session.samplers}
-        return JsonReply({**shown, **session.metadata})
+    async def unpublish(self, model_id: str, kind: str, name: str) -> Response:
+        """Takes that mark away."""
+        self._catalog.set_public(f"{SCHEME}{model_id}/{kind}/{name}", False)
+        return Response(status_code=204)
+
+    async def copy(self, body: CopyBody, x_idempotency_key: Annotated[str, Header()] = "") -> JsonReply:
+        """Copies something into a training run of its own. The same request, made again, gets the same copy."""
+        number = uuid.uuid5(uuid.NAMESPACE_URL, x_idempotency_key) if x_idempotency_key else uuid.uuid4()
+        asked = (body.source_path, f"{number.hex}:train:0", body.ttl_seconds, body.destination_project_id)
+        copied = await asyncio.to_thread(self._catalog.copy, *asked)
+        return JsonReply({"tinker_path": copied.path})
+
+    async def usage(self, project_id: str | None = None) -> JsonReply:
+        """Tells how much is saved in each project. It costs nothing."""
+        sizes: dict[str, list[int]] = defaultdict(list)
+        for run in self._catalog.runs():
+            saved = [sum(each.files.values()) for each in self._catalog.saved(run.model_id)]
+            if saved and project_id in (None, self._project(run)):
+                sizes[self._project(run)] += saved
+        return JsonReply({"data": [_usage(project, each) for project, each in sizes.items()]})
+
+    def _project(self, run: SavedRun) -> str:
+        session = run.model_id.partition(":")[0]
+        return run.project_id or self._server.said(session).get("project_id") or ""
 
     def _run(self, run: SavedRun) -> dict[str, Any]:
         newest = {saved.kind: saved for saved in self._catalog.saved(run.model_id)}
@@ -123,9 +164,16 @@ def _checkpoint(saved: SavedWeights) -> dict[str, Any]:
         "time": _time(saved.saved_s),
         "tinker_path": saved.path,
         "size_bytes": sum(saved.files.values()),
+        "public": saved.public,
         "user_metadata": dict(saved.user_metadata),
         "expires_at": None if saved.expires_s is None else _time(saved.expires_s),
     }
+
+
+def _usage(project: str, sizes: list[int]) -> dict[str, Any]:
+    total = sum(sizes)
+    counted = {"checkpoint_count": len(sizes), "size_bytes": total, "size_gigabytes": total / GIGABYTE}
+    return {"project_id": project or None, "estimated_monthly_cost_usd": 0.0, **counted}
 
 
 def _cursor(offset: int, limit: int, total: int) -> dict[str, int]:

@@ -40,6 +40,14 @@ class SessionBegun:
 
 
 @dataclass(frozen=True)
+class SessionTold:
+    """A client said more of its session."""
+
+    session: str
+    metadata: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class SessionOver:
     """A session has ended."""
 
@@ -164,6 +172,7 @@ class AnswerKept:
 
 Record = (
     SessionBegun
+    | SessionTold
     | SessionOver
     | ModelAsked
     | TrainingAsked

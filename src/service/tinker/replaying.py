@@ -25,6 +25,7 @@ from service.tinker.records import (
     SamplerStands,
     SessionBegun,
     SessionOver,
+    SessionTold,
     StepKept,
     TrainingAsked,
 )
@@ -48,6 +49,8 @@ def _apply(state: ProtocolState, histories: Histories, record: Record, now: floa
     match record:
         case SessionBegun():
             state.begin_session(record.session, now, record.owner, record.metadata)
+        case SessionTold():
+            state.tell(record.session, record.metadata)
         case SessionOver():
             state.finish(record.session, now)
         case ModelAsked():

@@ -40,6 +40,7 @@ from service.tinker.records import (
     SamplerBegun,
     SessionBegun,
     SessionOver,
+    SessionTold,
     TrainingAsked,
 )
 from service.tinker.shares import TokenShares
@@ -82,6 +83,13 @@ class ProtocolState(PromiseBook):
         """Begins a session of the key `owner`."""
         self.write(SessionBegun(session_id, owner, metadata or {}))
         self.sessions[session_id] = ClientSession(session_id, now, owner, metadata or {})
+
+    def tell(self, session_id: str, told: Mapping[str, Any]) -> None:
+        """Notes more of what a client says of its session. Raises UnknownId."""
+        if (session := self.sessions.get(session_id)) is None:
+            raise UnknownId(f"the session {session_id!r}")
+        self.write(SessionTold(session_id, told))
+        session.metadata = {**session.metadata, **told}
 
     def session(self, session_id: str) -> ClientSession:
         """Returns a session that has not ended. Raises UnknownId, GoneError."""

@@ -59,9 +59,9 @@ class Update:
 
 @dataclass(frozen=True)
 class Saving:
-    """Saves a state, or weights for samplers."""
+    """Saves a state, weights for samplers, or weights for download."""
 
-    kind: Literal["state", "snapshot", "inflight"]
+    kind: Literal["state", "snapshot", "inflight", "external"]
     name: str | None
     """None: the weights are for one sampler, and are not written."""
     ttl_s: int | None
@@ -222,6 +222,8 @@ class TrainingWorker:
                 return self._update(model_id, work)
             case Saving(kind="state"):
                 return self._save_state(model_id, work, request)
+            case Saving(kind="external"):
+                return self._save_external(model_id, work, request)
             case Saving():
                 return self._save_for_sampler(model_id, work, request)
             case Unusable(error):
@@ -332,6 +334,17 @@ class TrainingWorker:
             published = self._publish()
             self._keep(staging, self._trainer.save_weights(staging, published), work, request)
         return Done(Success({"path": path, "type": "save_weights_for_sampler"}), published)
+
+    def _save_external(self, model_id: str, work: Saving, request: str) -> Done:
+        """Writes the weights for download; samplers do not get them."""
+        assert work.name is not None, "checked when it was accepted"
+        path = path_of(model_id, "external_weights", work.name)
+        if not self._catalog.kept(path, request):
+            staging = self._catalog.staging(model_id, "external_weights", work.name, work.overwrite)
+            self._keep(staging, self._trainer.save_weights(staging, self._publish()), work, request)
+        _, saved = self._catalog.find(path)
+        size = sum(saved.files.values())
+        return Done(Success({"path": path, "size_bytes": size, "type": "save_weights_external"}))
 
     def _keep(self, staging: Path, written: FilesToCome, work: Saving, request: str) -> None:
         try:

@@ -21,6 +21,10 @@ def test_other_paths_are_for_clients() -> None:
     assert caller_of("GET", "/metrics") == "admin or loopback"
 
 
+def test_addresses_of_downloads_need_no_key() -> None:
+    assert caller_of("GET", "/signed/1/2/3") == "all"
+
+
 def test_each_route_has_the_caller_of_the_table() -> None:
     for route in ROUTES:
         path = route.path.replace("{session}", "a1").replace("{name}", "policy")

@@ -251,7 +251,9 @@ class Served:
         """Has the server work with its rooms, from now on or again: new ones, where they were lost."""
         wait_for(lambda: not self.server.ready, "the end of the rooms before")
         base = self.root / f"base-{time.monotonic_ns()}" / "state"
-        worker = TrainingWorker(self.trainer, self.catalog, (BASE_MODEL,), base, DEADLINE_S, MAX_LEN, self.lora)
+        worker = TrainingWorker(
+            self.trainer, self.catalog, (self.server.base_model,), base, DEADLINE_S, MAX_LEN, self.lora
+        )
         self.working = self.listener.work(worker, self.sampler)
         wait_for(lambda: self.server.ready or self.working.done(), "the server to work")
 
@@ -267,19 +269,18 @@ def tinker_server(
     snapshots: int = 4,
     commit_s: float = 60.0,
     keys: Sequence[ServiceKey] = (ServiceKey("client", KEY),),
+    base: str = BASE_MODEL,
 ) -> Iterator[Served]:
-    """Serves on a free port of this machine; what is saved stays below `root`. `lora`: adapters, so many at once. At
-    the end it raises what ended it."""
+    """Serves a model of the name `base` on a free port of this machine; what is saved stays below `root`. `lora`:
+    adapters, so many at once. At the end it raises what ended it."""
     trainer, sampler = trainer or UnigramTrainer(), UnigramSampler()
-    catalog = Catalog(root / "runs", BASE_MODEL, time.time)
+    catalog = Catalog(root / "runs", base, time.time)
     journal, commits = TinkerJournal(root / "journal"), OwnCommits(root / "commits")
     models, options = (
-        ServedModels((BASE_MODEL,), MAX_LEN, VOCABULARY),
+        ServedModels((base,), MAX_LEN, VOCABULARY),
         TinkerConfig(snapshots=snapshots, commit_s=commit_s),
     )
-    server = TinkerServer(
-        (BASE_MODEL,), catalog, models, BASE_MODEL, journal, commits, options, lora, places, slots, now
-    )
+    server = TinkerServer((base,), catalog, models, base, journal, commits, options, lora, places, slots, now)
     server.begin()
     limits = Limits(body_bytes=2**24, body_s=5.0, per_minute=None)
     listener = TinkerListener(server, ServiceKeys(keys), limits, "127.0.0.1", 0)

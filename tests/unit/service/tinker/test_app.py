@@ -291,7 +291,7 @@ class TestTheProtocol:
             ("forward_backward", b'{"model_id": "x"}', 400),
             ("asample", {"prompt": {}}, 400),
             ("create_custom_loss", {}, 404),
-            ("sessions/search", {}, 405),
+            ("weights_info", {}, 400),
         ],
     )
     def test_refusals_are_never_such_that_the_client_tries_for_ever(
@@ -305,9 +305,11 @@ class TestTheProtocol:
         assert post(served, "create_session", {"sdk_version": "0.38.0"}, key="tml-wrong-0123456789").status_code == 401
 
     def test_an_untested_client_is_warned(self, served: Served) -> None:
-        told = post(served, "create_session", {"sdk_version": "0.99.0"}).json()
-        assert "0.38" in told["warning_message"]
-        assert "warning_message" not in post(served, "create_session", {"sdk_version": "0.38.0"}).json()
+        for untested in ("0.99.0", "0.24.1", "1.30.0", "0.3", ""):
+            told = post(served, "create_session", {"sdk_version": untested}).json()
+            assert "0.25 to 0.38" in told["warning_message"], untested
+        for tested in ("0.25.0", "0.31.0", tinker.__version__):
+            assert "warning_message" not in post(served, "create_session", {"sdk_version": tested}).json()
 
     @pytest.mark.parametrize(
         ("changed", "named"),

@@ -145,7 +145,7 @@ def test_it_is_deleted_when_its_time_is_over(catalog: Catalog, clock: Clock) -> 
         "tinker://abc:train:0/weights/..",
         "tinker://abc:train:0/weights/a/../../b",
         "tinker://../weights/first",
-        "tinker://abc:train:0/external_weights/first",
+        "tinker://abc:train:0/other_weights/first",
     ],
 )
 def test_paths_lead_nowhere_else(catalog: Catalog, path: str) -> None:

@@ -116,7 +116,10 @@ def clones_of(sampler: ClientSampler) -> dict[int, tuple[Any, ...]]:
 def seen(state: ProtocolState, histories: Any) -> dict[str, Any]:
     """All that clients, and who does the work, can see of a state."""
     return {
-        "sessions": {s.session_id: (s.owner, s.ended_s is None, s.models, s.samplers) for s in state.sessions.values()},
+        "sessions": {
+            s.session_id: (s.owner, s.ended_s is None, s.models, s.samplers, s.metadata)
+            for s in state.sessions.values()
+        },
         "models": {m.model_id: (m.next_seq, m.ended, m.retired, sorted(m.waiting)) for m in state.models.values()},
         "samplers": {s.sampler_id: (s.target, s.joined, clones_of(s)) for s in state.samplers.values()},
         "promises": {p.request_id: (p.session_id, p.outcome) for p in state.promises()},
@@ -175,6 +178,7 @@ def test_a_state_is_made_again_from_its_records(data: st.DataObject) -> None:
         "ran": train,
         "sampled": sample,
         "fetched": fetch,
+        "tell": lambda: state.tell(session_of[number() % 2], {"project_id": str(number())}),
         "finish": lambda: state.finish(session_of[number() % 2], now),
         "again": recorded.begin_again,
     }

@@ -1,0 +1,78 @@
+"""Weights for download: they are written as for samplers, and fetched by addresses that hold for an hour.
+
+An address needs no key, as clients fetch it without one: it holds a signature instead. Nothing else opens the files.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from collections.abc import Callable
+from datetime import UTC, datetime
+from hashlib import sha256
+from urllib.parse import quote
+
+from fastapi import FastAPI, Request
+from starlette.responses import FileResponse
+
+from service.asked import RequestRefused
+from service.errors import JsonReply
+from service.routes import SIGNED
+from service.tinker.bodies import SaveExternalBody
+from service.tinker.catalog import SCHEME, Catalog, SavedKind
+from service.tinker.serving import TinkerServer
+from service.tinker.work import Saving
+
+KIND: SavedKind = "external_weights"
+HOLDS_S = 3600
+
+
+class DownloadRoutes:
+    """The routes of weights for download."""
+
+    def __init__(self, server: TinkerServer, now: Callable[[], float]) -> None:
+        """`now`: seconds since 1970."""
+        self._server, self._now = server, now
+        self._catalog: Catalog = server.catalog
+        self._secret = secrets.token_bytes(32)
+
+    def add(self, app: FastAPI) -> None:
+        """Adds them to an app."""
+        app.post("/api/v1/save_weights_external")(self.save)
+        app.get(f"/api/v1/training_runs/{{model_id}}/checkpoints/{KIND}/{{name}}/external_weights_urls")(self.urls)
+        app.get(SIGNED + "{until}/{signature}/{model_id}/{name}/{file:path}")(self.file)
+
+    async def save(self, body: SaveExternalBody) -> JsonReply:
+        """Accepts that weights are saved for download."""
+        if body.age_encryption_recipients:
+            said = "age_encryption_recipients, which is not supported; leave it out, and encrypt what was downloaded"
+            self._server.take_number(body.model_id, body.seq_id, said)
+            raise RequestRefused(said, param="age_encryption_recipients")
+        work = Saving("external", body.path, body.ttl_seconds, False, None)
+        return JsonReply({"request_id": self._server.train(body.model_id, body.seq_id, work).request_id})
+
+    async def urls(self, request: Request, model_id: str, name: str) -> JsonReply:
+        """Tells where the files of saved weights are fetched."""
+        _, saved = self._catalog.find(f"{SCHEME}{model_id}/{KIND}/{name}", KIND)
+        until = int(self._now()) + HOLDS_S
+        base = str(request.base_url).rstrip("/")
+        urls = {}
+        for file in saved.files:
+            signature = self._sign(until, model_id, name, file)
+            urls[file] = f"{base}{SIGNED}{until}/{signature}/{quote(f'{model_id}/{name}/{file}')}"
+        return JsonReply({"urls": urls, "expires": datetime.fromtimestamp(until, UTC).isoformat()})
+
+    async def file(self, until: int, signature: str, model_id: str, name: str, file: str) -> FileResponse:
+        """Gives a file to those who have its address."""
+        if not hmac.compare_digest(signature, self._sign(until, model_id, name, file)) or until < self._now():
+            raise RequestRefused(
+                "an address that this server did not sign, or not within the last hour; get_external_weights_urls "
+                "gives new ones",
+                status=403,
+            )
+        directory, _ = self._catalog.find(f"{SCHEME}{model_id}/{KIND}/{name}", KIND)
+        return FileResponse(directory / file)
+
+    def _sign(self, until: int, *parts: str) -> str:
+        """Returns the signature of a file, which only this process can make."""
+        return hmac.new(self._secret, "\n".join((str(until), *parts)).encode(), sha256).hexdigest()

@@ -1,0 +1,183 @@
+"""What is saved and who saved it, asked for without a client: searches, copies, downloads, and repeated requests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from tinker_support import BASE_MODEL, DEADLINE_S, KEY, Served, tinker_server
+
+from service.tinker.messages import message_class
+
+SEARCH = "sessions/search"
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    with tinker_server(tmp_path) as served:
+        yield served
+
+
+def ask(served: Served, method: str, path: str, body: Any = None, **headers: str) -> httpx.Response:
+    content = {"content": body} if isinstance(body, bytes) else {"json": body}
+    url, key = f"{served.url}/api/v1/{path}", {"x-api-key": KEY}
+    return httpx.request(method, url, headers=key | headers, timeout=DEADLINE_S, **content)
+
+
+def done(served: Served, path: str, body: Any) -> Any:
+    request = ask(served, "POST", path, body).json()["request_id"]
+    answer = ask(served, "POST", "retrieve_future", {"request_id": request})
+    return answer.json() if answer.headers["content-type"] == "application/json" else answer.content
+
+
+def session_of(served: Served, **said: Any) -> str:
+    return str(ask(served, "POST", "create_session", {"sdk_version": "0.38.0", **said}).json()["session_id"])
+
+
+def model_of(served: Served, session: str) -> str:
+    asked = {"session_id": session, "model_seq_id": 0, "base_model": BASE_MODEL}
+    return str(done(served, "create_model", asked)["model_id"])
+
+
+def passing(model_id: str, seq_id: int) -> bytes:
+    """A request for the gradient of one datum."""
+    request = message_class("ForwardBackwardRequest")(model_id=model_id, seq_id=seq_id, loss_fn="cross_entropy")
+    datum = request.data.add()
+    datum.model_input.add().encoded_text.tokens = np.array([1, 2], "<i4").tobytes()
+    target = datum.loss_fn_inputs["target_tokens"]
+    target.dense, target.dtype = np.array([2, 3], "<i8").tobytes(), 2
+    return bytes(request.SerializeToString())
+
+
+def test_a_repeated_number_neither_adds_a_gradient_nor_applies_one(served: Served) -> None:
+    model = model_of(served, session_of(served))
+    first = done(served, "forward_backward", passing(model, 1))
+    gradient = served.trainer.gradient.copy()
+    assert np.any(gradient)
+    assert done(served, "forward_backward", passing(model, 1)) == first
+    np.testing.assert_array_equal(served.trainer.gradient, gradient)
+    step = {"model_id": model, "seq_id": 2, "adam_params": {"learning_rate": 0.1}}
+    stepped = done(served, "optim_step", step)
+    theta = served.trainer.theta.copy()
+    assert done(served, "optim_step", step) == stepped
+    assert done(served, "forward_backward", passing(model, 1)) == first, "also of a number before the last"
+    np.testing.assert_array_equal(served.trainer.theta, theta)
+    assert not np.any(served.trainer.gradient)
+    assert served.trainer.calls == ["cross_entropy", "optim_step"]
+
+
+class TestSessions:
+    def found(self, served: Served, **asked: Any) -> list[str]:
+        answer = ask(served, "POST", SEARCH, asked)
+        assert answer.status_code == 200, answer.text
+        return [each["session_id"] for each in answer.json()["sessions"]]
+
+    def test_they_are_found_by_what_their_clients_said(self, served: Served) -> None:
+        first = session_of(
+            served, display_name="Nightly run of sort", project_id="p", user_metadata={"a": "1", "b": "2"}
+        )
+        second = session_of(served, display_name="Another")
+        assert self.found(served) == [second, first], "the newest comes first"
+        assert self.found(served, display_name="SORT nightly") == [first]
+        assert self.found(served, display_name="sort", session_id=second) == [second, first], "either of both"
+        assert self.found(served, user_metadata={"b": "2"}) == [first]
+        assert self.found(served, user_metadata={"b": "3"}) == []
+        assert self.found(served, project_ids=["p"]) == [first]
+        assert ask(served, "PUT", f"sessions/{second}/project", {"project_id": "q"}).status_code == 204
+        assert self.found(served, project_ids=["q"]) == [second]
+        assert self.found(served, owner={"type": "user", "owner_urns": ["urn:trireme:key:other"]}) == []
+        me = ask(served, "POST", SEARCH, {}).json()["sessions"][0]["owner"]
+        assert self.found(served, owner={"type": "user", "owner_urns": [me]}) == [second, first]
+        assert KEY not in me
+        assert ask(served, "PUT", "sessions/none/project", {"project_id": "q"}).status_code == 404
+
+    def test_they_are_found_by_how_they_ended(self, served: Served) -> None:
+        active, failed = session_of(served), session_of(served)
+        finish = {"reason": {"type": "errored"}, "detail": "a test"}
+        assert ask(served, "POST", f"sessions/{failed}/finish", finish).status_code == 204
+        ask(served, "POST", f"sessions/{failed}/finish", {"reason": {"type": "success"}})
+        assert self.found(served, statuses=[{"type": "active"}]) == [active]
+        assert self.found(served, statuses=[{"type": "client_finished", "reasons": ["errored"]}]) == [failed]
+        assert self.found(served, statuses=[{"type": "client_finished", "reasons": ["success"]}]) == []
+
+    def test_pages_have_each_session_once(self, served: Served) -> None:
+        sessions = [session_of(served) for _ in range(5)]
+        found, cursor = [], None
+        for _ in range(3):
+            page = ask(served, "POST", SEARCH, {"limit": 2, **({"cursor": cursor} if cursor else {})}).json()
+            found += [each["session_id"] for each in page["sessions"]]
+            cursor = page["next_cursor"]
+        assert cursor is None
+        assert found == sessions[::-1]
+
+    def test_a_search_for_what_is_unknown_is_refused(self, served: Served) -> None:
+        refused = ask(served, "POST", SEARCH, {"colour": "red"})
+        assert refused.status_code == 400
+        assert "colour" in refused.text
+
+
+class TestDownloads:
+    def urls(self, served: Served) -> dict[str, str]:
+        model = model_of(served, session_of(served))
+        saved = done(served, "save_weights_external", {"model_id": model, "seq_id": 1, "path": "w"})
+        assert saved["size_bytes"] == served.trainer.theta.nbytes
+        answer = ask(served, "GET", f"training_runs/{model}/checkpoints/external_weights/w/external_weights_urls")
+        urls: dict[str, str] = answer.json()["urls"]
+        return urls
+
+    def test_an_address_needs_no_key_and_opens_one_file(self, served: Served) -> None:
+        url = self.urls(served)["model.bin"]
+        assert httpx.get(url).content == served.trainer.theta.tobytes()
+        for other in (url[:-1], url.replace("model.bin", "checkpoint.json"), url.replace("/w/", "/v/")):
+            assert httpx.get(other).status_code == 403
+        until = url.split("/signed/")[1].partition("/")[0]
+        assert httpx.get(url.replace(until, str(int(until) + 1))).status_code == 403, "nor does it last longer"
+
+    def test_it_holds_for_an_hour(self, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("service.tinker.downloads.HOLDS_S", 1)
+        url = self.urls(served)["model.bin"]
+        until = time.monotonic() + DEADLINE_S
+        while (answer := httpx.get(url)).status_code == 200:
+            assert time.monotonic() < until, "it holds for too long"
+            time.sleep(0.2)
+        assert answer.status_code == 403
+        assert "get_external_weights_urls" in answer.text
+
+    def test_what_would_be_encrypted_is_refused_and_later_requests_are_done(self, served: Served) -> None:
+        model = model_of(served, session_of(served))
+        body = {"model_id": model, "seq_id": 1, "path": "w", "age_encryption_recipients": ["age1"]}
+        refused = ask(served, "POST", "save_weights_external", body)
+        assert refused.status_code == 400
+        assert "age_encryption_recipients" in refused.text
+        assert done(served, "save_weights", {"model_id": model, "seq_id": 2, "path": "s"})["path"]
+
+
+class TestCopies:
+    def test_a_copy_outlives_its_source_and_is_made_once(self, served: Served) -> None:
+        model = model_of(served, session_of(served))
+        source = done(served, "save_weights", {"model_id": model, "seq_id": 1, "path": "s"})["path"]
+        body = {"source_path": source, "destination_project_id": "archive", "ttl_seconds": 3600}
+        headers = {"x-idempotency-key": "one"}
+        (path,) = {ask(served, "POST", "copy_weights", body, **headers).json()["tinker_path"] for _ in range(2)}
+        other = ask(served, "POST", "copy_weights", body, **{"x-idempotency-key": "two"}).json()["tinker_path"]
+        assert len({source, path, other}) == 3
+        usage = ask(served, "GET", "billing/usage/checkpoints/current?project_id=archive").json()["data"]
+        assert [(each["checkpoint_count"], each["project_id"]) for each in usage] == [(2, "archive")]
+        runs = ask(served, "GET", "training_runs?project_id=archive").json()["training_runs"]
+        assert {run["training_run_id"] for run in runs} == {each.split("/")[2] for each in (path, other)}
+        kind_and_name = source.removeprefix("tinker://").partition("/")[2]
+        assert ask(served, "DELETE", f"training_runs/{model}/checkpoints/{kind_and_name}").status_code == 204
+        loaded = {"session_id": session_of(served), "model_seq_id": 0, "path": path, "optimizer": True}
+        ask(served, "POST", f"sessions/{model.partition(':')[0]}/finish", {})
+        assert done(served, "load_weights", loaded)["path"] == path
+
+    def test_a_copy_of_nothing_is_refused(self, served: Served) -> None:
+        body = {"source_path": "tinker://a:train:0/weights/none", "destination_project_id": "p"}
+        refused = ask(served, "POST", "copy_weights", body)
+        assert refused.status_code == 400
+        assert "nothing is saved" in refused.text
