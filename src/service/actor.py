@@ -20,6 +20,7 @@ import uvicorn
 
 from service.app import make_app
 from service.asked import Made
+from service.console.reading import RunReader
 from service.front import Front, ServedModels
 from service.guard import Limits
 from service.keys import ServiceKey, ServiceKeys
@@ -79,7 +80,7 @@ class ServiceActor:
         log_dir: Path | None,
     ) -> None:
         """`adopt`: names the weights that the replicas loaded from disk; None: they get theirs from a trainer.
-        `sessions`: the directory of the journal of sessions."""
+        `sessions`: the directory of the journal of sessions, in the run directory, which the console shows."""
         redirect_output(log_dir, "service_0")
         self._config, self._sampler_factory, self._models, self._keys = config, sampler_factory, models, keys
         self._adopt, self._directory, self._newest = adopt, sessions, 0
@@ -101,7 +102,8 @@ class ServiceActor:
         limits = Limits(int(options.max_body_mb * MEGABYTE), options.body_s, options.requests_per_minute)
         keys = ServiceKeys(self._keys)
         self._door = await asyncio.to_thread(self._open_door, front, keys)
-        app = make_app(front, self._door, keys, limits)
+        run = RunReader(self._directory.parent, lambda: tokenizer)
+        app = make_app(front, self._door, keys, limits, run)
         self._server = uvicorn.Server(
             uvicorn.Config(app, options.host, options.port or 0, log_config=None, access_log=False, lifespan="off")
         )

@@ -12,6 +12,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse, Response
 
 from service.asked import Asked, RequestRefused, ServiceAnswer
+from service.console.app import ConsoleRoutes
+from service.console.reading import RunReader
 from service.dialects import chat, completions, messages, responses
 from service.dialects.chat import ChatRequest
 from service.dialects.completions import CompletionRequest
@@ -127,11 +129,16 @@ class Service:
             await events.aclose()
 
 
-def make_app(front: Front, door: SessionDoor, keys: ServiceKeys, limits: Limits) -> FastAPI:
-    """Makes the app. There are no pages for people: they would load code from elsewhere."""
+def make_app(
+    front: Front, door: SessionDoor, keys: ServiceKeys, limits: Limits, run: RunReader | None = None
+) -> FastAPI:
+    """Makes the app. `run`: what the console shows to those with an admin key; None: there is no console. There are no
+    other pages for people: FastAPI's would load code from elsewhere."""
     metrics = ServiceMetrics(front.places)
     app = FastAPI(title="Trireme", docs_url=None, redoc_url=None)
     Service(front, metrics, SessionRoutes(door, front.tokenizer)).routes(app)
+    if run is not None:
+        ConsoleRoutes(run).routes(app)
 
     async def refused(request: Request, error: Exception) -> Response:
         return error_reply(request.url.path, as_refused(error))

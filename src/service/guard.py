@@ -85,8 +85,17 @@ class RequestCounter(Protocol):
 class RequestGuard:
     """Middleware (ASGI) in front of the app."""
 
-    def __init__(self, app: ASGIApp, keys: ServiceKeys, limits: Limits, metrics: RequestCounter | None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: ServiceKeys,
+        limits: Limits,
+        metrics: RequestCounter | None,
+        caller_of: Callable[[str, str], Caller] = caller_of,
+    ) -> None:
+        """`caller_of`: tells who may call a method and a path."""
         self._app, self._keys, self._limits, self._metrics = app, keys, limits, metrics
+        self._caller_of = caller_of
         self._rates = Rates(limits.per_minute)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -114,7 +123,7 @@ class RequestGuard:
     async def _admit(self, scope: Scope, receive: Receive) -> bytes:
         """Returns the body of a request that is admitted. Raises RequestRefused."""
         headers = Headers(scope=scope)
-        key, caller = self._keys.find(_given(headers)), caller_of(scope["method"], scope["path"])
+        key, caller = self._keys.find(_given(headers)), self._caller_of(scope["method"], scope["path"])
         session = in_session(scope["path"])[0]
         if not _may(caller, key, session, scope, headers):
             keys = "an admin key, or that of this session" if caller == "session" else "an admin key"

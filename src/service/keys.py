@@ -84,10 +84,15 @@ def _digest(value: str) -> bytes:
     return hashlib.sha256(value.encode(errors="surrogateescape")).digest()
 
 
+def new_key(role: Role, prefix: str = "tr") -> ServiceKey:
+    """Makes a key, which begins with `prefix`."""
+    return ServiceKey(role, f"{prefix}-{role}-{secrets.token_urlsafe(32)}")
+
+
 def generate(file: Path, prefix: str = "tr") -> list[ServiceKey]:
     """Makes a key of each role, which begins with `prefix`, and writes them to `file`, which only its owner can read.
     Raises BadInput if it is there already."""
-    keys = [ServiceKey(role, f"{prefix}-{role}-{secrets.token_urlsafe(32)}") for role in ROLES]
+    keys = [new_key(role, prefix) for role in ROLES]
     try:
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:

@@ -1,4 +1,4 @@
-"""Every route of the service, and who may call it. The app has these routes and no others, which a test checks."""
+"""Every route of the service and of its console, and who may call it. The apps have no others, as tests check."""
 
 from __future__ import annotations
 
@@ -49,7 +49,27 @@ ROUTES = (
     Route("POST", "/sessions/{session}/v1/responses", "session", "OpenAI's responses, as a turn"),
     Route("POST", "/sessions/{session}/v1/messages", "session", "Anthropic's messages, as a turn"),
 )
-CALLERS = {route.path: route.caller for route in ROUTES}
+CONSOLE = "/console"
+CONSOLE_ROUTES = (
+    Route("GET", "/console", "all", "leads to the page of the console"),
+    Route("GET", "/console/", "all", "the page, which asks for an admin key and shows what the next routes tell"),
+    Route("GET", "/console/files/{name}", "all", "its styles and scripts"),
+    Route("GET", "/console/api/run", "admin", "how far the run is, its parts and incidents"),
+    Route("GET", "/console/api/curves", "admin", "curves and ages"),
+    Route("GET", "/console/api/curve", "admin", "one metric"),
+    Route("GET", "/console/api/timeline", "admin", "who did what in the newest steps"),
+    Route("GET", "/console/api/rollouts", "admin", "the steps with recorded rollouts"),
+    Route("GET", "/console/api/groups", "admin", "the groups of a step"),
+    Route("GET", "/console/api/group", "admin", "the rollouts of a group"),
+    Route("GET", "/console/api/rollout", "admin", "the tokens of a rollout"),
+    Route("GET", "/console/api/sessions", "admin", "the sessions in the journal"),
+    Route("GET", "/console/api/session", "admin", "the tree of a session"),
+    Route("GET", "/console/api/node", "admin", "the tokens up to a node of it"),
+    Route("GET", "/console/api/logs", "admin", "the logs that there are"),
+    Route("GET", "/console/api/log", "admin", "a part of a log"),
+)
+"""The console (`service.console`), here and alone: what it tells is for administrators."""
+CALLERS = {route.path: route.caller for route in (*ROUTES, *CONSOLE_ROUTES)}
 ADMIN_ALONE = ("/export",)
 
 
@@ -73,6 +93,8 @@ def caller_of(method: str, path: str) -> Caller:
     session, rest = in_session(path)
     if path.startswith(SIGNED):
         return "all"
+    if path == CONSOLE or path.startswith(f"{CONSOLE}/"):
+        return "admin" if path.startswith(f"{CONSOLE}/api") else "all"
     if not session:
         return "admin" if path.startswith(SESSIONS.rstrip("/")) else CALLERS.get(path, "client")
     return "admin" if method == "DELETE" or rest in ADMIN_ALONE else "session"

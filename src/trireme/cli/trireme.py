@@ -34,6 +34,9 @@ from trireme.tools.watch.following import Follower, follow, tokenizer_of
 MARKS = ("config.json", "HEAD", "checkpoints")
 """A run directory holds one of these."""
 
+WEB_HOST, WEB_PORT = "127.0.0.1", 8090
+"""Where `trireme watch --web` listens."""
+
 PIPE_WIDTH = 200
 """Columns where there is no terminal, so that a program or a file gets whole lines."""
 
@@ -95,6 +98,10 @@ def _parser() -> argparse.ArgumentParser:
 
     watching = commands.add_parser("watch", help="a live or a finished run: curves, health, logs, rollouts")
     watching.add_argument("--plain", action="store_true", help="a line for each step, as where there is no terminal")
+    watching.add_argument("--web", action="store_true", help="in a browser: a page at --host and --port")
+    watching.add_argument("--host", help=f"address of the page (default: {WEB_HOST}; others get a key)")
+    watching.add_argument("--port", type=int, help=f"its port (default: {WEB_PORT}; 0: any that is free)")
+    watching.add_argument("--keys", type=Path, help="file of keys, as service.keys, of which admin keys open the page")
     watching.set_defaults(command=_watch)
 
     scaling = commands.add_parser("scale", help="more or fewer replicas in a run that is running")
@@ -171,6 +178,10 @@ def _write_trace(root: Path, shown: Timeline | None, out: Path) -> None:
 def _watch(options: argparse.Namespace) -> None:
     root = _run_directory(options.run)
     follower = Follower(root)
+    _check_web(options)
+    if options.web:
+        _watch_web(follower, options)
+        return
     if options.plain or not sys.stdout.isatty():
         follow(follower, partial(print, flush=True))
         return
@@ -179,6 +190,30 @@ def _watch(options: argparse.Namespace) -> None:
 
     tokenizer = tokenizer_of(follower.config)
     Watch(follower, partial(load_tokenizer, tokenizer) if tokenizer else None).run()
+
+
+def _check_web(options: argparse.Namespace) -> None:
+    """Refuses options that would have no effect. Raises BadInput."""
+    own = [f"--{name}" for name in ("host", "port", "keys") if getattr(options, name) is not None]
+    if own and not options.web:
+        raise Refusal(
+            f"{' '.join(own)} without --web", "--web, whose page they are for", f"add --web, or drop {own[0]}"
+        ).error()
+    if options.web and options.plain:
+        raise Refusal("--web with --plain", "one way to look at a run", "drop one of them").error()
+    if options.port is not None and not 0 <= options.port < 65536:
+        raise Refusal(f"--port {options.port}", "a number from 0 to 65535", "0 takes any port that is free").error()
+
+
+def _watch_web(follower: Follower, options: argparse.Namespace) -> None:
+    require("fastapi", extra="web", what_for="the page of trireme watch --web")
+    from service.console.reading import RunReader  # only this command needs a server
+    from service.console.serving import serve_console
+
+    tokenizer = tokenizer_of(follower.config)
+    reader = RunReader(follower.root, partial(load_tokenizer, tokenizer) if tokenizer else None)
+    port = WEB_PORT if options.port is None else options.port
+    serve_console(reader, options.host or WEB_HOST, port, options.keys, partial(print, flush=True))
 
 
 def _scale(options: argparse.Namespace) -> None:
@@ -196,6 +231,12 @@ def _writable(file: Path) -> Iterator[None]:
 
 
 def _run_directory(given: Path) -> Path:
+    if ":/" in str(given):
+        raise Refusal(
+            f"{given}, which is in object storage",
+            "the directory of the run on the machine of its driver: run.local_dir/run.name, by default outputs/NAME",
+            f"on that machine, give outputs/{given.name}",
+        ).error()
     root = given.expanduser().absolute()
     if not any((root / mark).exists() for mark in MARKS):
         raise Refusal(

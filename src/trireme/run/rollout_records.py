@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,15 @@ def write_records(directory: Path, step: int, records: Sequence[str]) -> None:
 def read_records(file: Path) -> list[Mapping[str, Any]]:
     """Reads the groups in a file."""
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def lines_of(file: Path, most_bytes: int | None = None) -> Iterator[bytes]:
+    """Yields the groups in a file as they are written, one at a time; those that begin in its first `most_bytes`."""
+    with file.open("rb") as lines:
+        for line in lines:
+            yield line
+            if most_bytes is not None and lines.tell() >= most_bytes:
+                return
 
 
 def newest_prompt(root: Path) -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from importlib.resources import files
@@ -105,7 +105,7 @@ def page(root: Path, timeline: Timeline | None, now: datetime) -> str:
         "run": root.name,
         "facts": [
             ("where it stands", _standing(config, rows, now)),
-            *_described(config),
+            *described(config),
             ("attempts", _attempts(root, rows)),
             *_sampled(rows),
             ("commits", f"of step {', '.join(commits)}" if commits else "none"),  # `trireme inspect` verifies them
@@ -114,11 +114,11 @@ def page(root: Path, timeline: Timeline | None, now: datetime) -> str:
         "incidents": incidents(root),
         "panels": panels(rows),
         "ages": {"counts": sorted(ages.items()), "bound": config.get("orchestrator", {}).get("max_steps_off_policy")},
-        "timeline": timeline and _timeline_to_json(timeline),
+        "timeline": timeline and timeline_to_json(timeline),
     }
     parts = files("trireme.tools").joinpath("page")
     text = parts.joinpath("report.html").read_text()
-    for name in ("report.css", "report.js"):
+    for name in ("report.css", "charts.js", "timeline.js", "report.js"):
         text = text.replace(f"{{{{{name}}}}}", parts.joinpath(name).read_text())
     embedded = to_json(data, separators=(",", ":")).replace("<", "\\u003c")  # no end of the script element
     return text.replace("{{data}}", embedded)
@@ -136,9 +136,9 @@ def _standing(config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], now:
     )
 
 
-def _described(config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Returns the values of a configuration that distinguish runs, as (name, value)."""
-    if not config:
+def described(config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Returns the values of a configuration that distinguish runs, as (name, value); none of one that is not whole."""
+    if "trainer" not in config:
         return []
     trainer = config["trainer"]
     described = [("model", f"{config['model']['name']}, {config['model']['dtype']}")]
@@ -207,10 +207,17 @@ def incidents(root: Path) -> dict[str, Any]:
 def panels(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns the charts for which there are metrics, with their curves: [[step, value], ...]."""
     names = dict.fromkeys(name for row in rows for name in row)
+    return panels_of(names, lambda name: [(row["step"], row.get(name)) for row in rows])
+
+
+def panels_of(
+    names: Iterable[str], points_of: Callable[[str], Sequence[tuple[float, float | None]]]
+) -> list[dict[str, Any]]:
+    """Returns the charts for which there are metrics in `names`; `points_of` gives the steps and values of one."""
     found = []
     for title, unit, legend in PANELS:
         series = {
-            label or name.removeprefix("eval/"): thinned([(row["step"], row.get(name)) for row in rows])
+            label or name.removeprefix("eval/"): thinned(points_of(name))
             for pattern, label in legend.items()
             for name in names
             if fnmatchcase(name, pattern) and not name.endswith("/ci95")
@@ -236,7 +243,7 @@ def thinned(points: Sequence[tuple[float, float | None]], buckets: int = CURVE_B
     return [end for part in parts for end in sorted({min(part, key=itemgetter(1)), max(part, key=itemgetter(1))})]
 
 
-def _timeline_to_json(timeline: Timeline) -> dict[str, Any]:
+def timeline_to_json(timeline: Timeline) -> dict[str, Any]:
     """Returns the timeline as JSON values. Times are in seconds from its start; what is not over ends with it."""
 
     def seconds(at: int | None) -> float:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from trireme.core.finite_json import to_json
 from trireme.core.refusals import Refusal
@@ -41,6 +42,11 @@ KINDS = {
 """The colour of a span by its name, else by its track; anything else is "other"."""
 KINDS_OF_TRACKS = {"update": "update", "environment": "environment"}
 
+LIVE_BYTES = 32 << 20
+"""Most bytes of all traces that are read for the newest steps of a run."""
+BEGINNING_BYTES = 1 << 16
+OTHER_TRACK = "other"
+"""The track of spans whose own was named in a part of the trace that is not read."""
 NEVER = 1 << 62
 SHORTEST_US = 10
 """Shorter spans are not read: they cannot be seen."""
@@ -110,19 +116,34 @@ def _outlived(found: Mapping[int, Sequence[Path]], attempt: int) -> list[Path]:
     return [file for name, file in older.items() if name.startswith("inference_") and name not in names]
 
 
-def json_lines(file: Path) -> Iterator[dict[str, Any]]:
+def json_lines(file: Path, most_bytes: int | None = None) -> Iterator[dict[str, Any]]:
     """Yields the objects of a file that has one on each line, also as an array; skips a line that a crash tore. Yields
-    none if there is no file yet."""
+    none if there is no file yet. `most_bytes`: of a longer file only its beginning, where a trace names its tracks, and
+    its end."""
     if not file.exists():
         return
     with file.open("rb") as lines:
-        for line in lines:
-            try:
-                value = json.loads(line.lstrip(b"[,"))
-            except ValueError:
-                continue
-            if isinstance(value, dict):
-                yield value
+        size = os.fstat(lines.fileno()).st_size
+        beginning = size if most_bytes is None or size <= most_bytes else min(BEGINNING_BYTES, most_bytes // 4)
+        yield from _objects(lines, beginning)
+        if most_bytes is not None and size > most_bytes:
+            lines.seek(size - (most_bytes - beginning))
+            lines.readline()  # the rest of a line
+            yield from _objects(lines, most_bytes)
+
+
+def _objects(lines: BinaryIO, most_bytes: int) -> Iterator[dict[str, Any]]:
+    """Yields the objects of the lines that begin within the next `most_bytes`."""
+    for line in lines:
+        most_bytes -= len(line)
+        try:
+            value = json.loads(line.lstrip(b"[,"))
+        except ValueError:
+            value = None
+        if isinstance(value, dict):
+            yield value
+        if most_bytes <= 0:
+            return
 
 
 def target_of(config: Mapping[str, Any], row: Mapping[str, Any] | None) -> str:
@@ -166,11 +187,23 @@ def timeline(root: Path, wanted: tuple[int, int] | None, on_file: Callable[[Path
     ).error()
 
 
-def _steps(files: Sequence[Path]) -> dict[int, tuple[int, int]]:
+def newest_steps(root: Path, count: int, most_bytes: int = LIVE_BYTES) -> Timeline | None:
+    """Reads the newest `count` steps of the newest attempt, from at most `most_bytes` of its traces; None if there is
+    no trace."""
+    found = traces(root)
+    if not found:
+        return None
+    attempt = max(found)
+    share = most_bytes // min(len(found[attempt]) + len(_outlived(found, attempt)), MOST_PROCESSES)
+    steps = _steps(found[attempt], share)
+    shown = {step: steps[step] for step in sorted(steps)[-count:]}
+    return _read(found, attempt, {attempt: steps}, shown, lambda _file: None, share)
+
+
+def _steps(files: Sequence[Path], most_bytes: int | None = None) -> dict[int, tuple[int, int]]:
     """Returns when each step began and ended, by the driver."""
-    spans = [
-        event for file in files if file.stem == "driver_0" for event in json_lines(file) if event["name"] == "step"
-    ]
+    drivers = [file for file in files if file.stem == "driver_0"]
+    spans = [event for file in drivers for event in json_lines(file, most_bytes) if event["name"] == "step"]
     return {event["args"]["step"]: (event["ts"], event["ts"] + event["dur"]) for event in spans}
 
 
@@ -180,9 +213,11 @@ def _read(
     steps: Mapping[int, Mapping[int, Window]],
     shown: Mapping[int, Window],
     on_file: Callable[[Path], None],
+    most_bytes: int | None = None,
 ) -> Timeline:
     """Reads what happened during the steps `shown` of an attempt; also before them if they are its first ones, and
-    after them if they are its last. Replicas of an earlier attempt are read from this one's first event on."""
+    after them if they are its last. Replicas of an earlier attempt are read from this one's first event on.
+    `most_bytes`: of each file."""
     files, traced = found[attempt], steps[attempt]
     later = [start for other in steps if other > attempt for start, _ in steps[other].values()]
     from_the_start = not shown or min(shown) == min(traced)
@@ -191,10 +226,10 @@ def _read(
         0 if from_the_start else min(start for start, _ in shown.values()),
         min(later, default=NEVER) if to_the_end else max(end for _, end in shown.values()),
     )
-    processes = [_process(file, window, on_file) for file in files[:MOST_PROCESSES]]
+    processes = [_process(file, window, on_file, most_bytes) for file in files[:MOST_PROCESSES]]
     begun = min((span.start for span in _spans(processes)), default=NEVER)
     older = _outlived(found, attempt)[: MOST_PROCESSES - len(processes)]
-    outlived = [_process(file, (begun, window[1]), on_file) for file in older]
+    outlived = [_process(file, (begun, window[1]), on_file, most_bytes) for file in older]
     processes += [process for process in outlived if process.tracks]
     times = [t for span in _spans(processes) for t in (span.start, span.end) if t is not None]
     times += [t for when in shown.values() for t in when]
@@ -215,7 +250,7 @@ def _spans(processes: Sequence[Process]) -> list[Span]:
     return [span for process in processes for track in process.tracks for row in track.rows for span in row]
 
 
-def _process(file: Path, window: Window, on_file: Callable[[Path], None]) -> Process:
+def _process(file: Path, window: Window, on_file: Callable[[Path], None], most_bytes: int | None = None) -> Process:
     """Reads what a process did in `window`."""
     on_file(file)
     nested: dict[str, list[Span]] = defaultdict(list)
@@ -229,13 +264,13 @@ def _process(file: Path, window: Window, on_file: Callable[[Path], None]) -> Pro
         if event["ts"] < window[1] and window[0] < (NEVER if end is None else end):
             spans.append(Span(event["name"], event["ts"], end, event.get("args", {})))
 
-    for event in json_lines(file):
+    for event in json_lines(file, most_bytes):
         match event:
             case {"ph": "M", "name": "thread_name"}:
                 names[event["tid"]] = event["args"]["name"]
             case {"ph": "X", "ts": start, "dur": duration, "name": name}:
                 if name != "step" and duration >= SHORTEST_US:
-                    keep(nested[names[event["tid"]]], event, start + duration)
+                    keep(nested[names.get(event["tid"], OTHER_TRACK)], event, start + duration)
             case {"ph": "b"}:
                 open_spans[event["cat"], event["id"]] = event
             case {"ph": "e"}:

@@ -18,6 +18,7 @@ from renderer_support import QWEN3, bpe
 
 from service.app import make_app
 from service.asked import Made
+from service.console.reading import RunReader
 from service.front import Front, ServedModels
 from service.guard import Limits
 from service.keys import ServiceKey, ServiceKeys
@@ -150,6 +151,7 @@ async def served(
     limits: Limits = LIMITS,
     keys: ServiceKeys = KEYS,
     sessions: Path | None = None,
+    run: RunReader | None = None,
     **options: Any,
 ) -> AsyncIterator[Served]:
     """Serves a Qwen3-like model that says `texts`. `sessions`: the directory of the journal of sessions; None: another
@@ -161,7 +163,7 @@ async def served(
     front = Front(sampler, models, tokenizer, renderer, places or Places(64, 64, 30.0))
     with tempfile.TemporaryDirectory() as own:
         door = door_of(front, sampler, keys, sessions or Path(own), **options)
-        async with _running(make_app(front, door, keys, limits), sampler, front, door) as running:
+        async with _running(make_app(front, door, keys, limits, run), sampler, front, door) as running:
             yield running
 
 

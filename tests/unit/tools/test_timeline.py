@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from trace_support import SECOND, START, begin, counter, end, span, write_trace
+from trace_support import SECOND, START, begin, counter, end, make_run, span, write_trace
 
 from trireme.core.errors import EXIT_BAD_INPUT, BadInput
 from trireme.process import trace
 from trireme.tools import timeline as module
-from trireme.tools.timeline import Span, Timeline, Track, export_trace, json_lines, timeline, traces
+from trireme.tools.timeline import Span, Timeline, Track, export_trace, json_lines, newest_steps, timeline, traces
 
 
 def read(root: Path, wanted: tuple[int, int] | None = None) -> Timeline:
@@ -192,3 +192,25 @@ def test_never_more_spans_than_the_bound(spans: list[tuple[int, int]], most: int
         assert one.end <= other.start
     for s in row:
         assert any(j.start <= s.start and s.end <= j.end for j in joined)
+
+
+def test_the_newest_steps_are_read_from_the_ends_of_long_traces(tmp_path: Path) -> None:
+    """Names of tracks stand at the beginning, the last steps at the end, and what is between is not read."""
+    root = make_run(tmp_path / "run", 0)
+    events = [event for s in range(5000) for event in (span("step", 0, s, s + 1, step=s), span("optim", 0, s, s + 0.5))]
+    file = write_trace(root, 1, "driver_0", ["main"], events)
+    least = 80_000
+    assert file.stat().st_size > 5 * least
+    found = newest_steps(root, 3, least)
+    assert found is not None
+    assert sorted(found.steps) == [4997, 4998, 4999]
+    (track,) = found.processes[0].tracks
+    assert track.name == "main"
+    assert [span.name for row in track.rows for span in row] == ["optim"] * 3
+    whole = timeline(root, (4997, 4999), lambda _file: None)
+    assert whole is not None
+    assert found.processes == whole.processes
+
+
+def test_newest_steps_of_what_has_no_trace(tmp_path: Path) -> None:
+    assert newest_steps(make_run(tmp_path / "run", 0), 3) is None

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trireme.checkpoint.rows import METRICS
 from trireme.supervision.status import DriverProcess, Status, read_incidents
 from trireme.tools.timeline import target_of
 from trireme.tools.watch import drawing
@@ -22,29 +23,50 @@ TAIL_BYTES = 16 * 1024
 
 
 @dataclass
+class LineFollower:
+    """Reads the lines of a file to which a run appends, each once."""
+
+    file: Path
+    unread: int = 0
+    """The bytes that were behind those that the last call has read."""
+    _inode: int = 0
+    _read: int = 0
+
+    def poll(self, most_bytes: int | None = None) -> tuple[bool, list[bytes]]:
+        """Returns the new whole lines, in at most `most_bytes`; with True if the file was replaced or cut, as by a run
+        that goes back to a commit: then they are its first ones."""
+        if not self.file.exists():
+            return False, []
+        with self.file.open("rb") as lines:
+            status = os.fstat(lines.fileno())
+            again = status.st_ino != self._inode or status.st_size < self._read
+            if again:
+                self._inode, self._read = status.st_ino, 0
+            lines.seek(self._read)
+            found = lines.read(-1 if most_bytes is None else most_bytes)
+        new, whole, _torn = found.rpartition(b"\n")
+        self._read += len(new) + len(whole)
+        self.unread = max(0, status.st_size - self._read)
+        return again, [line for line in new.splitlines() if line]
+
+
+@dataclass
 class Follower:
     """Follows a run directory. `rows` are those of its metrics, to which `poll` adds the new ones."""
 
     root: Path
     rows: list[dict[str, Any]] = field(default_factory=list)
-    _inode: int = 0
-    _read: int = 0
+
+    def __post_init__(self) -> None:
+        self._lines = LineFollower(self.root / METRICS)
 
     def poll(self) -> bool:
         """Returns True if the rows have changed. After the run has gone back to a commit, all are read again."""
-        file = self.root / "metrics.jsonl"
-        if not file.exists():
-            return False
-        with file.open("rb") as lines:
-            status = os.fstat(lines.fileno())
-            again = status.st_ino != self._inode or status.st_size < self._read
-            if again:
-                self.rows, self._inode, self._read = [], status.st_ino, 0
-            lines.seek(self._read)
-            new, whole, _torn = lines.read().rpartition(b"\n")
-        self._read += len(new) + len(whole)
-        self.rows += [json.loads(line) for line in new.splitlines() if line]
-        return again or bool(new)
+        again, lines = self._lines.poll()
+        if again:
+            self.rows = []
+        self.rows += map(json.loads, lines)
+        return again or bool(lines)
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -54,15 +76,19 @@ class Follower:
         return config
 
     def logs(self) -> dict[str, list[str]]:
-        """Returns the last lines of each room's log in the newest attempt, and of parts that outlived the attempt that
-        started them, as replicas do."""
+        """Returns the last lines of each of `log_files`."""
+        return {name: tail(file) for name, file in self.log_files().items()}
+
+    def log_files(self) -> dict[str, Path]:
+        """Returns the log of each room in the newest attempt, and of parts that outlived the attempt that started them,
+        as replicas do."""
         attempts = sorted((self.root / "logs").glob("attempt_*"), key=lambda path: int(path.name.partition("_")[2]))
         newest = {file.stem: file for file in sorted(attempts[-1].glob("*.log"))} if attempts else {}
         status = Status.read(self.root)
         for part in status.parts if status else ():
             older = [file for attempt in attempts if (file := attempt / f"{part.name}.log").exists()]
             newest.update({part.name: older[-1]} if older else {})
-        return {name: tail(file) for name, file in newest.items()}
+        return newest
 
     def driver(self) -> str:
         """Says if the run has a driver, as far as this machine can tell."""

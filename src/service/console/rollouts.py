@@ -1,0 +1,124 @@
+"""Recorded rollouts of a run, for the console: one group, one page of tokens at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from service.asked import RequestRefused
+from service.console.tokens import TokenPiece, tokens_page
+from trireme.checkpoint.rows import ROLLOUTS, recorded_steps
+from trireme.core.tokenizer import Decode
+from trireme.run.rollout_records import lines_of
+
+NEWEST_STEPS = 500
+LISTED_BYTES = 64 << 20
+"""Of a longer file the groups in this beginning are listed."""
+
+
+class RecordedRollouts:
+    """The rollouts in the run directory `root`."""
+
+    def __init__(self, root: Path) -> None:
+        self._directory = root / ROLLOUTS
+        self._last: tuple[tuple[int, int, int], Mapping[str, Any]] | None = None
+
+    def steps(self) -> dict[str, Any]:
+        """Returns the steps that have rollouts, the newest first."""
+        steps = list(recorded_steps(self._directory))
+        return {"steps": steps[: -NEWEST_STEPS - 1 : -1], "older": max(0, len(steps) - NEWEST_STEPS)}
+
+    def groups(self, step: int) -> dict[str, Any]:
+        """Lists the groups of a step. Raises RequestRefused."""
+        file = self._file(step)
+        groups = [
+            {**_about(group), "tokens": sum(map(_length, group["rollouts"]))}
+            for group in self._read(file, LISTED_BYTES)
+        ]
+        return {"step": step, "groups": groups, "whole": file.stat().st_size <= LISTED_BYTES}
+
+    def group(self, step: int, number: int) -> dict[str, Any]:
+        """Describes one group and its rollouts, without their tokens. Raises RequestRefused."""
+        group = self._group(step, number)
+        scored = zip(group["rollouts"], group["rewards"], group["advantages"], strict=True)
+        rollouts = [
+            {
+                "reward": reward,
+                "advantage": advantage,
+                "stop_reason": rollout["stop_reason"],
+                "turns": len(rollout["turns"]),
+                "tokens": _length(rollout),
+                "versions": _versions(rollout),
+            }
+            for rollout, reward, advantage in scored
+        ]
+        return {**_about(group), "rollouts": rollouts}
+
+    def tokens(self, step: int, number: int, rollout: int, start: int, decode: Decode | None) -> dict[str, Any]:
+        """Returns a page of the tokens of one rollout. Raises RequestRefused."""
+        group = self._group(step, number)
+        if not 0 <= rollout < len(group["rollouts"]):
+            raise _missing(f"rollout {rollout} of a group with {len(group['rollouts'])}", "one that the group lists")
+        pieces = [piece for turn in group["rollouts"][rollout]["turns"] for piece in _pieces(turn)]
+        return tokens_page(pieces, start, decode) | {"step": group["step"], "floor": group["floor"]}
+
+    def _file(self, step: int) -> Path:
+        files = recorded_steps(self._directory)
+        if step not in files:
+            there = f"steps {min(files)} to {max(files)}" if files else "there are none"
+            raise _missing(f"rollouts of step {step}", f"a step that has recorded some ({there})")
+        return files[step]
+
+    def _group(self, step: int, number: int) -> Mapping[str, Any]:
+        """Returns a group; the last one is kept, as its tokens are asked for page by page."""
+        file = self._file(step)
+        key = step, number, file.stat().st_mtime_ns
+        if self._last is None or self._last[0] != key:
+            group = next((group for n, group in enumerate(self._read(file, None)) if n == number), None)
+            if group is None:
+                raise _missing(f"group {number} of step {step}", "one that the step lists")
+            self._last = key, group
+        return self._last[1]
+
+    @staticmethod
+    def _read(file: Path, most_bytes: int | None) -> Iterator[Mapping[str, Any]]:
+        for line in lines_of(file, most_bytes):
+            yield json.loads(line)
+
+
+def _missing(given: str, expected: str) -> RequestRefused:
+    message = f"given: {given}; expected: {expected}; to do: reload the page, as the run may have gone back"
+    return RequestRefused(message, status=404)
+
+
+def _about(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: group[name] for name in ("step", "why", "problem", "tags", "floor", "rewards", "advantages")}
+
+
+def _length(rollout: Mapping[str, Any]) -> int:
+    return sum(len(turn["action"]) for turn in rollout["turns"])
+
+
+def _versions(rollout: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """Returns how many tokens each version sampled."""
+    counts: dict[int, int] = {}
+    for turn in rollout["turns"]:
+        for version, count in turn["versions"]:
+            counts[version] = counts.get(version, 0) + count
+    return sorted(counts.items())
+
+
+def _pieces(turn: Mapping[str, Any]) -> Iterator[TokenPiece]:
+    yield TokenPiece("observed", turn["observation"], text=turn.get("observation_text"))
+    told = "".join(f"; {name} {value}" for name, value in {**turn["metrics"], **turn["logs"]}.items())
+    masked = "" if turn.get("in_loss", True) else "; not in the loss"
+    yield TokenPiece(
+        "sampled",
+        turn["action"],
+        turn["logprobs"],
+        [(version, count) for version, count in turn["versions"]],
+        turn.get("action_text"),
+        f"reward {turn['reward']:g}{masked}{told}",
+    )

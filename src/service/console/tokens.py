@@ -1,0 +1,73 @@
+"""Pages of tokens: what was observed and what was sampled, with versions and log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trireme.core.tokenizer import Decode
+
+PAGE_TOKENS = 2000
+"""Most tokens in one answer."""
+TEXT_CHARS = 20_000
+"""Most characters of a text whose tokens cannot be shown one by one."""
+
+
+@dataclass(frozen=True)
+class TokenPiece:
+    """Tokens that were observed, or sampled, together."""
+
+    kind: str
+    """`observed` or `sampled`."""
+    tokens: Sequence[int]
+    """[T]."""
+    logprobs: Sequence[float] = ()
+    """[T] where it was sampled, else empty."""
+    versions: Sequence[tuple[int, int]] = ()
+    """(version, tokens), in order; they cover what was sampled."""
+    text: str | None = None
+    """All of it as text, if that is known without a tokenizer."""
+    note: str = ""
+    """Said of it on a line of its own."""
+
+
+def tokens_page(
+    pieces: Sequence[TokenPiece], start: int, decode: Decode | None, most: int = PAGE_TOKENS
+) -> dict[str, Any]:
+    """Returns at most `most` tokens of `pieces`, from token `start` on, as JSON values: with `next`, where the next
+    page begins (None: there is none), and `total`."""
+    shown, place, end = [], 0, start + most
+    for piece in pieces:
+        first, last = max(start - place, 0), min(end - place, len(piece.tokens))
+        if first < last or (not len(piece.tokens) and start <= place < end):
+            shown.append(_part(piece, first, max(first, last), decode))
+        place += len(piece.tokens)
+    return {"start": start, "total": place, "next": end if end < place else None, "pieces": shown}
+
+
+def _part(piece: TokenPiece, first: int, last: int, decode: Decode | None) -> dict[str, Any]:
+    """Returns the tokens `first` to `last` (not included) of a piece."""
+    tokens = [int(token) for token in piece.tokens[first:last]]
+    told: dict[str, Any] = {"kind": piece.kind, "from": first, "tokens": tokens}
+    if last == len(piece.tokens):
+        told["note"] = piece.note
+    if piece.kind == "sampled":
+        told["logprobs"] = [round(float(logprob), 4) for logprob in piece.logprobs[first:last]]
+        told["versions"] = list(_spans(piece.versions, first, last))
+    if decode is not None:
+        sampled = piece.kind == "sampled"
+        told |= {"texts": [decode([token]) for token in tokens]} if sampled else {"text": decode(tokens)}
+    elif piece.text is not None and first == 0:
+        told["text"] = piece.text[:TEXT_CHARS]
+    return told
+
+
+def _spans(versions: Sequence[tuple[int, int]], first: int, last: int) -> Iterator[tuple[int, int]]:
+    """Yields (version, tokens) of the tokens `first` to `last` (not included)."""
+    place = 0
+    for version, count in versions:
+        inside = min(last, place + count) - max(first, place)
+        if inside > 0:
+            yield version, inside
+        place += count

@@ -1,0 +1,360 @@
+"""The routes of the console through a test client: what they tell, who may call them, and what they never serve."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+from console_support import ATTACK, STEPS, encoded, make_live_run, reader_of
+from fastapi.routing import APIRoute
+from starlette.testclient import TestClient
+from supervision_support import driven
+
+from service.console.app import ASSETS, HEADERS
+from service.console.reading import RunReader
+from service.console.serving import make_console_app
+from service.keys import ServiceKey, new_key
+from service.routes import CONSOLE_ROUTES, caller_of
+
+HERE = ("127.0.0.1", 50000)
+
+
+def client_of(
+    root: Path, *keys: ServiceKey, peer: tuple[str, int] = HERE, reader: RunReader | None = None
+) -> TestClient:
+    app = make_console_app(reader or reader_of(root), list(keys))
+    return TestClient(app, base_url="http://127.0.0.1", client=peer, raise_server_exceptions=False)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_live_run(tmp_path_factory.mktemp("made") / "run")
+
+
+@pytest.fixture
+def root(made: Path, tmp_path: Path) -> Path:
+    shutil.copytree(made, tmp_path / "run")
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def client(root: Path) -> Iterator[TestClient]:
+    with client_of(root) as client:
+        yield client
+
+
+def told(client: TestClient, route: str, /, **query: Any) -> Any:
+    reply = client.get(f"/console/api/{route}", params=query)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def refusal(client: TestClient, route: str, status: int, /, **query: Any) -> str:
+    reply = client.get(f"/console/api/{route}", params=query)
+    assert reply.status_code == status, reply.text
+    return str(reply.json()["error"]["message"])
+
+
+# ------------------------------------------------------------------------------------------------------- what it tells
+
+
+def test_how_the_run_and_its_parts_are(client: TestClient, root: Path) -> None:
+    run = told(client, "run")
+    assert (run["run"], run["step"], run["target"], run["goes_on"]) == ("run", STEPS, "8", False)
+    assert "the driver was killed" in run["standing"]
+    assert [(part["name"], part["health"]) for part in run["parts"]] == [
+        ("inference_0", "healthy"),
+        ("inference_1", "dead"),
+        ("trainer_0", "healthy"),
+    ]
+    assert ["perf/tokens_per_s", 100.0] in run["rooms"]["inference"]
+    assert [each["part"] for each in run["incidents"]] == ["inference_1"]
+    assert dict(run["facts"])["directory"] == str(root)
+
+
+def test_a_live_run_goes_on_and_its_new_rows_are_seen(client: TestClient, root: Path) -> None:
+    with driven(root):
+        assert told(client, "run")["goes_on"]
+        with (root / "metrics.jsonl").open("a") as rows:
+            rows.write(json.dumps({"step": STEPS, "reward/total": 0.9}) + "\n" + '{"step": 5, "rew')
+        assert told(client, "run")["step"] == STEPS + 1
+
+
+def test_curves_and_ages(client: TestClient) -> None:
+    curves = told(client, "curves")
+    panels = {panel["title"]: panel["curves"] for panel in curves["panels"]}
+    assert panels["Reward"] == [{"name": "mean reward", "points": [[s, s / 10] for s in range(STEPS)]}]
+    assert {curve["name"] for curve in panels["Age of what was trained on"]} == {"mean of groups", "mean of tokens"}
+    assert curves["ages"] == {"counts": [[0, 5], [1, 3]], "bound": 2}
+    assert told(client, "curve", name="reward/total")["curves"][0]["points"] == panels["Reward"][0]["points"]
+    assert told(client, "curve", name="no such metric")["curves"] == []
+
+
+def test_who_did_what_in_the_last_steps(client: TestClient) -> None:
+    timeline = told(client, "timeline", steps=2)
+    assert [step for step, _, _ in timeline["steps"]] == [2, 3]
+    assert [process["name"] for process in timeline["processes"]] == ["driver_0", "orchestrator_0", "inference_0"]
+
+
+def test_rollouts_token_by_token(client: TestClient) -> None:
+    assert told(client, "rollouts") == {"steps": [3, 2, 1, 0], "older": 0}
+    assert [group["why"] for group in told(client, "groups", step=3)["groups"]] == ["best", "worst"]
+    group = told(client, "group", step=3, group=1)
+    assert [rollout["reward"] for rollout in group["rollouts"]] == [1.0, 0.0]
+    page = told(client, "rollout", step=3, group=1, rollout=0)
+    observed, sampled = page["pieces"]
+    assert observed["text"] == "Sort: 21\n"
+    assert (sampled["texts"], sampled["versions"]) == (["1", "2"], [[3, 1], [4, 1]])
+    assert sampled["logprobs"] == [-0.01, -0.03]
+    assert (page["step"], page["floor"], page["next"]) == (3, 3, None)
+
+
+def test_sessions_token_by_token(client: TestClient) -> None:
+    listed = told(client, "sessions")
+    assert {each["session"]: each["ended"] for each in listed["sessions"]} == {
+        "open-one": None,
+        "ended-one": "by its harness",
+    }
+    tree = told(client, "session", name="open-one")
+    kinds = [(node["node"], node["parent"], node["kind"]) for node in tree["nodes"]]
+    assert kinds == [(0, -1, "prompt"), (1, 0, "answer"), (2, 0, "answer"), (3, 1, "prompt"), (4, 3, "answer")]
+    assert [node["node"] for node in tree["nodes"] if node.get("delivered")] == [1]
+    assert tree["nodes"][4]["reward"] == 0.5
+    page = told(client, "node", name="open-one", node=4)
+    assert [piece["kind"] for piece in page["pieces"]] == ["observed", "sampled", "observed", "sampled"]
+    assert page["pieces"][1]["versions"] == [[3, 1], [4, 1]]
+    assert "".join(page["pieces"][3]["texts"]) == "same"
+
+
+def test_without_a_tokenizer_tokens_are_numbers_and_texts_those_of_the_records(root: Path) -> None:
+    with client_of(root, reader=RunReader(root, None)) as client:
+        _, sampled = told(client, "rollout", step=3, group=0, rollout=1)["pieces"]
+        assert (sampled["text"], sampled["tokens"]) == (ATTACK, encoded(ATTACK))
+        assert "texts" not in sampled
+
+
+def test_a_tokenizer_that_cannot_be_opened_is_as_none(root: Path) -> None:
+    def broken() -> Any:
+        raise OSError("no such file")
+
+    with client_of(root, reader=RunReader(root, broken)) as client:
+        assert "text" in told(client, "rollout", step=3, group=0, rollout=1)["pieces"][1]
+
+
+def test_logs_are_read_from_their_end(client: TestClient) -> None:
+    listed = {(each["attempt"], each["name"]) for each in told(client, "logs")}
+    assert listed == {(1, "trainer_0"), (1, "inference_0")}
+    last = told(client, "log", attempt=1, name="inference_0")
+    assert last["text"].endswith("line 19999\n")
+    assert len(last["text"]) <= 64 << 10
+    before = told(client, "log", attempt=1, name="inference_0", end=last["start"])
+    lines = (before["text"] + last["text"]).splitlines()
+    assert lines == [f"line {i}" for i in range(20_000 - len(lines), 20_000)]
+
+
+@pytest.mark.parametrize(
+    "missing", ["STATUS", "metrics.jsonl", "trained.jsonl", "trace", "logs", "rollouts", "sessions"]
+)
+def test_whatever_is_missing_the_rest_is_told(root: Path, missing: str) -> None:
+    shutil.rmtree(root / missing) if (root / missing).is_dir() else (root / missing).unlink()
+    with client_of(root) as client:
+        for name in ("run", "curves", "timeline", "rollouts", "sessions", "logs"):
+            told(client, name)
+
+
+def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with client_of(tmp_path) as client:
+        run = told(client, "run")
+        assert (run["step"], run["parts"], run["incidents"]) == (0, [], [])
+        assert "has not begun" in run["standing"]
+        assert told(client, "curves")["panels"] == []
+        assert told(client, "timeline") is None
+        assert told(client, "rollouts")["steps"] == []
+        assert told(client, "sessions")["sessions"] == []
+        assert told(client, "logs") == []
+
+
+def test_a_run_in_object_storage_says_that_this_is_its_local_directory(root: Path) -> None:
+    config = json.loads((root / "config.json").read_text())
+    (root / "config.json").write_text(json.dumps(config | {"run": {"output_dir": "s3://bucket/runs"}}))
+    with client_of(root) as client:
+        said = dict(told(client, "run")["facts"])["kept in"]
+    assert said == "s3://bucket/runs; this page shows what its directory on this machine has"
+
+
+# ------------------------------------------------------------------------------------------------------ who may call
+
+
+def test_the_table_has_every_route(root: Path) -> None:
+    routes = [route for route in make_console_app(reader_of(root), []).routes if isinstance(route, APIRoute)]
+    there = {(method, route.path) for route in routes for method in route.methods - {"HEAD"}}
+    assert there == {(route.method, route.path) for route in CONSOLE_ROUTES}
+    assert {route.method for route in CONSOLE_ROUTES} == {"GET"}, "it only reads"
+    for route in CONSOLE_ROUTES:
+        assert caller_of(route.method, route.path) == route.caller
+
+
+def test_the_docs_have_the_table() -> None:
+    page = Path(__file__).parents[4] / "docs" / "console.md"
+    table = [line for line in page.read_text().splitlines() if line.startswith("| GET")]
+    assert table == [f"| {r.method} | `{r.path}` | {r.caller} | {r.what} |" for r in CONSOLE_ROUTES]
+
+
+def test_with_a_key_only_that_opens_it(root: Path) -> None:
+    admin, client_key = new_key("admin"), new_key("client")
+    with client_of(root, admin, client_key, peer=("10.0.0.7", 1)) as client:
+        assert client.get("/console/").status_code == 200, "the page asks for the key"
+        for value in (None, "", "tr-admin-wrong", admin.value[:-1], admin.value + "x", client_key.value):
+            headers = {"authorization": f"Bearer {value}"} if value is not None else {}
+            reply = client.get("/console/api/run", headers=headers)
+            assert reply.status_code in (401, 403), value
+            assert str(root) not in reply.text
+        assert client.get("/console/api/run", headers={"authorization": f"Bearer {admin.value}"}).status_code == 200
+        assert client.get(f"/console/api/run?key={admin.value}").status_code == 401, "addresses end up in logs"
+
+
+def test_with_a_key_this_machine_needs_it_too(root: Path) -> None:
+    with client_of(root, new_key("admin")) as client:
+        assert client.get("/console/api/run").status_code == 401
+
+
+def test_without_a_key_other_machines_and_proxies_are_refused(root: Path) -> None:
+    with client_of(root, peer=("10.0.0.7", 1)) as client:
+        assert client.get("/console/api/run").status_code == 401
+    with client_of(root) as client:
+        assert client.get("/console/api/run", headers={"x-forwarded-for": "10.0.0.7"}).status_code == 401
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8090", "localhost.evil.example", "10.0.0.7", "", "[::2]:80"]
+)
+def test_without_a_key_a_page_of_another_name_reads_nothing(client: TestClient, host: str) -> None:
+    """The name of a page elsewhere can be made to lead to this machine."""
+    reply = client.get("/console/api/run", headers={"host": host})
+    assert reply.status_code == 403
+    assert "to do: " in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("host", ["localhost", "localhost:9", "127.0.0.1:8090", "[::1]:8090"])
+def test_own_names_are_served(client: TestClient, host: str) -> None:
+    assert client.get("/console/api/run", headers={"host": host}).status_code == 200
+
+
+@pytest.mark.parametrize("method", ["post", "put", "delete", "patch"])
+def test_nothing_can_be_changed(client: TestClient, method: str) -> None:
+    for route in CONSOLE_ROUTES:
+        assert client.request(method, route.path).status_code in (404, 405)
+
+
+def test_a_look_changes_no_file(client: TestClient, root: Path) -> None:
+    def stand() -> dict[str, tuple[int, int]]:
+        return {str(f): (f.stat().st_mtime_ns, f.stat().st_size) for f in sorted(root.rglob("*"))}
+
+    before = stand()
+    test_sessions_token_by_token(client)
+    test_rollouts_token_by_token(client)
+    for name in ("run", "curves", "timeline", "logs"):
+        told(client, name)
+    assert stand() == before
+
+
+# ------------------------------------------------------------------------------------------------- what is never served
+
+
+PATHS = [
+    "../config.json",
+    "..%2fconfig.json",
+    "%2e%2e/config.json",
+    "....//config.json",
+    "/etc/passwd",
+    "%00",
+    "app.py",
+]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_no_path_leads_out_of_the_page(client: TestClient, path: str) -> None:
+    for prefix in ("/console/files/", "/console/", "/console/api/", "/console/files/charts.js/"):
+        reply = client.get(prefix + path)
+        assert reply.status_code in (401, 403, 404), (prefix, reply.text[:100])
+
+
+@pytest.mark.parametrize(
+    "name", ["../../config", "../../../etc/passwd", "/etc/passwd", "trainer_0.log", "", "trainer_0\0", "*", "a" * 299]
+)
+def test_a_log_is_one_of_the_list(client: TestClient, root: Path, name: str) -> None:
+    (root / "config.log").write_text("secret")
+    assert "expected: one that logs/" in refusal(client, "log", 404, attempt=1, name=name)
+
+
+def test_a_link_out_of_the_run_is_no_log(client: TestClient, root: Path, tmp_path: Path) -> None:
+    secret = tmp_path / "secret.log"
+    secret.write_text("secret")
+    (root / "logs" / "attempt_1" / "link.log").symlink_to(secret)
+    os.mkfifo(root / "logs" / "attempt_1" / "pipe.log")
+    assert {each["name"] for each in told(client, "logs")} == {"trainer_0", "inference_0"}
+    refusal(client, "log", 404, attempt=1, name="link")
+    refusal(client, "log", 404, attempt=1, name="pipe")
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "query"),
+    [
+        ("groups", 404, {"step": 77}),
+        ("group", 404, {"step": 3, "group": 2}),
+        ("rollout", 404, {"step": 3, "group": 0, "rollout": 2}),
+        ("session", 404, {"name": "../open-one"}),
+        ("node", 404, {"name": "open-one", "node": 5}),
+        ("groups", 400, {"step": "../3"}),
+        ("groups", 400, {"step": -1}),
+        ("groups", 400, {}),
+        ("log", 400, {"attempt": 1, "name": "trainer_0", "end": -1}),
+        ("log", 400, {"attempt": 1, "name": "a" * 301}),
+        ("timeline", 400, {"steps": 1000}),
+        ("rollout", 400, {"step": 3, "group": 0, "rollout": 0, "start": 1 << 60}),
+    ],
+)
+def test_what_is_not_there_is_refused_in_words(client: TestClient, name: str, status: int, query: Any) -> None:
+    said = refusal(client, name, status, **query)
+    assert "given: " in said
+    assert "expected: " in said
+
+
+def test_a_page_behind_the_last_token_is_empty(client: TestClient) -> None:
+    page = told(client, "rollout", step=3, group=0, rollout=0, start=10_000)
+    assert (page["pieces"], page["next"]) == ([], None)
+
+
+def test_every_answer_allows_own_files_alone(client: TestClient) -> None:
+    for path in ("/console/", "/console/api/run", "/console/files/console.js", "/console/api/log", "/console/files/no"):
+        reply = client.get(path)
+        for name, value in HEADERS.items():
+            assert reply.headers[name] == value, path
+    assert "unsafe" not in HEADERS["content-security-policy"]
+    assert "*" not in HEADERS["content-security-policy"]
+
+
+def test_the_page_names_own_files_alone(client: TestClient) -> None:
+    page = client.get("/console/").text
+    assert "http" not in page
+    assert "<script>" not in page
+    assert " style=" not in page
+    for name in ASSETS:
+        assert f'"files/{name}"' in page
+        assert client.get(f"/console/files/{name}").status_code == 200
+
+
+def test_every_file_of_the_page_is_served_and_short() -> None:
+    page = files("service.console").joinpath("page")
+    names = {file.name for file in page.iterdir()}
+    assert names == {name for name, (package, _) in ASSETS.items() if package == "service.console"} | {"console.html"}
+    for file in page.iterdir():
+        assert file.read_text().count("\n") <= 400
+        assert "innerHTML" not in file.read_text()

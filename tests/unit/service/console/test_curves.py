@@ -1,0 +1,52 @@
+"""Curves and ages of a run that is being written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from service.console import curves
+from service.console.curves import GroupAges, RunCurves
+
+
+def row(step: int, value: float | None) -> str:
+    return json.dumps({"step": step, "reward/total": value, "weights/digest": "x"}) + "\n"
+
+
+def test_a_long_file_is_taken_in_over_several_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "metrics.jsonl").write_text("".join(row(s, s / 10) for s in range(1000)))
+    monkeypatch.setattr(curves, "LOOK_BYTES", 5000)
+    monkeypatch.setattr(curves, "FRESH_S", 0.0)
+    found = RunCurves(tmp_path)
+    found.look()
+    assert 0 < found.rows < 1000
+    assert found.unread > 0
+    while found.unread:
+        found.look()
+    assert found.rows == 1000
+    assert found.panels()[0]["curves"][0]["points"][-1] == (999, 99.9)
+    assert len(found.panels()[0]["curves"][0]["points"]) <= 800
+
+
+def test_a_run_that_went_back_is_read_again(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(row(0, 0.1) + row(1, 0.2))
+    (tmp_path / "trained.jsonl").write_text('{"step": 3, "groups": [{"floor": 1}]}\n{"step": 4, "examples": []}\n')
+    found, ages = RunCurves(tmp_path), GroupAges(tmp_path)
+    found.look()
+    assert ages.look() == [(2, 1)]
+    for name, text in (("metrics.jsonl", row(0, 0.3)), ("trained.jsonl", "")):
+        (tmp_path / "new").write_text(text)
+        (tmp_path / "new").rename(tmp_path / name)
+    found.look()
+    assert found.curve("reward/total") == [(0, 0.3)]
+    assert ages.look() == []
+
+
+def test_what_is_no_number_is_no_point(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(row(0, None) + row(1, 0.5) + '{"step": 2, "reward/total": NaN}\n')
+    found = RunCurves(tmp_path)
+    found.look()
+    assert found.names() == ["reward/total"]
+    assert found.curve("reward/total") == [(1, 0.5)]

@@ -1,0 +1,172 @@
+"""The page of the console, clicked through in a browser as a person does."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import uvicorn
+from browser_support import Tab, browser, in_chromium
+from console_support import ATTACK, STEPS, make_live_run, reader_of
+from supervision_support import driven
+
+from service.console.serving import address_of, listen, make_console_app
+from service.keys import ServiceKey, new_key
+
+DEADLINE_S = 30.0
+
+
+@contextmanager
+def served(root: Path, *keys: ServiceKey) -> Iterator[str]:
+    """Serves the console of a run from a thread. Yields the address to open."""
+    app, listening = make_console_app(reader_of(root), list(keys)), listen("127.0.0.1", 0)
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", ws="none"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    thread.start()
+    ends = time.monotonic() + DEADLINE_S
+    while not server.started:
+        assert time.monotonic() < ends, f"the console did not listen within {DEADLINE_S:g} s"
+        time.sleep(0.01)
+    try:
+        yield address_of(listening, "127.0.0.1", list(keys))
+    finally:
+        server.should_exit = True
+        thread.join(DEADLINE_S)
+        listening.close()
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_live_run(tmp_path_factory.mktemp("console") / "run")
+
+
+@pytest.fixture(scope="module")
+def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
+    with browser(tmp_path_factory.mktemp("browser") / "profile") as tab:
+        yield tab
+
+
+def count(css: str) -> str:
+    return f"document.querySelectorAll({json.dumps(css)}).length"
+
+
+@in_chromium
+def test_a_run_is_clicked_through(root: Path, tab: Tab) -> None:
+    """All tabs show what the files say, texts of the model stay texts, and nothing else is asked of any machine."""
+    with served(root) as address:
+        tab.open(address)
+        tab.until(count("#parts td"))
+        assert "inference_1\tdead" in tab.text("#parts")
+        assert f"its engine was killed {ATTACK}" in tab.text("#incidents")
+
+        tab.click("#tab-curves")
+        tab.until(f"{count('#panels path')} >= 4")
+        assert "Reward" in tab.text("#panels")
+        assert "5 (62.5 %)" in tab.text("#ages")
+
+        tab.click("#tab-timeline")
+        tab.until(count("#timeline canvas"))
+        assert f"steps 0 to {STEPS - 1}" in tab.text("#timeline-note")
+
+        _look_at_rollouts(tab)
+        _look_at_sessions(tab)
+
+        tab.click("#tab-logs")
+        tab.until("document.querySelector('#log-text').textContent.includes('line 19999')")
+        tab.click("#older")
+        tab.until("!document.querySelector('#log-text').textContent.includes('line 19999')")
+        tab.run("(e => { e.value = '1/trainer_0'; e.dispatchEvent(new Event('change')); })(element('log-name'))")
+        tab.until("document.querySelector('#log-text').textContent.startsWith('the trainer says')")
+        assert ATTACK in tab.text("#log-text")
+
+        assert tab.run("document.title") == f"run: {STEPS}/8", "no script of a model has run"
+        assert tab.run(count("main script, main img")) == 0
+        assert tab.complaints == []
+        assert {url.partition("/console")[0] for url in tab.requested if url.startswith("http")} == {
+            address.partition("/console")[0]
+        }
+
+
+def _look_at_rollouts(tab: Tab) -> None:
+    tab.click("#tab-rollouts")
+    tab.until(f"{count('#rollout-tokens b')} === 2")
+    tab.click("#groups li:nth-child(2) button")
+    tab.until("document.querySelector('#groups li:nth-child(2) button').getAttribute('aria-current')")
+    tab.until(f"{count('#group-rollouts tr[tabindex]')} === 2")
+    tab.click("#group-rollouts tr:nth-child(3)")
+    tab.until(f"{count('#rollout-tokens b')} > 20")
+    assert ATTACK in tab.text("#rollout-tokens .tokens")
+    for mode, css in (("version", "b.v1"), ("age", "b.v0"), ("one token a line", ".token-table tr")):
+        tab.run(
+            f"(e => {{ e.value = '{mode}'; e.dispatchEvent(new Event('change')); }})(document.querySelector('.mode'))"
+        )
+        assert tab.run(count(f"#rollout-tokens {css}")) > 0, mode
+    assert "version 4" in tab.text("#rollout-tokens .token-table tr:last-child")
+
+
+def _look_at_sessions(tab: Tab) -> None:
+    tab.click("#tab-sessions")
+    tab.click("#session-names li:nth-child(2) button")
+    tab.until(f"{count('#session-tree button')} === 5")
+    assert tab.run(count("#session-tree .undelivered")) == 2
+    tab.click("#session-tree li:last-child button")
+    tab.until(count("#node-tokens .token-table tr"))
+    assert "answer 2: stop; not delivered" in tab.text("#node-tokens")
+
+
+@in_chromium
+def test_a_run_is_followed(tmp_path: Path, tab: Tab) -> None:
+    root = make_live_run(tmp_path / "live")
+    with served(root) as address, driven(root):
+        tab.open(address)
+        tab.until("document.querySelector('#headline').textContent.includes('running, process')")
+        with (root / "metrics.jsonl").open("a") as rows:
+            rows.write(json.dumps({"step": STEPS, "attempt": 1, "reward/total": 0.9}) + "\n")
+        tab.until(f"document.title === 'live: {STEPS + 1}/8'")
+        assert "inference_1 dead" in tab.text("#trouble") or "no word from the driver" in tab.text("#trouble")
+    tab.until("!document.querySelector('#unreached').hidden")
+    assert "does not answer" in tab.text("#unreached")
+    tab.complaints.clear()  # connections that were refused after the console had ended
+
+
+@in_chromium
+def test_a_key_opens_the_page_and_leaves_its_address(root: Path, tab: Tab) -> None:
+    key = new_key("admin")
+    with served(root, key) as address:
+        tab.open(address.partition("#")[0])
+        tab.until("!document.querySelector('#ask-key').hidden")
+        assert tab.text("#parts") == ""
+        tab.run(f"element('key').value = '{key.value}'")
+        tab.click("#ask-key button")
+        tab.until(count("#parts td"))
+        assert tab.run("element('ask-key').hidden")
+        tab.run("sessionStorage.clear()")
+        tab.open("about:blank")
+        tab.open(address)
+        tab.until(count("#parts td"))
+        assert key.value not in str(tab.run("location.href"))
+        assert not any(key.value in url.partition("#")[0] for url in tab.requested)
+    tab.complaints.clear()  # the 401 before the key was given
+
+
+@in_chromium
+def test_the_policy_stops_scripts_that_the_page_does_not_bring(root: Path, tab: Tab) -> None:
+    """That the policy is there, should the page ever put a text in as HTML."""
+    with served(root) as address:
+        tab.open(address)
+        tab.until(count("#parts td"))
+        for attempt in (
+            "document.body.innerHTML = '<i>x</i>'",
+            "document.body.setAttribute('onclick', 'document.title = 1')",
+            "document.head.append(Object.assign(document.createElement('script'), {text: 'document.title = 1'}))",
+        ):
+            assert tab.run(f"(() => {{ try {{ {attempt}; return ''; }} catch (e) {{ return e.name; }} }})()"), attempt
+        assert tab.run("fetch('http://localhost:1/').then(() => '', error => error.name)") == "TypeError"
+        assert tab.run("document.title") == f"run: {STEPS}/8"
+        assert any("connect-src" in said for said in tab.complaints)
+    tab.complaints.clear()
