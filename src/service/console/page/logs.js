@@ -12,13 +12,14 @@ async function showLogs() {
 
 // Shows the part of the log before byte `end`; null: its last lines, which are renewed.
 async function showLog(end = null) {
-  const [attempt, name] = element("log-name").value.split("/"), text = element("log-text");
+  const chosen = element("log-name").value, [attempt, name] = chosen.split("/"), text = element("log-text");
   logEnd = end;
   if (!name) {
     text.textContent = element("log-note").textContent = "";
     return;
   }
   const told = await ask("log", end === null ? {attempt, name} : {attempt, name, end});
+  if (chosen !== element("log-name").value || end !== logEnd) return; // another part was chosen meanwhile
   const below = text.scrollHeight - text.scrollTop - text.clientHeight < 40;
   if (text.textContent !== told.text) text.textContent = told.text;
   logStart = told.start;

@@ -19,6 +19,7 @@ async function showStep() {
   list.textContent = element("group-note").textContent = element("group-rollouts").textContent = element("rollout-tokens").textContent = "";
   if (step === "") return;
   const {groups, whole} = await ask("groups", {step});
+  if (step !== shownStep) return; // another step was chosen meanwhile
   groups.forEach((group, number) => {
     const title = `${group.why}  ${mean(group.rewards).toFixed(3)}  ${group.problem}`;
     const button = make(make(list, "li"), "button", {type: "button", class: "group"}, title);
@@ -35,7 +36,9 @@ function mark(chosen, all) {
 
 async function showGroup(step, number, button) {
   mark(button, element("groups").querySelectorAll("button"));
+  element("group-note").textContent = element("group-rollouts").textContent = element("rollout-tokens").textContent = "";
   const group = await ask("group", {step, group: number});
+  if (!button.isConnected || !button.hasAttribute("aria-current")) return; // another group was chosen meanwhile
   element("group-note").textContent =
     `problem ${group.problem}  ${group.tags.join(" ")}, trained on in step ${group.step + 1}, floor ${group.floor}`;
   const table = element("group-rollouts");
