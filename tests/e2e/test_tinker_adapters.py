@@ -1,0 +1,206 @@
+"""`trireme serve` with adapters and the real client: several clients at once, and processes that are killed.
+
+A model that is trained on the same parts with the same seed is the same model, so each test compares with one that was
+trained alone and undisturbed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tinker
+from run_support import Running, marked_processes, wait_until_gone
+from tinker import types
+
+from trireme.core.errors import EXIT_INTERRUPTED
+
+MODEL = "./assets/sort-base"
+LIMIT_S = 240.0
+UPDATES = 3
+STEP = types.AdamParams(learning_rate=5e-3)
+TEXTS = ("Sort: 213\n321", "Sort: 90817\n98710")
+"""What each of two clients trains towards."""
+
+
+class Server:
+    """The command, at one port and in one directory; it may be killed and started again."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.key = ""
+        self.before: list[Running] = []
+        self.start()
+
+    def start(self) -> None:
+        place = ("--run.output-dir", str(self.directory), "--service.port", str(self.port))
+        adapters = ("--trainer.lora.rank", "8", "--trainer.shards", "1")
+        self.running = Running.start(
+            "serve", "@", "examples/sort.toml", *place, *adapters, module="trireme.cli.trireme"
+        )
+        self.said: list[str] = []
+        self.serves = threading.Event()
+        threading.Thread(target=self._read, args=(self.running,), daemon=True).start()
+        assert self.serves.wait(LIMIT_S), "".join(self.said)
+
+    def _read(self, running: Running) -> None:
+        assert running.process.stdout is not None
+        for line in running.process.stdout:
+            self.said.append(line)
+            if found := re.search(r"client key .*: (tml-client-\S+)", line):
+                self.key = found[1]
+            if "TINKER_BASE_URL" in line:
+                self.serves.set()
+
+    def client(self) -> Any:
+        return tinker.ServiceClient(base_url=f"http://127.0.0.1:{self.port}", api_key=self.key)
+
+    def kill(self, title: str) -> None:
+        """Sends SIGKILL to the actors of a title."""
+        found = [pid for pid, command in marked_processes(self.running.mark).items() if title in command]
+        assert found, marked_processes(self.running.mark)
+        for pid in found:
+            os.kill(pid, signal.SIGKILL)
+
+    def kill_all(self) -> None:
+        """Kills the server and all that it has started, as the end of a job does."""
+        self.running.kill_tree()
+        self.before.append(self.running)
+
+    def stop(self) -> None:
+        self.running.process.send_signal(signal.SIGINT)
+        assert self.running.process.wait(60) == EXIT_INTERRUPTED, "".join(self.said)
+        assert wait_until_gone(self.running.mark, 20.0) == []
+        for each in (*self.before, self.running):
+            each.files_left()
+            assert each.shm_left() == set()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with pytest.MonkeyPatch.context() as environ:
+        environ.setenv("TINKER_TELEMETRY", "0")
+        server = Server(tmp_path_factory.mktemp("served"))
+        yield server
+        server.stop()
+
+
+def data_of(model: Any, text: str) -> list[Any]:
+    tokens = model.get_tokenizer().encode(text)
+    target: Any = {"target_tokens": types.TensorData(data=tokens[1:], dtype="int64")}
+    return [types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=target)] * 4
+
+
+def logprobs_of(model: Any, data: list[Any]) -> np.ndarray:
+    output = model.forward(data, "cross_entropy").result(LIMIT_S)
+    return np.concatenate([each["logprobs"].data for each in output.loss_fn_outputs])
+
+
+def begun(server: Server, number: int) -> Any:
+    """Begins the adapter of client `number`, in a session of its own."""
+    return (
+        server.client().create_lora_training_client(base_model=MODEL, rank=4 + 4 * number, seed=number).result(LIMIT_S)
+    )
+
+
+def trained(model: Any, number: int) -> np.ndarray:
+    """Trains towards the text of client `number`; returns what the model says of it then."""
+    data = data_of(model, TEXTS[number])
+    for _ in range(UPDATES):
+        passed, updated = model.forward_backward(data, "cross_entropy"), model.optim_step(STEP)
+        passed.result(LIMIT_S)
+        updated.result(LIMIT_S)
+    return logprobs_of(model, data)
+
+
+@pytest.fixture(scope="module")
+def alone(server: Server) -> list[np.ndarray]:
+    """What the models of both clients say, each trained alone."""
+    return [trained(begun(server, number), number) for number in range(len(TEXTS))]
+
+
+def sampled_alike(model: Any, text: str, sampler: Any = None) -> Any:
+    """Asserts that what a sampler says of its tokens is what the trainer says of them. Returns the sampler."""
+    sampler = sampler or model.save_weights_and_get_sampling_client().result(LIMIT_S)
+    prompt = model.get_tokenizer().encode(text.partition("\n")[0] + "\n")
+    params = types.SamplingParams(max_tokens=8, seed=1)
+    (answer,) = sampler.sample(types.ModelInput.from_ints(prompt), 1, params).result(LIMIT_S).sequences
+    tokens = [*prompt, *answer.tokens]
+    target: Any = {"target_tokens": types.TensorData(data=tokens[1:], dtype="int64")}
+    datum = types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=target)
+    np.testing.assert_allclose(logprobs_of(model, [datum])[-len(answer.tokens) :], answer.logprobs, atol=1e-4)
+    return sampler
+
+
+def test_two_clients_at_once_learn_what_each_alone_learns(server: Server, alone: list[np.ndarray]) -> None:
+    models = [begun(server, number) for number in range(len(TEXTS))]
+    with ThreadPoolExecutor(len(TEXTS)) as threads:
+        together = list(threads.map(trained, models, range(len(TEXTS))))
+        for number, model in enumerate(models):
+            np.testing.assert_allclose(together[number], alone[number], atol=1e-5)
+            own, other = (
+                logprobs_of(model, data_of(model, text)).mean() for text in (TEXTS[number], TEXTS[1 - number])
+            )
+            assert own > other, "it has learnt what its own client trained"
+        samplers = list(threads.map(sampled_alike, models, TEXTS))
+        assert len(samplers) == len(TEXTS)
+        list(threads.map(sampled_alike, models, TEXTS, samplers))  # both are served, whatever was loaded last
+
+
+def test_a_shard_is_killed_and_the_client_sees_a_delay(server: Server, alone: list[np.ndarray]) -> None:
+    model = begun(server, 0)
+    data = data_of(model, TEXTS[0])
+    promised = []
+    for number in range(UPDATES):
+        promised += [model.forward_backward(data, "cross_entropy"), model.optim_step(STEP)]
+        if number == 0:
+            promised[0].result(LIMIT_S)  # its gradient is held by the shard that is killed
+            server.kill("ray::ShardActor")
+    for each in promised:
+        each.result(LIMIT_S)
+    np.testing.assert_allclose(logprobs_of(model, data), alone[0], atol=1e-5)
+    assert any(line.startswith("!") for line in server.said), "the loss is told"
+    sampled_alike(model, TEXTS[0])
+
+
+def test_the_replica_is_killed_and_samples_come(server: Server, alone: list[np.ndarray]) -> None:
+    model = begun(server, 1)
+    np.testing.assert_allclose(trained(model, 1), alone[1], atol=1e-5)
+    sampler = sampled_alike(model, TEXTS[1])
+    prompt = types.ModelInput.from_ints(model.get_tokenizer().encode("Sort: 4\n"))
+    server.kill("ray::ReplicaActor")
+    waiting = [sampler.sample(prompt, 2, types.SamplingParams(max_tokens=8, seed=n)) for n in range(4)]
+    assert [len(each.result(LIMIT_S).sequences) for each in waiting] == [2] * 4
+    sampled_alike(model, TEXTS[1], sampler)
+
+
+def test_the_server_is_killed_and_started_again(server: Server, alone: list[np.ndarray]) -> None:
+    model = begun(server, 0)
+    data = data_of(model, TEXTS[0])
+    promised = [model.forward_backward(data, "cross_entropy"), model.optim_step(STEP)]
+    promised[1].result(LIMIT_S)
+    path = model.save_state("before").result(LIMIT_S).path
+    promised += [model.forward_backward(data, "cross_entropy"), model.optim_step(STEP)]
+    server.kill_all()
+    promised += [model.forward_backward(data, "cross_entropy"), model.optim_step(STEP)]
+    server.start()
+    for each in promised:
+        each.result(LIMIT_S)
+    np.testing.assert_allclose(logprobs_of(model, data), alone[0], atol=1e-5)
+    resumed = server.client().create_training_client_from_state_with_optimizer(path).result(LIMIT_S)
+    for _ in range(UPDATES - 1):
+        resumed.forward_backward(data, "cross_entropy").result(LIMIT_S)
+        resumed.optim_step(STEP).result(LIMIT_S)
+    np.testing.assert_allclose(logprobs_of(resumed, data), alone[0], atol=1e-5)
