@@ -43,6 +43,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
+import trainer.adapters
 import trainer.attention
 import trainer.model
 import trainer.shard
@@ -347,7 +348,7 @@ def _without_memory(*, gpu: bool) -> Iterator[None]:
         replace(trainer.shard_sums, "sums_of_equals", lambda parts, *_: no_sums(len(parts), 2))
         replace(trainer.shard_sums, "to_sums", lambda table: [""] * len(table))
         replace(trainer.model, "load_source", _load_source)
-        replace(trainer.shard, "base_digest", lambda name: "0" * 32)
+        replace(trainer.adapters, "base_digest", lambda name: "0" * 32)
         replace(trainer.shard, "prove_models", _prove)
         replace(trainer.snapshot, "StagedTensor", lambda host, live: host)
         replace(FakeTensor, "numpy", lambda tensor: np.zeros(tensor.shape, np.float32))

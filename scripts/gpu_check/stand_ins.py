@@ -115,9 +115,10 @@ def stand_in() -> list[str]:
     for name in missing:
         sys.modules.update(STAND_INS[name]())
     if "peft" in missing:
+        import trainer.adapters
         import trainer.lora
 
-        assert trainer.lora.LoraLayer is sys.modules["peft.tuners.lora"].LoraLayer
+        assert trainer.adapters.LoraLayer is trainer.lora.LoraLayer is sys.modules["peft.tuners.lora"].LoraLayer
         for name in _peft():  # transformers would take it for the real one
             del sys.modules[name]
     return missing

@@ -3,10 +3,12 @@
 import os
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 settings.register_profile("unit", deadline=None)  # how long an example takes says how busy the machine is
-settings.load_profile("unit")
+settings.register_profile("first failure", deadline=None, phases=[Phase.explicit, Phase.generate])
+"""Ends at the first example that fails, as found: where only that there is one is asked for."""
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "unit"))
 
 
 @pytest.fixture

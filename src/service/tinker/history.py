@@ -73,7 +73,7 @@ class ModelHistory:
         return (
             self.began_s is not None
             and now - self.began_s >= every_s
-            and any(isinstance(step.work, Update) for step in self.steps)
+            and isinstance(self.steps[-1].work, Update)  # after a later snapshot, a commit would let go of that
         )
 
     def kept(self) -> Iterator[Step]:

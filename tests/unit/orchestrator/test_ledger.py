@@ -534,6 +534,60 @@ def test_no_group_waits_for_one_that_would_displace_another_of_its_age() -> None
     assert ledger.late(2) == []
 
 
+def test_no_group_is_waited_for_that_would_have_one_evicted_which_is_as_old() -> None:
+    """As after a resume with a smaller bound: more groups are of the oldest version than the batch can take."""
+    ledger = make("drop", batch_size=1, max_steps_off_policy=1)
+    first, second = fill(ledger)
+    first.floor = second.floor = -1
+    ledger.finish(second)
+    assert ledger.late(1) == []
+    assert took(ledger.take(0, 1)) == ([1], [0])
+
+
+def test_evicted_groups_are_counted_by_how_far_they_were() -> None:
+    ledger = make("drop", batch_size=1, max_steps_off_policy=0)
+    ledger.max_steps_off_policy = 3
+    groups = fill(ledger)
+    ledger.finish(groups[1])
+    ledger.finish(groups[2])
+    ledger.finish(groups[3])
+    ledger.max_steps_off_policy = 0
+    assert took(ledger.take(0, 1)) == ([1], [0, 2, 3])
+    assert (ledger.counts()["expired_running"], ledger.counts()["expired_finished"]) == (1, 2)
+
+
+def test_a_protected_group_is_not_evicted() -> None:
+    ledger = make("requeue", batch_size=1, max_steps_off_policy=1, max_requeues=1)
+    first, second = fill(ledger)
+    first.requeues = 1
+    ledger.finish(first)
+    second.requeues = 1
+    second.floor = -5
+    assert took(ledger.take(0, 1)) == ([0], [])
+    assert list(ledger.active) == [1]
+
+
+def test_a_batch_is_released_once_it_is_cut_and_in_order() -> None:
+    ledger = make("drop", batch_size=2, max_steps_off_policy=1)
+    for group in fill(ledger):
+        ledger.finish(group)
+    ledger.take(0, 1)
+    with pytest.raises(ValueError, match="batch 0 cannot be released: 0 are, 0 are cut"):
+        ledger.release(0)
+    ledger.take(0, 1)
+    with pytest.raises(ValueError, match="batch 1 cannot be released: 0 are, 1 are cut"):
+        ledger.release(1)
+    assert [group.index for group in ledger.release(0)] == [0, 1]
+
+
+def test_a_resume_knows_no_replica_until_one_acknowledges() -> None:
+    ledger = make()
+    ledger.load_state_dict(saved(ledger))
+    assert not ledger.can_dispatch()
+    ledger.acknowledge({1: 0})
+    assert ledger.can_dispatch()
+
+
 def test_drop_gives_up_and_wait_never_evicts() -> None:
     for policy, evicted in (("drop", [0]), ("wait", [])):
         ledger = make(policy, batch_size=1, max_steps_off_policy=1)  # type: ignore[arg-type]

@@ -83,12 +83,15 @@ def test_what_is_done_again_is_what_made_the_weights() -> None:
     assert not history.is_due(100.0, 1.0), "gradients are held"
     history.note(12, UPDATE, FAILED, 12.0)
     assert not history.is_due(50.0, 60.0)
+    assert not history.is_due(60.0, 60.0), "a commit would let go of the snapshot, which may be sampled from now"
+    history.note(13, UPDATE, done, 13.0)
+    assert not history.is_due(50.0, 60.0)
     assert history.is_due(60.0, 60.0)
     history.committed("place")
     assert list(history.kept()) == []
     assert not history.is_due(1000.0, 1.0), "nothing was done since"
-    history.note(13, Loading("tinker://p", False), done, 13.0)
-    assert history.is_due(13.0, 60.0), "its client may delete that state"
+    history.note(14, Loading("tinker://p", False), done, 14.0)
+    assert history.is_due(14.0, 60.0), "its client may delete that state"
 
 
 class Recorded:
