@@ -70,7 +70,7 @@ function drawTree(nodes, name) {
 }
 
 function nodeTitle(node) {
-  if (node.kind === "prompt") return `${node.node} ${node.begins ? "begins" : node.anew ? "tokenised anew" : "goes on"}, ${node.tokens} tokens, ${node.role}: ${node.preview}`;
+  if (node.kind === "prompt") return `${node.node} ${node.begins ? "begins" : node.anew ? "tokenised anew" : "continues"}, ${node.tokens} tokens, ${node.role}: ${node.preview}`;
   const told = [`${node.tokens} tokens (${spansText(node.versions)})`, node.stop_reason];
   if (node.mean_logprob !== null) told.push(`mean log-probability ${short(node.mean_logprob)}`);
   if (node.reward !== null) told.push(`reward ${short(node.reward)}`);
