@@ -102,7 +102,7 @@ class Sampler(Protocol):
 
 
 class AdapterSampler(Sampler, Protocol):
-    """The same with adapters beside the weights of updates."""
+    """A sampler whose replicas hold adapters beside the weights of updates."""
 
     async def load_adapter(self, name: str, weights: PublishedWeights) -> None:
         """Brings an adapter to every replica, for requests that name it. Raises WeightsRefused or RoomFailed."""

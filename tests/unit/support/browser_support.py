@@ -20,7 +20,7 @@ from websockets.sync.client import ClientConnection, connect
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 # reason: a person's machine may have no browser; CI installs one where it may
 in_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine to click through the page with")
-FLAGS = [
+QUIET = [
     "--headless",
     "--no-sandbox",
     "--disable-gpu",
@@ -29,9 +29,9 @@ FLAGS = [
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-sync",
-    "--remote-debugging-port=0",
     "--hide-scrollbars",
 ]
+"""No window, and no network of the browser's own."""
 DEADLINE_S = 60.0
 
 
@@ -109,7 +109,7 @@ class Tab:
 def browser(profile: Path) -> Iterator[Tab]:
     """Starts Chromium with a profile of its own, and ends it."""
     assert CHROMIUM is not None
-    flags = [*FLAGS, f"--user-data-dir={profile}", "--window-size=1280,900", "about:blank"]
+    flags = [*QUIET, "--remote-debugging-port=0", f"--user-data-dir={profile}", "--window-size=1280,900", "about:blank"]
     running = subprocess.Popen([CHROMIUM, *flags], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         with connect(_address(profile, running), max_size=None, proxy=None) as line:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from browser_support import CHROMIUM, QUIET, in_chromium
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -25,23 +26,9 @@ from trireme.supervision.roster import PartHealth
 from trireme.supervision.status import StatusWriter
 from trireme.tools.report import MOST_INCIDENTS, thinned
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-QUIET = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--hide-scrollbars",
-    "--enable-logging=stderr",
-    "--virtual-time-budget=2000",
-]
-"""No window, no network, and what scripts complain of on stderr."""
+FLAGS = [*QUIET, "--enable-logging=stderr", "--virtual-time-budget=2000"]
+"""With what scripts complain of on stderr."""
 DARK = "--blink-settings=preferredColorScheme=0"
-in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine to look at the page with")
 
 
 @pytest.fixture
@@ -234,7 +221,7 @@ def test_the_trace_as_one_file(run: Path, tmp_path: Path, capsys: pytest.Capture
 def browse(page: Path, profile: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     assert CHROMIUM is not None
     ended = subprocess.run(
-        [CHROMIUM, *QUIET, f"--user-data-dir={profile}", *flags, page.as_uri()],
+        [CHROMIUM, *FLAGS, f"--user-data-dir={profile}", *flags, page.as_uri()],
         capture_output=True,
         text=True,
         timeout=120,
@@ -270,7 +257,7 @@ def colors(page: Path, dark: bool) -> dict[str, str]:
     return dict(re.findall(r"--(\w+): (#[0-9a-f]{6});", styles[int(dark)]))
 
 
-@in_browser
+@in_chromium
 @pytest.mark.parametrize("dark", [False, True])
 def test_the_picture(run: Path, tmp_path: Path, dark: bool) -> None:
     page = reported(run)
@@ -290,7 +277,7 @@ def test_the_picture(run: Path, tmp_path: Path, dark: bool) -> None:
     assert 0.9 < line.count(first) / line.count(second) < 1.1
 
 
-@in_browser
+@in_chromium
 def test_a_page_without_a_trace_says_so(run: Path, tmp_path: Path) -> None:
     shutil.rmtree(run / "trace")
     ended = browse(reported(run), tmp_path / "profile", "--dump-dom")
@@ -299,7 +286,7 @@ def test_a_page_without_a_trace_says_so(run: Path, tmp_path: Path) -> None:
     assert "<canvas" not in ended.stdout
 
 
-@in_browser
+@in_chromium
 def test_incidents_are_a_table_of_words(run: Path, tmp_path: Path) -> None:
     with StatusWriter(run, roster := roster_of(PartHealth.HEALTHY)):
         roster.note("inference_0", "its <b>engine</b> died")
@@ -309,7 +296,7 @@ def test_incidents_are_a_table_of_words(run: Path, tmp_path: Path) -> None:
     assert '<section id="happened" hidden' not in ended.stdout
 
 
-@in_browser
+@in_chromium
 def test_a_failing_script_is_seen(run: Path, tmp_path: Path) -> None:
     """That the other tests can fail."""
     page = reported(run)
