@@ -16,6 +16,7 @@ from typing import Any
 from service.front import ServedModels
 from service.tinker.adapter_turns import AdapterTurns
 from service.tinker.catalog import Catalog
+from service.tinker.costs import tokens_of
 from service.tinker.journal import TinkerJournal
 from service.tinker.promises import Failure, Promise, SampleWork, Success, UnknownId, UserError
 from service.tinker.records import Record
@@ -23,7 +24,7 @@ from service.tinker.replaying import Histories, records_of, replay
 from service.tinker.shelf import BASE, WeightShelf
 from service.tinker.state import ProtocolState
 from service.tinker.turns import WeightTurns
-from service.tinker.work import Creation, Unusable, Work, tokens_of
+from service.tinker.work import Creation, Unusable, Work
 from trireme.config.service import TinkerConfig
 from trireme.config.trainer import LoraConfig
 from trireme.core.datum import ModelInput

@@ -22,6 +22,7 @@ from service.tinker.adapter_turns import DropWeights
 from service.tinker.catalog import Catalog
 from service.tinker.codec import encode_sample
 from service.tinker.commits import OwnCommits
+from service.tinker.costs import MeasuredCosts
 from service.tinker.desk import TinkerDesk
 from service.tinker.journal import TinkerJournal
 from service.tinker.promises import ClientModel, Failure, Promise, SampleWork, Success
@@ -73,6 +74,7 @@ class TinkerServer(TinkerDesk):
         super().__init__(names, catalog, served, tokenizer_id, journal, options, lora, places, slots, now)
         self._commits = commits
         self._sampling: set[asyncio.Task[None]] = set()
+        self._costs = MeasuredCosts()
         self._losses: Counter[str] = Counter()
         """How often rooms were lost that worked on a request."""
         self.done = 0
@@ -140,12 +142,13 @@ class TinkerServer(TinkerDesk):
             model, promise = found
             work: Any = promise.work
             fault_point("tinker.train")
+            began_s = self.now()
             done = await asyncio.to_thread(self._worker.run, model.model_id, work, promise.request_id)
             fault_point("tinker.trained")
             if (failure := self._worker.failure) and self._may_try_again(promise):
                 raise failure
             outcome = self._with_weights(model, work, done)
-            self.state.trained(outcome)
+            self.state.trained(outcome, self._costs.done(work, self.now() - began_s))
             fault_point("tinker.told")
             self._histories[model.model_id].note(promise.number, work, outcome, self.now())
             self.done += 1

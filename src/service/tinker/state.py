@@ -61,7 +61,7 @@ class ProtocolState(PromiseBook):
     places: int = 1
     """The number of models that are trained at the same time."""
     cost: Callable[[object], int] = lambda _: 1
-    """Tells for how many tokens a request counts."""
+    """Tells for how many tokens a request counts before it runs."""
     holders: list[ClientModel] = field(default_factory=list)
     """The models that have a place at the trainer."""
     shares: TokenShares = field(default_factory=TokenShares)
@@ -254,10 +254,13 @@ class ProtocolState(PromiseBook):
                 )
                 self.holders.append(heir)
 
-    def trained(self, outcome: Outcome) -> None:
-        """Notes the outcome of what the trainer worked on. A model whose creation failed gives the trainer back."""
+    def trained(self, outcome: Outcome, tokens: int = 0) -> None:
+        """Notes the outcome of what the trainer worked on, and that it counts for so many `tokens` more. A model whose
+        creation failed gives the trainer back."""
         promise = self.running
         assert promise, "only after next_training"
+        if not self.models[promise.owner_id].ended:
+            self.shares.charge(promise.owner_id, tokens)
         self.settle(promise, outcome)
         self.running = None
         self.step_on(promise, outcome)

@@ -79,13 +79,6 @@ class Unusable:
 
 
 Work = Creation | Loading | ForwardBackwardCall | Update | Saving | Unusable
-REQUEST_TOKENS = 256
-"""Tokens for which any request counts, at least: an update or a save takes its time too."""
-
-
-def tokens_of(work: object) -> int:
-    """Returns for how many tokens a request counts where the trainer is shared."""
-    return max(work.tokens, REQUEST_TOKENS) if isinstance(work, ForwardBackwardCall) else REQUEST_TOKENS
 
 
 @dataclass

@@ -1,0 +1,39 @@
+"""Tells for how many tokens a request counts where models share the trainer (`service.tinker.shares`).
+
+A pass counts for its tokens, before it runs. All else (an update, a save, an adapter that is made or loaded) counts, once
+it is done, for the tokens of passes with a gradient that the trainer would have computed in the seconds that it took. How
+many those are in a second is measured, over the last passes. So an update of a small adapter costs its model little, a
+save of a large one much, and whoever saves at each step pays for the time in which the others waited.
+"""
+
+from __future__ import annotations
+
+from service.tinker.codec import ForwardBackwardCall
+
+LEAST = 256
+"""Tokens for which a pass counts at least: a short one takes its time too."""
+REMEMBERED = 64
+"""The speed is an average over about so many passes."""
+
+
+def tokens_of(work: object) -> int:
+    """Returns for how many tokens a request counts before it runs."""
+    return max(work.tokens, LEAST) if isinstance(work, ForwardBackwardCall) else 0
+
+
+class MeasuredCosts:
+    """The speed of the trainer, and what other requests than passes cost by it."""
+
+    def __init__(self) -> None:
+        self._tokens = self._seconds = 0.0
+
+    def done(self, work: object, seconds: float) -> int:
+        """Notes how long a request took; returns for how many more tokens it counts. Before the first pass the speed is
+        not known, and nothing costs anything."""
+        if not isinstance(work, ForwardBackwardCall):
+            return round(seconds * self._tokens / self._seconds) if self._seconds else 0
+        if not work.forward_only:
+            kept = 1 - 1 / REMEMBERED
+            self._tokens = kept * self._tokens + tokens_of(work)
+            self._seconds = kept * self._seconds + seconds
+        return 0

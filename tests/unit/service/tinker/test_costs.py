@@ -1,0 +1,74 @@
+"""What requests count for where models share the trainer, in virtual time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from service.tinker.codec import ForwardBackwardCall
+from service.tinker.costs import LEAST, REMEMBERED, MeasuredCosts, tokens_of
+from service.tinker.messages import message_class
+from service.tinker.promises import Success
+from service.tinker.shares import QUANTUM
+from service.tinker.state import ProtocolState
+from service.tinker.work import Saving, Update, Work
+from trireme.core.types import AdamParams
+
+UPDATE = Update(AdamParams())
+STATE = Saving("state", "x", None, True, None)
+SPEED = 1000.0
+"""Tokens that the trainer of these tests computes in a second."""
+
+
+def passing(tokens: int, *, forward_only: bool = False) -> ForwardBackwardCall:
+    request = message_class("ForwardBackwardRequest")(model_id="m", seq_id=1, forward_only=forward_only)
+    request.loss_fn = "cross_entropy"
+    request.data.add().model_input.add().encoded_text.tokens = np.ones(tokens, "<i4").tobytes()
+    return ForwardBackwardCall.of(request.SerializeToString())
+
+
+def test_a_pass_counts_for_its_tokens_before_it_runs() -> None:
+    costs = MeasuredCosts()
+    assert (tokens_of(passing(3000)), tokens_of(passing(1)), tokens_of(UPDATE), tokens_of(STATE)) == (3000, LEAST, 0, 0)
+    assert costs.done(passing(3000), 3.0) == 0
+
+
+def test_all_else_counts_for_the_tokens_of_its_seconds() -> None:
+    costs = MeasuredCosts()
+    assert costs.done(UPDATE, 5.0) == 0, "no speed is known yet"
+    costs.done(passing(3000), 3.0)
+    assert (costs.done(UPDATE, 0.25), costs.done(STATE, 8.0)) == (250, 8000)
+
+
+def test_the_speed_is_that_of_the_last_passes_with_a_gradient() -> None:
+    costs = MeasuredCosts()
+    costs.done(passing(3000), 3.0)
+    costs.done(passing(3000, forward_only=True), 1.0)
+    assert costs.done(UPDATE, 1.0) == 1000
+    for _ in range(10 * REMEMBERED):
+        costs.done(passing(3000), 1.0)
+    assert costs.done(UPDATE, 1.0) == pytest.approx(3000, rel=1e-3)
+
+
+@pytest.mark.parametrize("seconds", [0.001, 0.5, 30.0])
+def test_models_get_the_same_time_whatever_else_than_passes_they_ask_for(seconds: float) -> None:
+    """One has updates of so many seconds and a save now and then, the other one passes alone."""
+    state, costs = ProtocolState(places=2, cost=tokens_of), MeasuredCosts()
+    spent = {"s:train:0": 0.0, "t:train:0": 0.0}
+    for session in "st":
+        state.begin_session(session, 0.0)
+        state.create_model(session, 0, None)
+    asked: list[Work] = [passing(2000), UPDATE, passing(2000), UPDATE, STATE]
+    for number in range(1, 4000):
+        state.train("s:train:0", number, asked[number % len(asked)])
+        state.train("t:train:0", number, asked[0])
+    while sum(spent.values()) < 2000:
+        found = state.next_training()
+        assert found
+        model, promise = found
+        took = tokens_of(promise.work) / SPEED or (seconds if promise.work is UPDATE else 4.0)
+        if promise.number:
+            spent[model.model_id] += took
+        state.trained(Success({}), costs.done(promise.work, took))
+    largest = max(seconds, 4.0)
+    assert abs(spent["s:train:0"] - spent["t:train:0"]) <= QUANTUM / SPEED + largest
