@@ -150,18 +150,21 @@ def victims(victim: str, running: Running, nodes: Nodes | None) -> list[int]:
     return [parts[part][which] for part, which in wanted]
 
 
-def strike(cell: Cell, running: Running, nodes: Nodes | None = None) -> None:
-    """Sends the signal. A lost node is replaced by another; a driver that was stopped goes on after a while."""
+def strike(cell: Cell, running: Running, nodes: Nodes | None = None) -> list[int]:
+    """Sends the signal, and returns the ids of the processes that got it. A lost node is replaced by another; a driver
+    that was stopped is continued after a while."""
     if cell.victim == "everything":
         running.kill_tree()
-        return
-    for pid in victims(cell.victim, running, nodes):
+        return []
+    struck = victims(cell.victim, running, nodes)
+    for pid in struck:
         os.kill(pid, cell.sends)
     if nodes and cell.victim == "raylet":
         nodes.join()
     if cell.victim == "driver" and cell.sends == signal.SIGSTOP:
         time.sleep(1.5 * HEARTBEAT_S)
         running.process.send_signal(signal.SIGCONT)
+    return struck
 
 
 def armed(directory: Path, faults: Sequence[str]) -> dict[str, str]:
@@ -208,13 +211,18 @@ def run_cell(place: Path, cell: Cell, flags: Sequence[str] = CHAOS) -> Ended:
         running = ending.enter_context(started(place, [*flags, *address], environ))
         moment, last = reached(directory, MOMENTS[cell.moment]), reached(directory, LAST_STEP)
         wait_for(f"{cell.moment} ({MOMENTS[cell.moment]})", moment.exists, running, DEADLINE_S)
-        strike(cell, running, nodes)
+        struck = strike(cell, running, nodes)
         time.sleep(LINGER_S)  # what is frozen is still there when the victim is no more
         moment.unlink()
         if replaced:
             wait_for(f"the last step ({LAST_STEP})", last.exists, running, DEADLINE_S)
             wait_for("its successor", lambda: successors_serve(place / "run"), running, DEADLINE_S)
             last.unlink()
+        if cell.victim == "raylet" and cell.sends == signal.SIGSTOP:
+            # Workers of a raylet that is stopped cannot end: they ask only whether its process is there. Continued, it
+            # learns that the cluster has given its node up, and ends with them.
+            running.process.wait(DEADLINE_S)
+            os.kill(struck[0], signal.SIGCONT)
         ended = end_of(running, place)
     if cell.victim in BY_HAND and cell.sends == signal.SIGKILL:
         assert ended.code == -signal.SIGKILL, ended.out
