@@ -36,8 +36,8 @@ from trireme.process.ray_cluster import Progress, on_node
 
 NOT_GATHERED = "a part of the commit was not gathered"
 ALONE = (
-    "files: all actors are on one node; if no other node of the cluster sees run.output_dir, only this one can resume "
-    "the run, and if its disk is lost so are the commits"
+    "files: the driver and all actors are on one node. Commits are in {root} there, and no node keeps a copy: unless "
+    "other nodes share this directory, the run can be resumed on this node only, and is lost with its disk"
 )
 CLEAR_S = 30.0
 """Time limit for deleting what is not needed any more on a node."""
@@ -222,17 +222,24 @@ class AskedNodes:
         }
         return cls(nonce, root, rooms, answers)
 
-    def found(self, holding: Sequence[str], timeout_s: float, on_tick: Progress) -> tuple[FarNodes | None, str]:
+    def found(
+        self, holding: Sequence[str], stored: str | None, timeout_s: float, on_tick: Progress
+    ) -> tuple[FarNodes | None, str]:
         """Returns the nodes that do not see the run directory, if there are any, and a line for people. `holding`: the
-        rooms with a part in each commit. Raises BadInput where a node has such a room, does not see the directory and
-        has no disk for its parts; RoomFailed for a node that does not answer."""
+        rooms with a part in each commit; `stored`: the URL of a run that is kept in object storage. Raises BadInput
+        where a node has such a room, does not see the directory and has no disk for its parts; RoomFailed for a node
+        that does not answer."""
         who = [f"node {node[:8]}, asked if it sees {self.nonce}" for node in self.answers]
         told = waits.get_all(list(self.answers.values()), who=who, timeout_s=timeout_s, on_tick=on_tick)
-        return sort_out(dict(zip(self.answers, told, strict=True)), self.rooms, self.root, holding)
+        return sort_out(dict(zip(self.answers, told, strict=True)), self.rooms, self.root, holding, stored)
 
 
 def sort_out(
-    views: Mapping[str, NodeView], rooms: Mapping[str, Sequence[str]], root: Path, holding: Sequence[str]
+    views: Mapping[str, NodeView],
+    rooms: Mapping[str, Sequence[str]],
+    root: Path,
+    holding: Sequence[str],
+    stored: str | None = None,
 ) -> tuple[FarNodes | None, str]:
     """Returns the nodes whose files are gathered, from the answers of all; see `AskedNodes.found`."""
     blind = {node: view for node, view in views.items() if not view.sees}
@@ -247,10 +254,22 @@ def sort_out(
     apart_first = sorted(blind, key=lambda node: (blind[node].host == here, not own[node]))
     nodes = [FarNode(node, blind[node].host, own[node], create_files) for node in apart_first if not blind[node].unfit]
     if not blind:
-        return None, ALONE if len(views) == 1 else f"files: all {len(views)} nodes of the run see its directory"
+        return None, _seen_by_all(views, root, here, stored)
     if not nodes:
-        return None, _said(blind, rooms, root) + "; none of them can keep a copy, so each commit is here alone"
+        only = f"its commits are kept in {stored}" if stored else "each commit is here alone"
+        return None, f"{_said(blind, rooms, root)}; none of them can keep a copy, so {only}"
     return FarNodes(nodes), f"{_said(blind, rooms, root)}; {nodes[0].name} keeps a copy of the newest commit"
+
+
+def _seen_by_all(views: Mapping[str, NodeView], root: Path, here: str, stored: str | None) -> str:
+    if len(views) > 1:
+        return f"files: all {len(views)} nodes of the run see its directory"
+    (view,) = views.values()
+    if view.host != here:
+        return f"files: {view.host}, which has all actors, and the driver's node see the run directory"
+    if stored:
+        return f"files: the driver and all actors are on one node; commits are kept in {stored}"
+    return ALONE.format(root=root)
 
 
 def _said(blind: Mapping[str, NodeView], rooms: Mapping[str, Sequence[str]], root: Path) -> str:

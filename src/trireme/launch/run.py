@@ -230,7 +230,7 @@ def attempt(training: TrainingRun, run: RunDir, supervisor: Supervisor, where: s
         ending.push(lambda _kind, error, _traceback: supervisor.detach(error))
         supervisor.expect(*(room for room in core.rooms if room not in core.living))
         if asked:
-            nodes, said = asked.found(training.committing, training.plan.start_s, tick)
+            nodes, said = asked.found(training.committing, training.config.run.url, training.plan.start_s, tick)
             console.print(said, markup=False)
             if nodes:
                 core = replace(core, nodes=files.enter_context(closing(nodes)))

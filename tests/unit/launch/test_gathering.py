@@ -233,8 +233,22 @@ class TestWhoSeesTheDirectory:
         assert (nodes, said) == (None, "files: all 3 nodes of the run see its directory")
 
     def test_one_node_may_have_the_only_copy_of_each_commit(self, tmp_path: Path) -> None:
-        _, said = sort_out({"a": HERE}, ROOMS, tmp_path, HOLDING)
-        assert "if its disk is lost so are the commits" in said
+        here = replace(HERE, host=os.uname().nodename)
+        _, said = sort_out({"a": here}, ROOMS, tmp_path, HOLDING)
+        assert f"Commits are in {tmp_path} there, and no node keeps a copy" in said
+        assert "is lost with its disk" in said
+
+    def test_object_storage_outlives_that_node(self, tmp_path: Path) -> None:
+        here = replace(HERE, host=os.uname().nodename)
+        _, said = sort_out({"a": here}, ROOMS, tmp_path, HOLDING, "s3://bucket/run")
+        assert said.endswith("on one node; commits are kept in s3://bucket/run")
+        _, said = sort_out({"a": here, "c": replace(FAR, unfit="no disk")}, ROOMS, tmp_path, HOLDING, "s3://bucket/run")
+        assert said.endswith("none of them can keep a copy, so its commits are kept in s3://bucket/run")
+
+    def test_one_node_that_is_not_the_drivers_shares_the_directory_with_it(self, tmp_path: Path) -> None:
+        nodes, said = sort_out({"a": HERE}, ROOMS, tmp_path, HOLDING)
+        assert nodes is None
+        assert said == "files: here, which has all actors, and the driver's node see the run directory"
 
     def test_a_node_that_does_not_is_named_with_its_rooms(self, tmp_path: Path) -> None:
         nodes, said = sort_out({"a": HERE, "b": FAR, "c": HERE}, ROOMS, tmp_path, HOLDING)
