@@ -2,7 +2,7 @@
 
 `TRIREME_KUBERAY_CRDS` names a directory with KubeRay's `ray.io_rayjobs.yaml` and `ray.io_rayclusters.yaml` (its
 `ray-operator/config/crd/bases`); without it the manifests are not compared with their schemas. KUBERAY_CRDS has the
-digests of those that they were last compared with, of the repository's head of 19 August 2026.
+digests of those that they were last compared with, of KubeRay 1.7.0 (19 August 2026).
 """
 
 from __future__ import annotations
