@@ -132,6 +132,7 @@ class ServiceActor:
             self._models.max_len,
             time.time,  # it continues over a restart
             self._standing,
+            front.tokenizer,
             front.vocabulary,
         )
         if known := registry.restore():

@@ -100,6 +100,7 @@ class LoopbackSessions:
             self._models.max_len,
             time.monotonic,
             lambda: None,  # the ledger evicts a group that has become too old, and with it its sessions
+            tokenizer,
             front.vocabulary,
         )
         keys = ServiceKeys([ServiceKey("admin", secrets.token_urlsafe())])  # which only signs

@@ -54,6 +54,7 @@ class Service:
         app.get(f"{of_session}/v1/models")(self.models)
         app.get(f"{of_session}/v1/models/{{name:path}}")(self.model)
         app.post(f"{of_session}/v1/chat/completions")(self.chat)
+        app.post(f"{of_session}/v1/completions")(self.completions)
         app.post(f"{of_session}/v1/responses")(self.responses)
         app.post(f"{of_session}/v1/messages")(self.messages)
 

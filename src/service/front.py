@@ -161,20 +161,24 @@ class Front:
         stream: _Stream | None,
     ) -> ServiceAnswer:
         reading = reader.read(sequence.tokens.tolist(), True)
-        finish: Finish = "stop" if reading.stopped_by else sequence.stop_reason
-        if asked.messages:
-            finish = finish_of(reading, sequence, self.renderer)
         return ServiceAnswer(
             choice,
             prompt,
             sequence,
             reading.content,
-            finish,
+            self.finish(asked, reading, sequence),
             reading.thinking,
             tuple(reading.tool_calls),
             reading.stopped_by,
             stream.rest(sequence, reading) if stream else None,
         )
+
+    def finish(self, asked: Asked, reading: Reading, sequence: SampledSequence) -> Finish:
+        """Returns why an answer ended."""
+        if reading.tool_calls:
+            return "tool_calls"
+        ended = asked.messages and self.renderer.ended(sequence.tokens.tolist())
+        return "stop" if reading.stopped_by or ended else sequence.stop_reason
 
     def _reader(self, asked: Asked) -> AnswerReader:
         if asked.messages:
@@ -238,14 +242,6 @@ class Front:
     def _max_tokens(self, asked: int | None, prompt: int) -> int:
         room = self.models.max_len - prompt
         return room if asked is None else min(asked, room)
-
-
-def finish_of(reading: Reading, sequence: SampledSequence, renderer: Renderer) -> Finish:
-    """Returns why an answer in a conversation ended."""
-    if reading.tool_calls:
-        return "tool_calls"
-    ended = reading.stopped_by or renderer.ended(sequence.tokens.tolist())
-    return "stop" if ended else sequence.stop_reason
 
 
 def _fit(ids: Sequence[int]) -> bool:

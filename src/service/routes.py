@@ -46,6 +46,7 @@ ROUTES = (
     Route("GET", "/sessions/{session}/v1/models", "session", "as without a session"),
     Route("GET", "/sessions/{session}/v1/models/{name}", "session", "as without a session"),
     Route("POST", "/sessions/{session}/v1/chat/completions", "session", "OpenAI's chat completions, as a turn"),
+    Route("POST", "/sessions/{session}/v1/completions", "session", "OpenAI's completions, each prompt as a turn"),
     Route("POST", "/sessions/{session}/v1/responses", "session", "OpenAI's responses, as a turn"),
     Route("POST", "/sessions/{session}/v1/messages", "session", "Anthropic's messages, as a turn"),
 )

@@ -71,7 +71,7 @@ class SessionRoutes:
         """Answers a turn, and returns its answers too. What is sampled is kept for a retry if the client leaves."""
         asked = body.asked()
         retry = request.headers.get(RETRIES, "0").strip() not in ("", "0")
-        turn, answers = await self._door.turn(session, asked, retry)
+        turns, answers = await self._door.turns(session, asked, retry)
         headers = {VERSION: str(Used.of(answers, asked.n).version)}
         if asked.stream:
             # The whole answer is there, as the journal has it before a client does.
@@ -80,7 +80,7 @@ class SessionRoutes:
             reply = Response("".join(texts), media_type="text/event-stream", headers=headers)
         else:
             reply = JsonReply(dialect.whole(body, answers, self._tokenizer), headers=headers)
-        return DeliveredReply(reply, partial(self._door.delivered, session, turn)), answers
+        return DeliveredReply(reply, partial(self._door.delivered, session, turns)), answers
 
     async def open(self, request: Request, body: OpenBody | None = None) -> JsonReply:
         """Opens a session."""

@@ -11,11 +11,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from service.asked import Asked, Delta, RequestRefused, ServiceAnswer
-from service.front import RETRY_AFTER_S, ChatSampler, Front, finish_of
+from service.front import RETRY_AFTER_S, ChatSampler, Front
 from service.keys import ServiceKeys
 from service.places import Places
 from service.sessions.registry import SessionRegistry
@@ -95,40 +97,46 @@ class SessionDoor:
                 retry_after_s=RETRY_AFTER_S,
             )
 
-    async def turn(self, session: str, asked: Asked, retry: bool) -> tuple[ServedTurn, list[ServiceAnswer]]:
-        """Answers a request in its session. Raises RequestRefused."""
+    async def turns(self, session: str, asked: Asked, retry: bool) -> tuple[list[ServedTurn], list[ServiceAnswer]]:
+        """Answers a request in its session: a conversation in one turn, prompts in a turn each. Raises
+        RequestRefused."""
         self._check(asked)
+        requests = _requests(asked, retry)
         if not retry:  # a stored answer takes no place
-            self._front.places.check(asked.n)
-        params = asked.params
-        request = TurnRequest(
-            tuple(asked.messages),
-            tuple(asked.tools),
-            params.max_tokens,
-            (*params.stop_token_ids, *asked.stop),
-            asked.n,
-            params.seed,
-            retry,
-        )
-        self._count_overruled(session, params)
+            self._front.places.check(len(requests) * asked.n)
+        self._count_overruled(session, asked.params)
+        tasks = [asyncio.ensure_future(self._turn(session, request)) for request in requests]
         try:
-            turn = await self.registry.turn(session, request)
+            turns = list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        pairs = [
+            (turn, request, answer) for turn, request in zip(turns, requests, strict=True) for answer in turn.answers
+        ]
+        return turns, [self._answer(n, *each, asked) for n, each in enumerate(pairs)]
+
+    async def _turn(self, session: str, request: TurnRequest) -> ServedTurn:
+        """Raises RequestRefused."""
+        try:
+            return await self.registry.turn(session, request)
         except ProvenanceError as error:  # the run went back to an earlier step, behind the session's floor
             await self.registry.end(session, f"stale: {error}")
             raise _closed(SessionClosed(session, str(error))) from error
         except TriremeError as error:
-            raise refused(error) from error
+            raise refused(error, "prompt" if request.is_prompt else "messages") from error
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task and task.cancelling():
                 raise
             raise _later("the service has ended", "service_ended") from None
-        return turn, [self._answer(n, turn, each, request, asked) for n, each in enumerate(turn.answers)]
 
-    def delivered(self, session: str, turn: ServedTurn) -> None:
-        """Takes note that the client has a turn's answers. Where the journal fails they count as not delivered."""
+    def delivered(self, session: str, turns: Sequence[ServedTurn]) -> None:
+        """Takes note that the client has the answers of turns. Where the journal fails they count as not delivered."""
         try:
-            self.registry.delivered(session, turn)
+            for turn in turns:
+                self.registry.delivered(session, turn)
         except StorageFailed:
             log.exception("an answer of session %s counts as not delivered", session)
 
@@ -150,11 +158,6 @@ class SessionDoor:
     def _check(self, asked: Asked) -> None:
         """Raises RequestRefused for a request that no session can answer."""
         self._front.models.check(asked.model)
-        if not asked.messages:
-            raise RequestRefused(
-                "completions in a session, which matches messages; expected chat completions, responses or messages",
-                code="not_in_sessions",
-            )
         if any("tokens" in message for message in asked.messages):
             raise RequestRefused(
                 "token_ids in a message of a session, which has the tokens of its answers itself; leave them out",
@@ -171,7 +174,7 @@ class SessionDoor:
             known.requests.overruled += 1
 
     def _answer(
-        self, number: int, turn: ServedTurn, served: ServedAnswer, request: TurnRequest, asked: Asked
+        self, number: int, turn: ServedTurn, request: TurnRequest, served: ServedAnswer, asked: Asked
     ) -> ServiceAnswer:
         """Returns an answer in the form that dialects write."""
         sequence = SampledSequence(served.tokens, served.logprobs, served.stop_reason, served.spans)
@@ -184,7 +187,7 @@ class SessionDoor:
             turn.prompt,
             sequence,
             content,
-            finish_of(reading, sequence, self._front.renderer),
+            self._front.finish(asked, reading, sequence),
             thinking,
             tuple(served.message.get("tool_calls", ())),
             reading.stopped_by if reading.stopped_by in asked.stop else None,
@@ -193,13 +196,34 @@ class SessionDoor:
         )
 
 
-def refused(error: TriremeError) -> RequestRefused:
-    """Returns the refusal that a client gets for an error of a verb of sessions."""
+def _requests(asked: Asked, retry: bool) -> list[TurnRequest]:
+    """Returns the turns that a request asks for."""
+    params = asked.params
+    turn = TurnRequest(
+        tuple(asked.messages),
+        tuple(asked.tools),
+        max_tokens=params.max_tokens,
+        stop=(*params.stop_token_ids, *asked.stop),
+        n=asked.n,
+        seed=params.seed,
+        retry=retry,
+    )
+    if asked.messages:
+        return [turn]
+    return [
+        replace(turn, text=prompt) if isinstance(prompt, str) else replace(turn, ids=np.asarray(prompt, np.int32))
+        for prompt in asked.prompts
+    ]
+
+
+def refused(error: TriremeError, param: str | None = None) -> RequestRefused:
+    """Returns the refusal that a client gets for an error of a verb of sessions. `param`: the part of a turn's body
+    that has what is to be answered."""
     if isinstance(error, SessionClosed):
         return _closed(error)
     if isinstance(error, BadTurn):
         too_long = "model.max_seq_len" in str(error)
-        return RequestRefused(str(error), param="messages", code="context_length_exceeded" if too_long else None)
+        return RequestRefused(str(error), param=param, code="context_length_exceeded" if too_long else None)
     if isinstance(error, BadInput):
         return RequestRefused(str(error))
     return _later(str(error), "storage_failed" if isinstance(error, StorageFailed) else "replicas_failed")

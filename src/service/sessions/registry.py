@@ -23,9 +23,11 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from service.reading import MessageReader, Reading
+from service.reading import MessageReader, Reading, TextReader
 from service.sessions.ages import TrainingStanding, too_old
 from service.sessions.journal import Replayed
+from service.sessions.placing import TurnPlaces
+from service.sessions.prompts import TextTokens
 from service.sessions.records import (
     AnswersDelivered,
     RewardGiven,
@@ -39,7 +41,6 @@ from service.sessions.session import AgentSession, SessionBook, SessionExport, S
 from service.sessions.tree import ROOT, Match, SampledAnswer, TurnGiven
 from service.sessions.turns import (
     REWARD_SOURCES,
-    BadTurn,
     PolicySampler,
     RewardSource,
     ServedAnswer,
@@ -91,12 +92,15 @@ class SessionRegistry:
         max_seq_len: int,
         clock: Callable[[], float],
         standing: Callable[[], TrainingStanding | None],
+        tokenizer: TextTokens,
         vocabulary: int | None = None,
     ) -> None:
         """`vocabulary`: the number of tokens that the model can read (None: any)."""
         self._sampler, self._renderer, self._journal, self._limits = sampler, renderer, journal, limits
         self._sampling, self._max_seq_len = sampling, max_seq_len
-        self._clock, self._standing, self._vocabulary = clock, standing, vocabulary
+        self._clock, self._standing = clock, standing
+        self._tokenizer = tokenizer
+        self._places = TurnPlaces(renderer, tokenizer, max_seq_len, vocabulary)
         self.book = SessionBook()
         self._running: dict[str, list[_Running]] = {}
         self._numbers = itertools.count()
@@ -191,7 +195,7 @@ class SessionRegistry:
         known = self._known(session)
         known.heard = self._clock()
         check_request(request)
-        match = known.tree.match(request.messages, request.tools)
+        request, match = self._places.match(known.tree, request)
         self._note_echo(known, match)
         running = self._running_retry(session, request) if request.retry else None
         stored = known.stored(match, asked_as(request)) if request.retry else None
@@ -230,31 +234,10 @@ class SessionRegistry:
 
     def _begin(self, session: AgentSession, match: Match, request: TurnRequest) -> _Running:
         """Renders the prompt of a request, and starts to sample its answers. Raises BadTurn."""
-        try:
-            parent, fresh = session.tree.render(match, request.messages, request.tools, self._renderer)
-        except Exception as error:  # templates and renderers refuse orders of roles, and names, in ways of their own
-            raise BadTurn(f"the chat format refuses these messages: {error}") from error
-        prompt = session.tree.joined(parent, fresh)
-        if self._vocabulary is not None and len(fresh) and fresh.max() >= self._vocabulary:
-            raise BadTurn(f"these messages have tokens beyond the model's vocabulary of {self._vocabulary}")
-        room = self._max_seq_len - len(prompt)
-        if room <= 0 or not len(prompt):
-            raise BadTurn(
-                f"a prompt of {len(prompt)} tokens, of which there must be at least one; this model's maximum context "
-                f"length is {self._max_seq_len} tokens, prompt and answer together (model.max_seq_len): shorten the "
-                "conversation"
-            )
-        most = min([length for length in (request.max_tokens, self._sampling.max_tokens) if length] + [room])
-        given = TurnGiven(
-            match.node,
-            parent,
-            request.messages[match.known :],
-            request.tools if match.node == ROOT else (),
-            fresh,
-            (),
-            asked_as(request),
-        )
-        requests = [self._request(session, parent, prompt, request, most, n) for n in range(request.n)]
+        given, prompt = self._places.given(session.tree, match, request)
+        lengths = (request.max_tokens, self._sampling.max_tokens)
+        most = min([each for each in lengths if each] + [self._max_seq_len - len(prompt)])
+        requests = [self._request(session, given.parent, prompt, request, most, n) for n in range(request.n)]
         name = session.opened.session
         running = _Running(request, asyncio.ensure_future(self._sample(session, given, requests, request)))
         self._running.setdefault(name, []).append(running)
@@ -270,12 +253,12 @@ class SessionRegistry:
         most: int,
         n: int,
     ) -> SampleRequest:
-        run = self._sampling
+        run, ends = self._sampling, () if request.is_prompt else self._renderer.stop_condition()
         params = replace(
             run,
             temperature=session.opened.temperature,
             max_tokens=most,
-            stop=(*self._renderer.stop_condition(), *run.stop_token_ids, *run.stop_strings, *request.stop),
+            stop=(*ends, *run.stop_token_ids, *run.stop_strings, *request.stop),
             seed=None if request.seed is None else request.seed + n,
         )
         return SampleRequest(
@@ -316,6 +299,8 @@ class SessionRegistry:
     def read(self, tokens: npt.NDArray[np.int32], request: TurnRequest) -> Reading:
         """Reads an answer to a request as its client does."""
         ends = [end for end in (*self._sampling.stop_strings, *request.stop) if isinstance(end, str)]
+        if request.is_prompt:
+            return TextReader(self._tokenizer, ends).read(tokens.tolist(), True)
         return MessageReader(self._renderer, request.tools, ends).read(tokens.tolist(), True)
 
     async def _wait(self, session: AgentSession, running: _Running) -> tuple[int, ...]:
@@ -333,13 +318,7 @@ class SessionRegistry:
 
     def _running_retry(self, session: str, request: TurnRequest) -> _Running | None:
         """Returns the running turn that a retry means: one whose caller is gone, if there is one."""
-        same = [
-            running
-            for running in self._running.get(session, ())
-            if running.request.messages == request.messages
-            and running.request.tools == request.tools
-            and asked_as(running.request) == asked_as(request)
-        ]
+        same = [running for running in self._running.get(session, ()) if running.request.asks_the_same(request)]
         return min(same, key=lambda running: running.callers, default=None)
 
     # ---- records
@@ -360,8 +339,8 @@ class SessionRegistry:
 
     def _note_echo(self, session: AgentSession, match: Match) -> None:
         """Takes note that the client has an answer: it sends it back."""
-        if match.node != ROOT:
-            self._deliver(session, [match.node])
+        if match.echo != ROOT:
+            self._deliver(session, [match.echo])
 
     def _deliver(self, session: AgentSession, nodes: Sequence[int]) -> None:
         news = tuple(node for node in nodes if not session.tree.nodes[node].delivered)

@@ -102,11 +102,13 @@ class Match:
     node: int
     """The answer, or ROOT."""
     known: int
-    """So many messages of the request are those up to that answer."""
+    """So many messages of the request are those up to that answer; of a prompt that is no conversation, tokens."""
     prompt: int | None
     """The prompt of just these messages behind that answer, if there was such a request before."""
     same: tuple[int, ...]
     """The prompts of all requests with just these messages."""
+    echo: int
+    """The answer that the request sends back, or ROOT."""
 
 
 @dataclass
@@ -131,6 +133,8 @@ class SessionTree:
         self.nodes: list[TreeNode] = []
         self.strands: list[Strand] = []
         self.counts = TreeCounts()
+        self.texts: dict[int, str] = {}
+        """Answers as text, with special tokens, where that was needed to place a prompt (`prompts`)."""
         self._chains = MessageChains()
 
     # ---- reading
@@ -145,7 +149,7 @@ class SessionTree:
                 node, known = max(path[place].answers, key=lambda node: (self.nodes[node].delivered, node)), place
                 break
         prompts = [prompt for prompt in same if self.nodes[prompt].follows == node]
-        return Match(node, known, prompts[-1] if prompts else None, same)
+        return Match(node, known, prompts[-1] if prompts else None, same, node)
 
     def render(
         self, match: Match, messages: Sequence[Message], tools: Sequence[ToolSpec], renderer: Renderer

@@ -41,9 +41,13 @@ class PolicySampler(Protocol):
 class TurnRequest:
     """A request of an agent. How the policy is sampled is the run's to say, as training has to know it."""
 
-    messages: tuple[Message, ...]
+    messages: tuple[Message, ...] = ()
     """The whole conversation, as the client has it."""
     tools: tuple[ToolSpec, ...] = ()
+    text: str | None = None
+    """A prompt in place of a conversation, as text."""
+    ids: npt.NDArray[np.int32] | None = None
+    """A prompt in place of a conversation, as token ids; of one that is text, they are found in its session."""
     max_tokens: int | None = None
     """None: as many as there is room for."""
     stop: tuple[int | str, ...] = ()
@@ -54,6 +58,21 @@ class TurnRequest:
     """That of the first answer."""
     retry: bool = False
     """The client has asked for the same before, and has seen no answer (`x-stainless-retry-count` above 0)."""
+
+    @property
+    def is_prompt(self) -> bool:
+        """True: it is no conversation, but a prompt (`/v1/completions`)."""
+        return self.text is not None or self.ids is not None
+
+    def asks_the_same(self, other: TurnRequest) -> bool:
+        """Returns True if a retry of `other` may be this one."""
+        if (self.messages, self.tools, asked_as(self)) != (other.messages, other.tools, asked_as(other)):
+            return False
+        if self.text is not None and other.text is not None:
+            return self.text == other.text
+        if self.ids is None or other.ids is None:
+            return self.ids is other.ids
+        return np.array_equal(self.ids, other.ids)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +101,7 @@ class ServedTurn:
 
 def check_request(request: TurnRequest) -> None:
     """Raises BadTurn for a request that no session can answer."""
-    if not request.messages or request.messages[-1]["role"] == "assistant":
+    if not request.is_prompt and (not request.messages or request.messages[-1]["role"] == "assistant"):
         last = request.messages[-1]["role"] if request.messages else "none"
         raise BadTurn(f"the last message has the role {last}; expected a message that the assistant is to answer")
     if request.n < 1:

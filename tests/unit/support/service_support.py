@@ -134,6 +134,7 @@ def door_of(
         MAX_LEN,
         time.time,
         standing,
+        front.tokenizer,
         front.vocabulary,
     )
     registry.restore()

@@ -89,6 +89,16 @@ class Letters(Renderer):
         return message, tokens[-1] == END
 
 
+class LetterTokens:
+    """A tokenizer whose tokens are letters, and for sampled letters those of `spoken`."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return rendered(text)
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        return "".join(chr(token % SAMPLED) for token in tokens if not (skip_special_tokens and token == END))
+
+
 class ScriptedSampler:
     """Answers with what `say` makes of a request, once the gate is open; keeps its own record. Each sampled token has a
     log-probability that no other has."""
@@ -154,6 +164,7 @@ def registry(
         max_seq_len,
         clock or Hand(),
         standing,
+        LetterTokens(),
     )
     made.restore()
     return made

@@ -7,16 +7,17 @@ import asyncio
 import shutil
 import tempfile
 from collections.abc import Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
-from session_support import Hand, Letters, ScriptedSampler, asked, registry, said
+from session_support import Hand, Letters, LetterTokens, ScriptedSampler, asked, registry, rendered, said
 
-from service.sessions.turns import ServedTurn, SessionClosed, TurnRequest
+from service.sessions.turns import ServedAnswer, ServedTurn, SessionClosed, TurnRequest
 from trireme.renderers import Message
 
 T = TypeVar("T")
@@ -33,6 +34,8 @@ class Witness:
     delivered: set[Spoken] = field(default_factory=set)
     unconfirmed: dict[Spoken, Message] = field(default_factory=dict)
     """Answers that it has, but of which the service was not told."""
+    texts: list[tuple[str, tuple[int, ...], Spoken | None]] = field(default_factory=lambda: [("", (), None)])
+    """Prompts that it can go on with: as text and as tokens, with the answer that they end with."""
     lost: list[tuple[TurnRequest, list[Spoken]]] = field(default_factory=list)
     """Requests whose answers it never saw."""
 
@@ -78,13 +81,26 @@ class Sessions(RuleBasedStateMachine):
         agent = self.agents[name]
         for answer, spoken in zip(turn.answers, spoken_of(turn), strict=True):
             assert spoken not in agent.delivered or spoken in agent.unconfirmed
-            agent.conversations.append([*request.messages, said("assistant", answer.message["content"])])
+            read = said("assistant", answer.message["content"])
+            if request.messages:
+                agent.conversations.append([*request.messages, read])
+            else:
+                self.take_text(agent, turn, answer, spoken)
             agent.delivered.add(spoken)
             agent.unconfirmed.pop(spoken, None)
             if not confirmed:
-                agent.unconfirmed[spoken] = agent.conversations[-1][-1]
+                agent.unconfirmed[spoken] = read
         if confirmed:
             self.service.delivered(name, turn)
+
+    def take_text(self, agent: Witness, turn: ServedTurn, answer: ServedAnswer, spoken: Spoken) -> None:
+        """Goes on from the answer as it reads, and from its tokens, with what ended it and without."""
+        before = LetterTokens().decode(turn.prompt.tolist())
+        whole = (*turn.prompt.tolist(), *spoken[0])
+        agent.texts += [
+            (before + answer.message["content"], whole[:-1], spoken),
+            (LetterTokens().decode(whole), whole, spoken),
+        ]
 
     def asks(self, name: str, request: TurnRequest) -> ServedTurn:
         self.clock.now += 1
@@ -112,13 +128,42 @@ class Sessions(RuleBasedStateMachine):
         else:
             self.take(name, request, turn, fate == "told")
 
+    @precondition(lambda self: self.agents)
+    @rule(
+        data=st.data(),
+        n=st.integers(1, 2),
+        as_ids=st.booleans(),
+        fate=st.sampled_from(["told", "told", "untold", "lost"]),
+    )
+    def one_prompt(self, data: st.DataObject, n: int, as_ids: bool, fate: str) -> None:
+        """A prompt that goes on from an earlier one has the tokens of that, those that were sampled as they were."""
+        name = data.draw(st.sampled_from(sorted(self.agents)))
+        agent = self.agents[name]
+        text, ids, echoed = data.draw(st.sampled_from(agent.texts))
+        more = data.draw(st.sampled_from(["p", "q", "pq", ""] if text else ["p", "q"]))
+        expected = [*ids, *rendered(more)]
+        request = TurnRequest(ids=np.asarray(expected, np.int32)) if as_ids else TurnRequest(text=text + more)
+        turn = self.asks(name, replace(request, n=n))
+        assert turn.prompt.tolist() == expected
+        if echoed:
+            agent.unconfirmed.pop(echoed, None)
+        if fate == "lost":
+            agent.lost.append((replace(request, n=n), spoken_of(turn)))
+        else:
+            self.take(name, request, turn, fate == "told")
+
+    @staticmethod
+    def words_of(request: TurnRequest) -> str | None:
+        """The text of a prompt, None for a conversation."""
+        return LetterTokens().decode(request.ids.tolist()) if request.ids is not None else request.text
+
     @precondition(lambda self: any(agent.lost for agent in self.agents.values()))
     @rule(data=st.data())
     def retry(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(name for name, agent in self.agents.items() if agent.lost)))
         agent = self.agents[name]
         request, _ = data.draw(st.sampled_from(agent.lost))
-        turn = self.asks(name, asked(*request.messages, n=request.n, retry=True))
+        turn = self.asks(name, replace(request, retry=True))
         found = [each for each in agent.lost if each[1] == spoken_of(turn)]
         if not found:  # the service does not know that this agent has it: it is the same answer once more
             assert all(spoken in agent.unconfirmed for spoken in spoken_of(turn))
@@ -126,6 +171,7 @@ class Sessions(RuleBasedStateMachine):
             return
         assert len(found) == 1, "a retry gets an answer that was not delivered"
         assert (found[0][0].messages, found[0][0].n) == (request.messages, request.n)
+        assert self.words_of(found[0][0]) == self.words_of(request)
         agent.lost.remove(found[0])
         self.take(name, request, turn, True)
 

@@ -116,8 +116,7 @@ async def test_the_key_alone_leads_to_the_session() -> None:
         session = await opened(service)
         async with openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key=session["key"], max_retries=0) as agent:
             await ask(agent, QUESTION)
-            with pytest.raises(openai.BadRequestError, match="completions in a session"):
-                await agent.completions.create(model="policy", prompt="2 + 2 =")
+            await agent.completions.create(model="policy", prompt="2 + 2 =", max_tokens=50)
         assert trained(await exported(service, session)) == sampled(service)
 
 

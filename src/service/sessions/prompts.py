@@ -1,0 +1,156 @@
+"""Prompts that are no conversation: where one of `/v1/completions` finds its place in a session.
+
+    text    "Q: 2+2" "= 4" " Q: 3"      the longest beginning that the session has, as text, up to an answer
+               |       |      |
+    tokens  as kept, as sampled, and the tokenizer's for the rest
+               |
+    place   the longest sampled answer with which these tokens begin; the prompt goes on behind it
+
+A text is what its client wrote, to the letter: where it leaves out or changes a part of an answer, such as the token
+that ended it, only the tokens before that part are taken. The prompt then begins a branch of its own, and what was
+sampled stays as it is. Special tokens count with their own text, such as `<|im_end|>`, and not as nothing.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from service.sessions.tree import ROOT, Match, SessionTree
+
+PROMPT = "prompt"
+"""The role of the message that stands for such a prompt in the chains of a tree. No dialect has it."""
+Ids = npt.NDArray[np.int32]
+
+
+class TextTokens(Protocol):
+    """The tokenizer of the model, of which this is used."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Returns the tokens of a text."""
+
+    def decode(self, tokens: Any, *, skip_special_tokens: bool = False) -> Any:
+        """Returns the text of tokens."""
+
+
+def asked_before(tree: SessionTree, text: str, asked: str, tokenizer: TextTokens) -> Ids | None:
+    """Returns the tokens of a prompt of this text that was answered, and asked for, as a retry asks for it; None where
+    there is none. The session may have grown since, so that the text would find another place now."""
+    for prompt, behind in _text_prompts(tree, text, tokenizer):
+        if not behind and any(known == asked for known, _ in tree.nodes[prompt].turns):
+            return tree.path_tokens(prompt)
+    return None
+
+
+def prompt_ids(tree: SessionTree, text: str, tokenizer: TextTokens) -> Ids:
+    """Returns the tokens of a prompt: those that the session has for its beginning, if it has any of its answers, and
+    the tokenizer's for the rest."""
+    longest, ids, rest = 0, np.empty(0, np.int32), text
+    for prompt, behind in _text_prompts(tree, text, tokenizer):
+        for answer in _answers(tree, prompt):
+            tokens, said = tree.tokens(answer), _answer_text(tree, answer, tokenizer)
+            kept, length = _beginning(tokens, said, behind, tokenizer)
+            if len(text) - len(behind) + length > longest and kept:
+                longest, rest = len(text) - len(behind) + length, behind[length:]
+                ids = tree.joined(prompt, tokens[:kept])
+    more = tokenizer.encode(rest, add_special_tokens=not longest) if rest else []
+    return np.concatenate([ids, np.asarray(more, np.int32)])
+
+
+def match_ids(tree: SessionTree, ids: Ids) -> Match:
+    """Finds the answer behind which a prompt goes on: the one with most tokens before it and in it, and of equal ones
+    one that the client has. `known` of the match counts tokens. An answer whose last token alone is missing is sent
+    back too: clients do not see the token that ended it."""
+    best, known, cut = ROOT, 0, (0, ROOT)
+    same: list[int] = []
+    open_ends = [(node, 0) for node in _beginnings(tree)]
+    while open_ends:
+        node, place = open_ends.pop()
+        tokens = tree.tokens(node)
+        end = place + len(tokens)
+        if not np.array_equal(ids[place:end], tokens):
+            if tree.nodes[node].message is not None and np.array_equal(ids[place : end - 1], tokens[:-1]):
+                cut = max(cut, (end - 1, node))
+            continue
+        open_ends += [(child, end) for child in tree.nodes[node].children]
+        if end == len(ids) and is_prompt(tree, node):
+            same.append(node)
+        if tree.nodes[node].message is not None:
+            rank = (end, tree.nodes[node].delivered, node)
+            if best == ROOT or rank > (known, tree.nodes[best].delivered, best):
+                best, known = node, end
+    echo = cut[1] if cut[0] > known else best
+    return Match(best, known, None, tuple(sorted(same)), echo)
+
+
+def is_prompt(tree: SessionTree, node: int) -> bool:
+    """Returns True for a node that is the prompt of `/v1/completions`."""
+    message = tree.nodes[node].point.message
+    return tree.nodes[node].message is None and message is not None and message["role"] == PROMPT
+
+
+def text_behind(tree: SessionTree, match: Match, text: str | None, ids: Ids, tokenizer: TextTokens) -> str:
+    """Returns the text of a prompt behind the answer that it continues, as its client wrote it. Of a prompt that came
+    as token ids, or that continues a conversation, it is that of its tokens."""
+    before, node = "", match.node
+    while text is not None and node != ROOT:
+        prompt = tree.nodes[node].follows
+        message = tree.nodes[prompt].point.message
+        if message is None or not is_prompt(tree, prompt):
+            text = None
+            break
+        before = message["content"] + _answer_text(tree, node, tokenizer) + before
+        node = tree.nodes[prompt].follows
+    if text is None or not text.startswith(before):
+        return _text(tokenizer, ids[match.known :])
+    return text[len(before) :]
+
+
+def _text_prompts(tree: SessionTree, text: str, tokenizer: TextTokens) -> Iterator[tuple[int, str]]:
+    """Yields each prompt up to which the session has the beginning of a text, with what the text has behind it."""
+    open_ends = [(node, text) for node in _beginnings(tree)]
+    while open_ends:
+        node, rest = open_ends.pop()
+        message = tree.nodes[node].point.message
+        if not is_prompt(tree, node) or message is None or not rest.startswith(message["content"]):
+            continue
+        behind = rest[len(message["content"]) :]
+        yield node, behind
+        for answer in _answers(tree, node):
+            said = _answer_text(tree, answer, tokenizer)
+            if behind.startswith(said):
+                open_ends += [(child, behind[len(said) :]) for child in tree.nodes[answer].children]
+
+
+def _beginning(tokens: Ids, said: str, text: str, tokenizer: TextTokens) -> tuple[int, int]:
+    """Returns how many tokens of an answer, which reads `said`, and how many letters of them, a text begins with."""
+    if text.startswith(said):
+        return len(tokens), len(said)
+    shared = next((i for i, (a, b) in enumerate(zip(said, text, strict=False)) if a != b), min(len(said), len(text)))
+    kept = bisect_right(range(len(tokens)), shared, key=lambda count: len(_text(tokenizer, tokens[:count]))) - 1
+    while not text.startswith(said := _text(tokenizer, tokens[:kept])):
+        kept -= 1  # it ends within a letter
+    return kept, len(said)
+
+
+def _beginnings(tree: SessionTree) -> list[int]:
+    """Returns the prompts that begin without any tokens before them."""
+    return [strand.nodes[0] for strand in tree.strands if strand.origin == ROOT]
+
+
+def _answers(tree: SessionTree, prompt: int) -> list[int]:
+    return [child for child in tree.nodes[prompt].children if tree.nodes[child].message is not None]
+
+
+def _answer_text(tree: SessionTree, answer: int, tokenizer: TextTokens) -> str:
+    if answer not in tree.texts:
+        tree.texts[answer] = _text(tokenizer, tree.tokens(answer))
+    return tree.texts[answer]
+
+
+def _text(tokenizer: TextTokens, tokens: Ids) -> str:
+    return str(tokenizer.decode(tokens.tolist(), skip_special_tokens=False)) if len(tokens) else ""

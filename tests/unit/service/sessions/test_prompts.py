@@ -1,0 +1,273 @@
+"""Prompts that are no conversation: an agent's texts and token ids continue what was sampled, to the letter."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from registry_agents import ask, ended, runs, sampled, trained, trajectory_of
+from renderer_support import QWEN3, bpe
+from service_support import served
+from session_agents import QUESTION, asynchronous, exported, of, opened
+from session_agents import ask as ask_chat
+from session_agents import trained as trained_of
+from session_support import ScriptedSampler, registry, rendered, spoken
+
+from service.sessions.prompts import match_ids, prompt_ids
+from service.sessions.tree import ROOT, SampledAnswer, SessionTree, TurnGiven
+from service.sessions.turns import BadTurn, TurnRequest
+from trireme.core.types import VersionSpan, WeightIdentity
+
+TOKENIZER = bpe(QWEN3)
+END = TOKENIZER.decode([TOKENIZER.eos_token_id])
+
+
+def tree_of(*turns: tuple[int, str, list[int], list[int]]) -> SessionTree:
+    """A tree of turns: the answer that each follows, its text, the tokens of the text, and those of its answer."""
+    tree = SessionTree()
+    for turn in turns:
+        grow(tree, *turn)
+    return tree
+
+
+def grow(tree: SessionTree, follows: int, text: str, prompt: list[int], answer: list[int]) -> int:
+    """Adds a turn, and returns its answer."""
+    columns = np.asarray(answer, np.int32), np.zeros(len(answer), np.float32)
+    spans = (VersionSpan(WeightIdentity(0, 3, "d"), 0, len(answer)),)
+    said = SampledAnswer({"role": "assistant", "content": ""}, *columns, spans, "stop")
+    messages: Any = ({"role": "prompt", "content": text},)
+    return tree.add(TurnGiven(follows, follows, messages, (), np.asarray(prompt, np.int32), (said,)))[0]
+
+
+def encoded(text: str) -> list[int]:
+    return list(TOKENIZER.encode(text, add_special_tokens=False))
+
+
+PIECES = st.lists(st.sampled_from(["a", " 4", "ä€", "\n", "<|im_end|>", "\U0001f680", "ab", "4"]), max_size=6).map(
+    "".join
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    turns=st.lists(st.tuples(PIECES, st.lists(st.integers(0, len(TOKENIZER) - 1), min_size=1, max_size=6)), max_size=4),
+    data=st.data(),
+)
+def test_a_text_has_the_tokens_that_were_sampled_and_reads_as_its_client_wrote_it(
+    turns: Any, data: st.DataObject
+) -> None:
+    tree, follows, whole, ids = SessionTree(), ROOT, "", list[int]()
+    for text, answer in turns:
+        prompt = encoded(text)
+        if not ids and not prompt:
+            continue
+        follows = grow(tree, follows, text, prompt, answer)
+        whole, ids = whole + text + TOKENIZER.decode(answer), [*ids, *prompt, *answer]
+    asked = whole[: data.draw(st.integers(0, len(whole)))] + data.draw(PIECES)
+    found = prompt_ids(tree, asked, TOKENIZER)
+    if "\ufffd" not in asked:
+        assert TOKENIZER.decode(found.tolist()) == asked
+    if ids and asked.startswith(whole) and whole:
+        assert found.tolist()[: len(ids)] == ids
+        match = match_ids(tree, found)
+        assert (match.node, match.known) == (follows, len(ids))
+
+
+class TestTexts:
+    @runs
+    async def test_a_text_that_grows_is_one_growing_sequence(self, tmp_path: Path) -> None:
+        sampler = ScriptedSampler()
+        service = registry(tmp_path, sampler)
+        service.open("s", floor=3)
+        text = "p"
+        for _ in range(3):
+            turn = await ask(service, TurnRequest(text=text))
+            text += turn.answers[0].message["content"] + "\x01q"
+        assert sampler.requests[1].prompt.tolist() == [*rendered("p"), *spoken("a0"), *rendered("q")]
+        assert service.book.sessions["s"].tree.counts.roots == 1
+        export = await ended(service)
+        assert trajectory_of(export).num_segments == 1
+        assert trained(export) == sampled([answer for _, answer in sampler.record])
+
+    @runs
+    async def test_what_a_text_leaves_out_is_not_in_the_prompt_and_is_trained(self, tmp_path: Path) -> None:
+        sampler = ScriptedSampler()
+        service = registry(tmp_path, sampler)
+        service.open("s", floor=3)
+        await ask(service, TurnRequest(text="p"))
+        await ask(service, TurnRequest(text="pa0q"))
+        assert sampler.requests[1].prompt.tolist() == [*rendered("p"), *spoken("a0")[:-1], *rendered("q")]
+        export = await ended(service)
+        assert trained(export) == sampled([answer for _, answer in sampler.record])
+        assert [turn.follows for turn in export.turns] == [False, False]
+
+    @runs
+    async def test_an_answer_that_comes_back_in_a_text_counts(self, tmp_path: Path) -> None:
+        service = registry(tmp_path)
+        service.open("s", floor=3)
+        await service.turn("s", TurnRequest(text="p"))
+        await service.turn("s", TurnRequest(text="pa0q"))
+        export = await ended(service)
+        assert [turn.delivered for turn in export.turns] == [True, False]
+
+    @runs
+    async def test_a_retry_gets_its_answer_also_when_its_text_would_have_another_place_now(
+        self, tmp_path: Path
+    ) -> None:
+        sampler = ScriptedSampler()
+        service = registry(tmp_path, sampler)
+        service.open("s", floor=3)
+        lost = await service.turn("s", TurnRequest(text="pa1q"))
+        await ask(service, TurnRequest(text="p"))
+        again = await service.turn("s", TurnRequest(text="pa1q", retry=True))
+        assert again.answers[0].node == lost.answers[0].node
+        assert len(sampler.record) == 2
+        anew = await ask(service, TurnRequest(text="pa1q"))
+        assert anew.prompt.tolist() == [*rendered("p"), *spoken("a1")[:-1], *rendered("q")]
+
+    @runs
+    async def test_a_retry_waits_for_the_answer_that_is_being_sampled(self, tmp_path: Path) -> None:
+        sampler = ScriptedSampler()
+        service = registry(tmp_path, sampler)
+        service.open("s", floor=3)
+        sampler.gate.clear()
+        for request in (TurnRequest(text="p"), TurnRequest(ids=np.asarray([7, 8], np.int32))):
+            first = asyncio.ensure_future(service.turn("s", request))
+            await asyncio.sleep(0)
+            first.cancel()
+            await asyncio.wait([first])
+        again = [
+            asyncio.ensure_future(service.turn("s", TurnRequest(text="p", retry=True))),
+            asyncio.ensure_future(service.turn("s", TurnRequest(ids=np.asarray([7, 8], np.int32), retry=True))),
+        ]
+        await asyncio.sleep(0)
+        sampler.gate.set()
+        turns = await asyncio.gather(*again)
+        assert [turn.prompt.tolist() for turn in turns] == [rendered("p"), [7, 8]]
+        assert len(sampler.record) == 2
+
+    @runs
+    async def test_what_cannot_be_a_prompt(self, tmp_path: Path) -> None:
+        service = registry(tmp_path, max_seq_len=10)
+        service.open("s", floor=3)
+        for text, why in (("", "at least one"), ("p" * 10, "maximum context length is 10")):
+            with pytest.raises(BadTurn, match=why):
+                await service.turn("s", TurnRequest(text=text))
+
+    @runs
+    async def test_a_journal_has_prompts_too(self, tmp_path: Path) -> None:
+        service = registry(tmp_path)
+        service.open("s", floor=3)
+        await ask(service, TurnRequest(text="p"))
+        sampler = ScriptedSampler(lambda request: "later")
+        service = registry(tmp_path, sampler)
+        turn = await ask(service, TurnRequest(text="pa0\x01q"))
+        assert turn.prompt.tolist() == [*rendered("p"), *spoken("a0"), *rendered("q")]
+
+
+def test_token_ids_go_on_behind_the_longest_answer_that_they_begin_with() -> None:
+    tree = tree_of((ROOT, "p", [5], [6, 7]), (1, "q", [8], [9]), (ROOT, "", [5, 6], [7, 8]))
+    for ids, node, known in (
+        ([5, 6, 7, 8, 9, 1], 3, 5),
+        ([5, 6, 7, 8, 1], 5, 4),
+        ([5, 6, 7], 1, 3),
+        ([5, 6, 1], ROOT, 0),
+        ([5], ROOT, 0),
+        ([8], ROOT, 0),
+    ):
+        match = match_ids(tree, np.asarray(ids, np.int32))
+        assert (match.node, match.known) == (node, known), ids
+
+
+# ---------------------------------------------------------------------------------------------------------- over HTTP
+
+
+async def complete(agent: openai.AsyncOpenAI, prompt: Any, **body: Any) -> Any:
+    return await agent.completions.create(model="policy", prompt=prompt, max_tokens=50, **body)
+
+
+@asynchronous
+async def test_an_agent_with_texts_and_one_with_token_ids() -> None:
+    async with served(" 4", " 9", " 16") as service:
+        session = await opened(service)
+        ids = {"extra_body": {"return_token_ids": True}}
+        async with of(session) as agent:
+            first = await complete(agent, "2 * 2 =", **ids)
+            (choice,) = first.choices
+            assert (choice.text, choice.finish_reason, first.usage.answers) == (" 4", "stop", [1])
+            second = await complete(agent, f"2 * 2 = 4{END}3 * 3 =", **ids)
+            prompt = [*choice.prompt_token_ids, *choice.token_ids, *encoded("3 * 3 =")]
+            assert second.choices[0].prompt_token_ids == prompt
+            await complete(agent, [*prompt, *second.choices[0].token_ids, *encoded("4 * 4 =")])
+        export = await exported(service, session)
+        assert [turn["follows"] for turn in export["turns"]] == [False, True, True]
+        assert trained_of(export) == [
+            token for text in (" 4", " 9", " 16") for token in [*encoded(text), TOKENIZER.eos_token_id]
+        ]
+        assert (export["metrics"]["session/roots"], export["metrics"]["session/turns"]) == (1, 3)
+
+
+@asynchronous
+async def test_several_prompts_are_a_turn_each_and_streams_are_whole() -> None:
+    async with served("a", "b", "c", "d", "e") as service:
+        session = await opened(service)
+        async with of(session) as agent:
+            found = await complete(agent, ["x", "y"], n=2)
+            assert [choice.text for choice in found.choices] == ["a", "b", "c", "d"]
+            assert found.usage.answers == [1, 2, 4, 5]
+            chunks = [chunk async for chunk in await complete(agent, "z", stream=True)]
+            assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == "e"
+        export = await exported(service, session)
+        assert len(export["turns"]) == 5
+        assert all(turn["in_loss"] for turn in export["turns"])
+
+
+@asynchronous
+async def test_a_chat_and_a_prompt_of_its_tokens_are_one_conversation() -> None:
+    async with served("one", "two") as service:
+        session = await opened(service)
+        async with of(session) as agent:
+            first = await ask_chat(agent, QUESTION, extra_body={"return_token_ids": True})
+            ids = [*first.prompt_token_ids, *first.choices[0].token_ids, *encoded("more")]
+            await complete(agent, ids)
+        export = await exported(service, session)
+        assert [turn["follows"] for turn in export["turns"]] == [False, True]
+
+
+@asynchronous
+async def test_the_stored_answer_is_for_the_retry_of_a_prompt_too() -> None:
+    class Breaks(httpx.AsyncHTTPTransport):
+        left = 1
+
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            answer = await super().handle_async_request(request)
+            if self.left:
+                self.left = 0
+                await answer.aread()
+                raise httpx.ReadError("the connection broke", request=request)
+            return answer
+
+    async with served("one", "two") as service:
+        session = await opened(service)
+        async with of(session, max_retries=1, http_client=httpx.AsyncClient(transport=Breaks())) as agent:
+            assert (await complete(agent, "x")).choices[0].text == "one"
+            assert (await complete(agent, "x")).choices[0].text == "two", "the same again is no retry"
+        assert len(service.sampler.requests) == 2
+
+
+@asynchronous
+async def test_a_prompt_that_is_refused_is_named() -> None:
+    async with served("one") as service:
+        session = await opened(service)
+        async with of(session) as agent:
+            for prompt, why in (("", "at least one"), ([len(TOKENIZER) + 5], "beyond the model's vocabulary")):
+                with pytest.raises(openai.BadRequestError, match=why) as refused:
+                    await complete(agent, prompt)
+                assert refused.value.param == "prompt"
