@@ -193,11 +193,11 @@ class ReplicaActor(UpdatingEngine):
         return await self._desk.exchange(caller, message)
 
     async def stats(self) -> ReplicaStats:
-        """Returns the utilisation at the engine's last step, and its version. Raises RoomFailed or WeightsRefused when
+        """Returns the utilisation at the engine's last step, and its weights. Raises RoomFailed or WeightsRefused when
         broken."""
         self._raise_if_broken()
         stats = self.engine_stats.stats(self.engine.get_num_unfinished_requests())
-        return replace(stats, version=self.identity.version if self.identity else None)
+        return replace(stats, weights=self.identity)
 
     def _watch_ranks(self) -> None:
         """Makes the death of a rank the engine's. vLLM sees it too, but waits for ranks that wait for that one."""

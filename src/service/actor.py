@@ -9,7 +9,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +27,7 @@ from service.keys import ServiceKey, ServiceKeys
 from service.places import Places
 from service.sessions.ages import TrainingStanding
 from service.sessions.door import PlacedSampler, SessionDoor
+from service.sessions.history import AttemptStart, RunHistory
 from service.sessions.journal import SessionJournal
 from service.sessions.registry import SessionRegistry
 from service.sessions.session import SessionLimits
@@ -78,12 +79,15 @@ class ServiceActor:
         adopt: WeightIdentity | None,
         sessions: Path,
         log_dir: Path | None,
+        starts: Sequence[AttemptStart] = (),
     ) -> None:
         """`adopt`: names the weights that the replicas loaded from disk; None: they get theirs from a trainer.
-        `sessions`: the directory of the journal of sessions, in the run directory, which the console shows."""
+        `sessions`: the directory of the journal of sessions, in the run directory, which the console shows. `starts`:
+        the attempts of the run so far."""
         redirect_output(log_dir, "service_0")
         self._config, self._sampler_factory, self._models, self._keys = config, sampler_factory, models, keys
         self._adopt, self._directory, self._newest = adopt, sessions, 0
+        self._history = RunHistory(starts)
         self._clients: dict[int, Any] = {}
         self._tasks: list[asyncio.Task[Any]] = []
         self._started = asyncio.Event()
@@ -134,27 +138,28 @@ class ServiceActor:
             self._standing,
             front.tokenizer,
             front.vocabulary,
+            self._history,
         )
         if known := registry.restore():
             log.info("%d sessions are continued from %s", known, self._directory)
         return SessionDoor(registry, front, keys, sampling, self._floor, options.max_open)
 
-    async def _floor(self) -> int:
-        """Returns the lowest version that a replica has. Raises RoomFailed before the first weights."""
+    async def _floor(self) -> WeightIdentity:
+        """Returns the oldest weights that a replica has. Raises RoomFailed before the first weights."""
         try:
             async with asyncio.timeout(LOOK_S):
-                versions = self._note(await self._sampler.stats())
+                weights = self._note(await self._sampler.stats())
         except TimeoutError:  # it waits for the first replica that serves
             raise RoomFailed(f"no replica said within {LOOK_S:g} s which weights it has: none serves yet") from None
-        if not versions:
+        if not weights:
             raise RoomFailed("no replica has weights yet")
-        return min(versions)
+        return min(weights, key=lambda identity: (identity.version, identity.attempt))
 
-    def _note(self, stats: Mapping[int, ReplicaStats]) -> list[int]:
-        """Returns the versions of the replicas, and keeps the newest."""
-        versions = [each.version for each in stats.values() if each.version is not None]
-        self._newest = max(versions, default=self._newest)
-        return versions
+    def _note(self, stats: Mapping[int, ReplicaStats]) -> list[WeightIdentity]:
+        """Returns the weights of the replicas, and keeps the newest version."""
+        weights = [each.weights for each in stats.values() if each.weights is not None]
+        self._newest = max((identity.version for identity in weights), default=self._newest)
+        return weights
 
     def _standing(self) -> TrainingStanding | None:
         """Tells how far training is, for sessions that are no groups of it; None where nothing is trained."""
@@ -205,6 +210,11 @@ class ServiceActor:
             await self._sampler.drain(index, 0.0)
         self._clients[index] = client
         await self._sampler.join(index, client)
+
+    async def attempt_begins(self, attempt: int, version: int) -> None:
+        """Closes the sessions whose weights the run gives up, as it begins an attempt with a version."""
+        await self._started.wait()
+        await self._door.registry.attempt_begins(attempt, version)
 
     async def leave(self, index: int, reason: str) -> None:
         """Gives no more chats to replica `index`, which is dead."""

@@ -34,7 +34,7 @@ from trireme.config import Config
 from trireme.core.agents import AgentAccess, PlayedSession, SampleTurn
 from trireme.core.errors import RoomFailed, TriremeError
 from trireme.core.tokenizer import load_tokenizer
-from trireme.core.types import SampledSequence, SampleRequest
+from trireme.core.types import SampledSequence, SampleRequest, WeightIdentity
 from trireme.renderers import make_renderer
 
 HOST = "127.0.0.1"
@@ -141,6 +141,6 @@ class LoopbackSessions:
         await asyncio.wait([self._serving], timeout=STOP_S)
 
 
-async def _no_floor() -> int:
+async def _no_floor() -> WeightIdentity:
     """Returns the version 0: the ledger knows the floor of the rollout's group, and checks its tokens."""
-    return 0
+    return WeightIdentity(0, 0, "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from trireme.process.ray_cluster import on_node
 
 if TYPE_CHECKING:
     from service.actor import ReplicaSampler
+    from service.sessions.history import AttemptStart
 
 LOOK_S = 2.0
 ANSWER_S = 20.0
@@ -36,10 +37,16 @@ class ServiceHandle:
     port, and is told of the same replicas."""
 
     def __init__(
-        self, config: Config, make: Callable[[], Any], log_file: Path | None, say: Callable[[str], None]
+        self,
+        config: Config,
+        make: Callable[[], Any],
+        log_file: Path | None,
+        say: Callable[[str], None],
+        starts: list[AttemptStart],
     ) -> None:
-        """`make` makes its actor. `say` is told where it listens, and when it was lost."""
+        """`make` makes its actor, with `starts`. `say` is told where it listens, and when it was lost."""
         self._config, self._make, self._log, self._say = config, make, log_file, say
+        self._starts = starts
         self._lock = threading.Lock()
         self._clients: dict[int, Any] = {}
         self._ending = threading.Event()
@@ -60,19 +67,26 @@ class ServiceHandle:
         sessions: Path,
         log_dir: Path | None,
         say: Callable[[str], None],
+        starts: Sequence[AttemptStart] = (),
     ) -> ServiceHandle:
-        """Starts the service on the driver's node, without waiting for it. `adopt`, `sessions`: see
+        """Starts the service on the driver's node, without waiting for it. `adopt`, `sessions`, `starts`: see
         `ServiceActor`."""
         from service.actor import ServiceActor  # brings FastAPI, which runs without a service need not import
 
-        node = ray.get_runtime_context().get_node_id()
+        node, known = ray.get_runtime_context().get_node_id(), list(starts)
 
         def make() -> Any:
             options = {"num_cpus": 0, "scheduling_strategy": on_node(node)}
             actor = ray.remote(ServiceActor).options(**options)
-            return actor.remote(config, sampler_factory, models, keys, adopt, sessions, log_dir)
+            return actor.remote(config, sampler_factory, models, keys, adopt, sessions, log_dir, known)
 
-        return cls(config, make, log_dir and log_dir / "service_0.log", say)
+        return cls(config, make, log_dir and log_dir / "service_0.log", say, known)
+
+    def attempt_begins(self, attempt: int, version: int) -> None:
+        """Says that the run begins an attempt with a version: sessions with weights that it gives up are closed."""
+        with self._lock:
+            self._starts.append((attempt, version))
+            self._actor.attempt_begins.remote(attempt, version)
 
     # ---- as a user of replicas (`trireme.supervision.replica_manager.ReplicaUser`)
 

@@ -23,7 +23,7 @@ from service.places import Places
 from service.sessions.registry import SessionRegistry
 from service.sessions.turns import BadTurn, ServedAnswer, ServedTurn, SessionClosed, TurnRequest
 from trireme.core.errors import BadInput, ProvenanceError, StorageFailed, TriremeError
-from trireme.core.types import SampledSequence, SampleRequest, SamplingParams
+from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, WeightIdentity
 
 SWEEP_S = 5.0
 DISTRIBUTION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -54,7 +54,7 @@ class OpenedSession:
 
 
 class SessionDoor:
-    """All that the routes need of sessions. `floor` tells the lowest version that a live replica has, `most`: so many
+    """All that the routes need of sessions. `floor` tells the oldest weights that a live replica has, `most`: so many
     sessions may be open at the same time."""
 
     def __init__(
@@ -63,7 +63,7 @@ class SessionDoor:
         front: Front,
         keys: ServiceKeys,
         sampling: SamplingParams,
-        floor: Callable[[], Awaitable[int]],
+        floor: Callable[[], Awaitable[WeightIdentity]],
         most: int,
     ) -> None:
         self.registry = registry
@@ -81,10 +81,10 @@ class SessionDoor:
         name = uuid.uuid4().hex
         try:
             key = self._keys.of_session(name)
-            self.registry.open(name, floor, problem=problem)
+            self.registry.open(name, floor.version, problem=problem, attempt=floor.attempt)
         except TriremeError as error:
             raise refused(error) from error
-        return OpenedSession(name, key, floor)
+        return OpenedSession(name, key, floor.version)
 
     def _check_open(self) -> None:
         running = sum(session.ended is None for session in self.registry.book.sessions.values())

@@ -39,6 +39,8 @@ class SessionOpened:
     """The batch waits for it: it is never given up for its age."""
     problem: str = ""
     """The problem of the group that it belongs to; "": none."""
+    attempt: int = 0
+    """The attempt of the run that made the version `floor`."""
 
 
 @dataclass(frozen=True, eq=False)

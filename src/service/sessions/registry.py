@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from service.reading import MessageReader, Reading, TextReader
 from service.sessions.ages import TrainingStanding, too_old
+from service.sessions.history import RunHistory
 from service.sessions.journal import Replayed
 from service.sessions.placing import TurnPlaces
 from service.sessions.prompts import TextTokens
@@ -51,7 +52,7 @@ from service.sessions.turns import (
     check_request,
     check_sample,
 )
-from trireme.core.errors import BadInput
+from trireme.core.errors import BadInput, ProvenanceError
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams
 from trireme.renderers import Message, Renderer
 
@@ -94,12 +95,14 @@ class SessionRegistry:
         standing: Callable[[], TrainingStanding | None],
         tokenizer: TextTokens,
         vocabulary: int | None = None,
+        history: RunHistory | None = None,
     ) -> None:
-        """`vocabulary`: the number of tokens that the model can read (None: any)."""
+        """`vocabulary`: the number of tokens that the model can read (None: any). `history`: that of the run's weights
+        (None: nothing is ever given up)."""
         self._sampler, self._renderer, self._journal, self._limits = sampler, renderer, journal, limits
         self._sampling, self._max_seq_len = sampling, max_seq_len
         self._clock, self._standing = clock, standing
-        self._tokenizer = tokenizer
+        self._tokenizer, self._history = tokenizer, history or RunHistory()
         self._places = TurnPlaces(renderer, tokenizer, max_seq_len, vocabulary)
         self.book = SessionBook()
         self._running: dict[str, list[_Running]] = {}
@@ -110,6 +113,7 @@ class SessionRegistry:
         StorageFailed."""
         for record in self._journal.replay():
             self.book.apply(record)
+        self._end_given_up()
         return len(self.book.sessions)
 
     async def close(self) -> None:
@@ -120,12 +124,14 @@ class SessionRegistry:
 
     # ---- verbs of those who own a session
 
-    def open(self, session: str, floor: int, protected: bool = False, problem: str = "") -> None:
-        """Opens a session. `floor`: the lowest version that a live replica has acknowledged. Raises BadInput for a name
-        that is taken."""
+    def open(self, session: str, floor: int, protected: bool = False, problem: str = "", attempt: int = 0) -> None:
+        """Opens a session. `floor`: the lowest version that a live replica has acknowledged; `attempt` made it. Raises
+        BadInput for a name that is taken."""
         if session in self.book.sessions:
             raise BadInput(f"a session {session!r} is there already; expected another name")
-        self._write(SessionOpened(session, self._clock(), floor, self._sampling.temperature, protected, problem))
+        self._write(
+            SessionOpened(session, self._clock(), floor, self._sampling.temperature, protected, problem, attempt)
+        )
 
     def reward(
         self,
@@ -156,16 +162,12 @@ class SessionRegistry:
     def export(self, session: str) -> SessionExport:
         """Returns the trajectory and the rewards of a session that has ended. Raises BadInput while turns run, and
         SessionClosed where there is no such session."""
-        known = self._known(session)
-        if known.ended is None or self._running.get(session):
-            raise BadInput(f"session {session} was to be exported while it is open; expected one that was ended")
-        return known.export()
+        return self._ended(session, "exported").export()
 
     def forget(self, session: str) -> None:
         """Removes a session that has ended: its trajectory is kept elsewhere, or not wanted. Raises BadInput while it
         is open, and SessionClosed where there is no such session."""
-        if self._known(session).ended is None or self._running.get(session):
-            raise BadInput(f"session {session} was to be forgotten while it is open; expected one that was ended")
+        self._ended(session, "forgotten")
         self._write(SessionForgotten(session, self._clock()))
 
     async def sweep(self) -> list[str]:
@@ -187,6 +189,25 @@ class SessionRegistry:
                 await self.end(name, f"idle: nothing was heard of its agent for {idle:.0f} s")
                 ended.append(name)
         return ended
+
+    async def attempt_begins(self, attempt: int, version: int) -> None:
+        """Ends all sessions with weights that the run gives up, as it begins an attempt with a version."""
+        self._history.begin(attempt, version)
+        for name in self._end_given_up():
+            await self._cancel(name)
+
+    def _end_given_up(self) -> list[str]:
+        """Ends sessions whose weights are given up. Returns their names."""
+        given_up = {name: why for name, session in self.book.sessions.items() if (why := self._given_up(session))}
+        for name, why in given_up.items():
+            self._end(self.book.sessions[name], why)
+        return list(given_up)
+
+    def _given_up(self, session: AgentSession) -> str | None:
+        """Returns why the floor of a session, or what it has sampled, is not in the run's history; None if all is."""
+        floor = session.opened.attempt, session.opened.floor
+        why = self._history.given_up(*floor) or self._history.of(session.tree.weights)
+        return why and f"stale: {why}"
 
     # ---- verbs of agents
 
@@ -223,6 +244,7 @@ class SessionRegistry:
         if session.ended is None:
             running = len(self._running.get(name, ()))
             reason = session.limit_reached(self._limits, self._clock(), running)
+            reason = reason or self._given_up(session)
             if reason is None and standing is not None:
                 reason = too_old(session.opened.floor, session.opened.protected, standing)
                 reason = reason and f"stale: {reason}"
@@ -235,9 +257,7 @@ class SessionRegistry:
     def _begin(self, session: AgentSession, match: Match, request: TurnRequest) -> _Running:
         """Renders the prompt of a request, and starts to sample its answers. Raises BadTurn."""
         given, prompt = self._places.given(session.tree, match, request)
-        lengths = (request.max_tokens, self._sampling.max_tokens)
-        most = min([each for each in lengths if each] + [self._max_seq_len - len(prompt)])
-        requests = [self._request(session, given.parent, prompt, request, most, n) for n in range(request.n)]
+        requests = [self._request(session, given.parent, prompt, request, n) for n in range(request.n)]
         name = session.opened.session
         running = _Running(request, asyncio.ensure_future(self._sample(session, given, requests, request)))
         self._running.setdefault(name, []).append(running)
@@ -245,19 +265,14 @@ class SessionRegistry:
         return running
 
     def _request(
-        self,
-        session: AgentSession,
-        parent: int,
-        prompt: npt.NDArray[np.int32],
-        request: TurnRequest,
-        most: int,
-        n: int,
+        self, session: AgentSession, parent: int, prompt: npt.NDArray[np.int32], request: TurnRequest, n: int
     ) -> SampleRequest:
+        limits = (request.max_tokens, self._sampling.max_tokens, self._max_seq_len - len(prompt))
         run, ends = self._sampling, () if request.is_prompt else self._renderer.stop_condition()
         params = replace(
             run,
             temperature=session.opened.temperature,
-            max_tokens=most,
+            max_tokens=min(limit for limit in limits if limit),
             stop=(*ends, *run.stop_token_ids, *run.stop_strings, *request.stop),
             seed=None if request.seed is None else request.seed + n,
         )
@@ -288,6 +303,8 @@ class SessionRegistry:
         """Returns an answer as the client reads it. Raises RoomFailed and ProvenanceError for one that could not be
         trained on."""
         check_sample(sampled, floor)
+        if why := self._history.of(span.identity for span in sampled.spans):  # a replica that has no newer weights yet
+            raise ProvenanceError(f"an answer is of weights that were given up: {why}")
         reading = self.read(sampled.tokens, request)
         message: Message = {"role": "assistant", "content": reading.content}
         if reading.thinking:
@@ -322,6 +339,12 @@ class SessionRegistry:
         return min(same, key=lambda running: running.callers, default=None)
 
     # ---- records
+
+    def _ended(self, session: str, what: str) -> AgentSession:
+        known = self._known(session)
+        if known.ended is None or self._running.get(session):
+            raise BadInput(f"session {session} was to be {what} while it is open; expected one that was ended")
+        return known
 
     def _known(self, session: str) -> AgentSession:
         if session not in self.book.sessions:

@@ -133,6 +133,8 @@ class SessionTree:
         self.nodes: list[TreeNode] = []
         self.strands: list[Strand] = []
         self.counts = TreeCounts()
+        self.weights: set[WeightIdentity] = set()
+        """Those that sampled any of its tokens."""
         self.texts: dict[int, str] = {}
         """Answers as text, with special tokens, where that was needed to place a prompt (`prompts`)."""
         self._chains = MessageChains()
@@ -258,6 +260,7 @@ class SessionTree:
         node.follows, node.began = prompt, self.began(prompt) or answer.spans[0].identity
         node.message, node.spans, node.stop_reason = answer.message, answer.spans, answer.stop_reason
         point.answers.append(made)
+        self.weights.update(span.identity for span in answer.spans)
         self.counts.answers += 1
         return made
 

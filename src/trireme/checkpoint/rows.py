@@ -73,6 +73,16 @@ def move_rows(file: Path, leaves: Callable[[StepRow], bool], branch_file: Path) 
     return len(leaving), torn
 
 
+def attempts_before(root: Path, step: int) -> list[tuple[int, int]]:
+    """Returns the attempts of a run whose steps the commit of `step` has, each with the step that it began with."""
+    starts: dict[int, int] = {}
+    for row in read_rows(root / METRICS)[0]:
+        if row.step < step:
+            attempt = int(row.values["attempt"])
+            starts[attempt] = min(starts.get(attempt, row.step), row.step)
+    return sorted(starts.items())
+
+
 def recorded_steps(directory: Path) -> dict[int, Path]:
     """Returns {step: file} of a directory of recorded rollouts, in order of step."""
     names = {file: re.fullmatch(r"step_(\d{6,})\.jsonl", file.name) for file in directory.glob("*.jsonl")}

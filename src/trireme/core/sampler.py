@@ -29,8 +29,8 @@ class ReplicaStats:
     """Sequences that it can decode at the same time; None: it does not say."""
     kv_tokens: int | None = None
     """Tokens whose keys and values its cache holds; None: it does not say."""
-    version: int | None = None
-    """The version of its weights; None: it has none yet, or does not say."""
+    weights: WeightIdentity | None = None
+    """Its weights; None: it has none yet, or does not say."""
 
 
 @dataclass(frozen=True)

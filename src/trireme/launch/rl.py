@@ -16,6 +16,7 @@ from orchestrator.handle import OrchestratorHandle
 from service.handle import ServiceHandle
 from trainer.batching import RankAssignment
 from trainer.handle import TrainerHandle
+from trireme.checkpoint.rows import attempts_before
 from trireme.config import Config
 from trireme.config.model_facts import ModelFacts
 from trireme.config.resume_compat import fixed_parts
@@ -68,7 +69,16 @@ class RlRun(TrainingRun):
         if config.service.port is not None:
             named = (POLICY,)
             self._service = start_service(
-                config, self.facts, self.inference, named, self._keys, None, run.root, run.logs, self._say
+                config,
+                self.facts,
+                self.inference,
+                named,
+                self._keys,
+                None,
+                run.root,
+                run.logs,
+                self._say,
+                attempts_before(run.root, run.start.step),
             )
             ending.callback(self._service.stop)
         return ElasticReplicas(config, self.inference, ScaleRequests(run.root), places)
@@ -86,6 +96,7 @@ class RlRun(TrainingRun):
         ending.push(self._end_attempt)
         trainer.offer_by(orchestrator.offer, config.timeouts.update_s)
         if self._service:
+            self._service.attempt_begins(run.start.attempt, run.start.step)
             self._service.keep(self.inference.indices)
         users = WithChats(orchestrator, self._service) if self._service else orchestrator
         return Core(trainer, {"orchestrator": orchestrator}, (trainer, orchestrator), users, living)

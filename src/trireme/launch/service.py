@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +16,7 @@ from orchestrator.env import AGENT
 from service.front import ServedModels
 from service.handle import ServiceHandle
 from service.keys import ServiceKey, generate, read
+from service.sessions.history import AttemptStart
 from trireme.config import Config
 from trireme.config.model_facts import ModelFacts
 from trireme.core.agents import AgentSessions
@@ -79,12 +80,13 @@ def start_service(
     root: Path,
     log_dir: Path,
     say: Callable[[str], None],
+    starts: Sequence[AttemptStart] = (),
 ) -> ServiceHandle:
-    """Starts the service, without waiting for it. `root` has the journal of sessions. Raises BadInput if no limit of
-    the model's sequences is known."""
+    """Starts the service, without waiting for it. `root` has the journal of sessions, `starts` the attempts of the run
+    so far. Raises BadInput if no limit of the model's sequences is known."""
     models = served_models(config, facts, names)
     factory, sessions = inference.chat_router_factory(), (root / SESSIONS).absolute()
-    return ServiceHandle.start(config, factory, models, keys, adopt, sessions, log_dir, say)
+    return ServiceHandle.start(config, factory, models, keys, adopt, sessions, log_dir, say, starts)
 
 
 def sessions_factory(config: Config, facts: ModelFacts | None) -> Callable[[], AgentSessions] | None:

@@ -29,7 +29,7 @@ class Actor:
 def test_replicas_that_were_removed_between_attempts_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ServiceHandle, "_keep", lambda _self: None)
     actor, config = Actor(), Any
-    own = ServiceHandle(config, lambda: actor, None, print)  # type: ignore[arg-type]
+    own = ServiceHandle(config, lambda: actor, None, print, [])  # type: ignore[arg-type]
     own.join(0, "a", reserved=False)
     own.join(1, "b", reserved=False)
     own.keep([0, 2])
@@ -47,7 +47,7 @@ def test_a_service_that_is_lost_as_the_run_ends_has_no_successor(monkeypatch: py
     with monkeypatch.context() as first:
         first.setattr(ServiceHandle, "_keep", lambda _self: None)
         config: Any = type("Config", (), {"cluster": type("Cluster", (), {"max_restarts": 3})})
-        own = ServiceHandle(config, make, None, print)
+        own = ServiceHandle(config, make, None, print, [])
 
     def lost(_self: ServiceHandle, again: bool) -> None:
         raise RoomFailed("it died")
@@ -55,3 +55,14 @@ def test_a_service_that_is_lost_as_the_run_ends_has_no_successor(monkeypatch: py
     monkeypatch.setattr(ServiceHandle, "_serve", lost)
     own._keep()
     assert len(made) == 1
+
+
+def test_a_service_is_told_of_all_attempts_also_one_that_takes_the_place_of_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ServiceHandle, "_keep", lambda _self: None)
+    actor, starts, config = Actor(), [(1, 0)], Any
+    own = ServiceHandle(config, lambda: actor, None, print, starts)  # type: ignore[arg-type]
+    own.attempt_begins(2, 10)
+    assert actor.told == [("attempt_begins", 2, 10)]
+    assert starts == [(1, 0), (2, 10)], "with which another one is made"

@@ -139,8 +139,8 @@ def door_of(
     )
     registry.restore()
 
-    async def floor() -> int:
-        return VERSION
+    async def floor() -> WeightIdentity:
+        return WeightIdentity(1, VERSION, "d0")
 
     return SessionDoor(registry, front, keys, sampling, floor, most)
 
