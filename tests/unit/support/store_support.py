@@ -49,8 +49,8 @@ class Double:
 
 
 @contextmanager
-def double() -> Iterator[Double]:
-    """Runs the server on a free port, with one bucket."""
+def double(host: str = "127.0.0.1", port: int = 0, bucket: str = "") -> Iterator[Double]:
+    """Runs the server with one bucket, of a name of its own unless one is given; port 0 is any free one."""
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     app = DomainDispatcherApplication(create_backend_app)
     found: list[Double] = []
@@ -69,16 +69,16 @@ def double() -> Iterator[Double]:
                 environ.pop(condition, None)
         return app(environ, start_response)
 
-    server = make_server("127.0.0.1", 0, filtered, threaded=True)
+    server = make_server(host, port, filtered, threaded=True)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
-        connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
-        bucket = f"runs-{secrets.token_hex(4)}"
+        connection = http.client.HTTPConnection(host, server.server_port, timeout=30)
+        bucket = bucket or f"runs-{secrets.token_hex(4)}"
         connection.request("PUT", f"/{bucket}")
         assert connection.getresponse().status == 200
         environment = {
-            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.server_port}",
+            "AWS_ENDPOINT_URL": f"http://{host}:{server.server_port}",
             "AWS_ACCESS_KEY_ID": "a",
             "AWS_SECRET_ACCESS_KEY": "b",
             "AWS_REGION": "us-east-1",

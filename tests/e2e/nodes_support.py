@@ -1,0 +1,170 @@
+"""Runs over nodes that are namespaces (`namespaces.py`), each with a disk of its own in the place of the runs, and a
+store of objects on a machine of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from namespaces import Fabric, NamespaceNode
+from resume_support import rows_of
+from run_support import QUICKSTART, ROOT
+
+from trireme.core.errors import EXIT_OK
+from trireme.supervision.status import Status
+
+DEADLINE_S = 600.0
+OUTPUTS = "outputs"
+STORE_PORT, BUCKET = 9000, "runs"
+STORE = f"""
+import sys, time
+from store_support import double
+with double(sys.argv[1], {STORE_PORT}, {BUCKET!r}):
+    print("serves", flush=True)
+    time.sleep(86400)
+"""
+
+
+@dataclass
+class NodesRun:
+    """A run whose driver is on one of the nodes."""
+
+    root: Path
+    """Its directory, as the driver sees it."""
+    disk: Path
+    """The same, as this process sees it."""
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def rows(self) -> list[dict[str, Any]]:
+        file = self.disk / "metrics.jsonl"
+        found = []
+        for line in file.read_text().splitlines(keepends=True) if file.exists() else []:
+            with suppress(json.JSONDecodeError):  # it is being written
+                found.append(json.loads(line))
+        return found
+
+    @property
+    def out(self) -> str:
+        """What its terminal showed, as one line: the terminal breaks lines."""
+        return " ".join(self.log.read_text().split())
+
+    def until(self, is_so: Callable[[], bool], what: str) -> None:
+        ends = time.monotonic() + DEADLINE_S
+        while not is_so():
+            assert self.process.poll() is None, f"the run ended before {what}: {self.log.read_text()[-3000:]}"
+            assert time.monotonic() < ends, f"waited for {what}: {self.log.read_text()[-3000:]}"
+            time.sleep(0.1)
+
+    def at_step(self, step: int) -> None:
+        self.until(lambda: len(self.rows()) >= step, f"step {step}")
+
+    def end(self) -> None:
+        assert self.process.wait(DEADLINE_S) == EXIT_OK, self.log.read_text()[-3000:]
+
+    def places(self, net: Fabric) -> dict[str, str]:
+        """Returns the address of the node of each part."""
+        status = Status.read(self.disk)
+        assert status is not None
+        known = {each.node: each.address for each in by_id(net)}
+        return {part.name: known[part.node] for part in status.parts if part.node}
+
+    def where(self, part: str, net: Fabric) -> NamespaceNode:
+        """Returns the node of a part."""
+        address = self.places(net)[part]
+        return next(node for node in net.nodes if node.address == address)
+
+    def incidents(self) -> list[dict[str, Any]]:
+        return rows_of(self.disk / "incidents.jsonl")
+
+
+@dataclass(frozen=True)
+class Known:
+    """A node of Ray, as STATUS names it."""
+
+    node: str
+    address: str
+
+
+def by_id(net: Fabric) -> list[Known]:
+    """Returns the cluster's nodes in the order of the fabric's."""
+    ask = (
+        "import ray, sys, json; ray.init(address=sys.argv[1], log_to_driver=False, configure_logging=False); "
+        "print(json.dumps([[n['NodeID'], n['NodeManagerAddress']] for n in ray.nodes() if n['Alive']]))"
+    )
+    said = net.nodes[0].run(sys.executable, "-c", ask, net.ray_address)
+    assert said.returncode == 0, said.stderr
+    found = {address: name for name, address in json.loads(said.stdout.splitlines()[-1])}
+    return [Known(found.get(node.address, ""), node.address) for node in net.nodes]
+
+
+def own_disk(node: NamespaceNode, directory: Path) -> Path:
+    """Gives a node a disk of its own in the place of the runs, which no other node sees. Returns where this process
+    sees it."""
+    outputs, own = directory / OUTPUTS, directory / f"disk_{node.number}"
+    outputs.mkdir(exist_ok=True)
+    own.mkdir()
+    done = node.run("mount", "--bind", str(own), str(outputs))
+    assert done.returncode == 0, done.stderr
+    return own
+
+
+@contextmanager
+def running(
+    net: Fabric, directory: Path, *flags: str, store: str = "", environ: Mapping[str, str] | None = None
+) -> Iterator[NodesRun]:
+    """Starts a run on the first node, in the place of the runs in `directory`, or in the `store` with its files there
+    for the time being. Ends it with the block."""
+    node, outputs = net.nodes[0], directory / OUTPUTS
+    place = (
+        ["--run.output-dir", store, "--run.local-dir", str(outputs)] if store else ["--run.output-dir", str(outputs)]
+    )
+    where = [*place, "--run.name", "run", "--cluster.address", net.ray_address]
+    command = [sys.executable, "-m", "trireme.cli.rl", "@", str(QUICKSTART), *where, *flags]
+    log = directory / f"output_{len(list(directory.glob('output_*')))}.txt"
+    with log.open("wb") as output:
+        env = {**node.environ, **(environ or {})}
+        process = subprocess.Popen(node.inside(*command), cwd=ROOT, env=env, stdout=output, stderr=output)
+    own = directory / f"disk_{node.number}"
+    try:
+        yield NodesRun(outputs / "run", (own if own.exists() else outputs) / "run", process, log)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait(60)
+
+
+def start_store(node: NamespaceNode, directory: Path) -> str:
+    """Starts a store of objects on a node, and returns the URL of its bucket. `directory`: where its log goes."""
+    environ = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests' / 'unit' / 'support'}"}
+    process = node.start(sys.executable, "-c", STORE, node.address, environ=environ)
+    asked = ["bash", "-c", f"exec 3<>/dev/tcp/{node.address}/{STORE_PORT}"]
+    deadline = time.monotonic() + DEADLINE_S
+    while node.run(*asked).returncode:
+        if process.poll() is not None or time.monotonic() > deadline:
+            node.said.seek(0)
+            raise AssertionError(f"the store did not start: {node.said.read().decode()}")
+        time.sleep(0.5)
+    return f"s3://{BUCKET}/group"
+
+
+def store_environ(address: str) -> dict[str, str]:
+    """Returns the variables by which a node finds the store at this address."""
+    keys = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_REGION": "us-east-1"}
+    return {"AWS_ENDPOINT_URL": f"http://{address}:{STORE_PORT}", **keys}
+
+
+def assert_steps_once(rows: Sequence[Mapping[str, Any]], steps: int, bound: int) -> None:
+    """Every step is there once, every problem has one end or is under way, and the bound held."""
+    assert [row["step"] for row in rows] == list(range(steps))
+    last = rows[-1]
+    ends = ("trained", "in_training", "filtered", "requeued", "dropped", "failed", "active")
+    assert last["ledger/dispatched"] == sum(last[f"ledger/{name}"] for name in ends)
+    assert max(row["off_policy/max"] for row in rows) <= bound
