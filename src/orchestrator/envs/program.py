@@ -4,14 +4,15 @@
     reward <--last line of its output--'
 
 The last line is a number, or an object: `{"reward": 1.0, "metrics": {"tests": 3}}`. The program is started for each
-rollout, in a session of processes of its own, of which all are killed once its output has ended, or when it takes too
-long or its rollout is given up.
+rollout. All processes that it has started are killed by the one that starts it (`start_program`) once the program has
+ended, or when it takes too long or its rollout is given up.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import random
 import shutil
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from orchestrator.env import AgentEnv, EnvContext, EnvGroupBuilder, RLDataset
+from orchestrator.lifetimes import uninterrupted
 from orchestrator.workers import passed_on
 from trireme.core.agents import AgentAccess
 from trireme.core.finite_json import to_json
@@ -35,6 +37,9 @@ KEPT_BYTES = 2**16
 """Of the end of what a program prints."""
 SHOWN = 500
 """Characters of it that an error shows."""
+END_S = 10.0
+"""For SIGKILL to end all processes of a program: longer than any but one that waits for a broken disk."""
+log = logging.getLogger(__name__)
 
 
 class ProgramTimeout(Exception):
@@ -55,7 +60,7 @@ class AgentProgram:
 
     command: tuple[str, ...]
     limit_s: float
-    """From its start until its output ends."""
+    """From its start until its end."""
     memory_bytes: int
     """Most memory that each of its processes may allocate."""
     variables: tuple[str, ...]
@@ -121,13 +126,23 @@ class ProgramEnv(AgentEnv):
             if not limit.expired():
                 raise
             raise ProgramTimeout(
-                f"{self._name} took longer than env.args.limit_s = {self.program.limit_s:g} s, or left a process "
-                "behind that still has its output open"
+                f"{self._name} took longer than env.args.limit_s = {self.program.limit_s:g} s"
             ) from None
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # all that it started, also after its end
+            await uninterrupted(_end(process, self._name))
+
+
+async def _end(process: asyncio.subprocess.Process, name: str) -> None:
+    """Ends a program and all that it started. Logs an error for processes that do not die."""
+    with suppress(ProcessLookupError):
+        process.send_signal(signal.SIGTERM)  # to the one that started it
+    try:
+        async with asyncio.timeout(END_S):
             await process.wait()
+    except TimeoutError:
+        log.error("%s has processes that SIGKILL has not ended within %g s; they are left behind", name, END_S)
+        with suppress(ProcessLookupError):
+            process.kill()
 
 
 async def _give(stdin: asyncio.StreamWriter, line: str) -> None:

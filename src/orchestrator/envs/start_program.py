@@ -1,7 +1,11 @@
-"""Starts a program in this process's place, after limits have been set that hold for it: run as a script, which imports
-nothing of Trireme, so that it takes some milliseconds.
+"""Starts a program with limits, and leaves none of its processes behind: run as a script, which imports nothing of
+Trireme, so that it takes some milliseconds.
 
     python -I -S start_program.py MEMORY_BYTES PARENT PROGRAM [ARGUMENT ...]
+
+It stays as the program's parent and ends with its exit code. When the program has ended, or on SIGTERM, or when process
+PARENT ends, it kills all that the program has started. On Linux it is their *subreaper*: whatever they do, such as
+`setsid` and a second fork, orphans among them become its children.
 """
 
 import ctypes
@@ -9,22 +13,123 @@ import os
 import resource
 import signal
 import sys
+import time
+from contextlib import suppress
 
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PAUSE_S = 0.001
+WATCHED = (signal.SIGTERM, signal.SIGCHLD)
 
 
-def main(memory_bytes: int, parent: int, command: list[str]) -> None:
-    """Becomes the program. On Linux it ends with process `parent`."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def main(memory_bytes: int, parent: int, command: list[str]) -> int:
+    """Returns the program's exit code; 128 and its signal for one that was killed."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)  # they are waited for
+    on_linux = sys.platform == "linux"
+    if on_linux:
+        libc = ctypes.CDLL(None)
+        libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:  # it ended before that
-            sys.exit(1)
+            return 1
+    own = os.getpid()
+    program = os.fork()
+    if not program:
+        become(memory_bytes, own, command, on_linux)
+    silence()
+    code = wait_for(program)
+    if on_linux:
+        kill_descendants()
+    else:
+        kill_group(program)
+    return code
+
+
+def become(memory_bytes: int, parent: int, command: list[str], on_linux: bool) -> None:
+    """Becomes the program, in a session of its own: `kill 0` of a script does not reach its parent."""
+    os.setsid()
+    if on_linux:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
     resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     try:
         os.execvp(command[0], command)
     except OSError as error:
-        sys.exit(f"{command[0]} cannot be started: {error}")
+        os.write(2, f"{command[0]} cannot be started: {error}\n".encode())
+        os._exit(1)
+
+
+def silence() -> None:
+    """Closes its own ends of the program's input and output, so that they end when the program's do."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(nothing, descriptor)
+
+
+def wait_for(program: int) -> int:
+    """Waits until the program ends, and kills it on SIGTERM. Takes note of the end of its orphans too."""
+    while True:
+        if signal.sigwait(WATCHED) == signal.SIGTERM:
+            os.kill(program, signal.SIGKILL)
+        for pid, status in ended():
+            if pid == program:
+                code = os.waitstatus_to_exitcode(status)
+                return code if code >= 0 else 128 - code
+
+
+def ended() -> list[tuple[int, int]]:
+    """Returns the children that have ended, with their status, and forgets them."""
+    found: list[tuple[int, int]] = []
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return found
+        if not pid:
+            return found
+        found.append((pid, status))
+
+
+def kill_descendants() -> None:
+    """Kills until there is none left: the children of those that are killed become its own, and may make more."""
+    while found := descendants():
+        for pid in found:
+            kill(pid)
+        ended()
+        time.sleep(PAUSE_S)
+
+
+def descendants() -> list[int]:
+    """Returns all processes below this one."""
+    children: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                with open(f"/proc/{name}/stat", "rb") as file:
+                    parent = int(file.read().rpartition(b")")[2].split()[1])
+            except (OSError, IndexError, ValueError):  # it has ended
+                continue
+            children.setdefault(parent, []).append(int(name))
+    found, below = [], [os.getpid()]
+    while below:
+        own = children.get(below.pop(), [])
+        found += own
+        below += own
+    return found
+
+
+def kill(pid: int) -> None:
+    """Kills one process, if it is there."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def kill_group(program: int) -> None:
+    """Kills the program's group: all that other systems can tell of what it started."""
+    with suppress(ProcessLookupError):
+        os.killpg(program, signal.SIGKILL)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]))

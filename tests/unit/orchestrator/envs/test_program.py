@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import pytest
 from renderer_support import QWEN3, bpe
 
 from orchestrator.env import EnvContext, load_dataset
-from orchestrator.envs.program import BadProgramOutput, ProgramFailed, ProgramTimeout
+from orchestrator.envs.program import STARTER, BadProgramOutput, ProgramFailed, ProgramTimeout
 from trireme.config.schema import EnvConfig, RendererConfig
 from trireme.core.agents import AgentAccess
 from trireme.core.errors import BadInput
@@ -117,6 +119,33 @@ def test_one_that_takes_too_long_is_killed_with_all_that_it_started(
     assert left_of(tmp_path) == []
 
 
+@pytest.mark.parametrize("ends", ["by itself", "by its limit"])
+def test_what_has_left_its_session_is_killed_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
+    monkeypatch.setenv("MARK", str(tmp_path))
+    begun = tmp_path / "begun"
+    left = f"open({str(begun)!r}, 'w'); [os.close(n) for n in (0, 1, 2)]; time.sleep(600)"
+    code = f"""
+import os, pathlib, time
+if not os.fork():
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    os.setsid()
+    {left}
+while not pathlib.Path({str(begun)!r}).exists():
+    time.sleep(0.01)
+print(1, flush=True)
+{"" if ends == "by itself" else "time.sleep(600)"}
+"""
+    if ends == "by itself":
+        assert play(tmp_path, code, variables=["MARK"]) == (1.0, {})
+    else:
+        with pytest.raises(ProgramTimeout):
+            play(tmp_path, code, limit_s=3.0, variables=["MARK"])
+    assert begun.exists()
+    assert left_of(tmp_path) == []
+
+
 def test_one_whose_rollout_is_given_up_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MARK", str(tmp_path))
     begun = tmp_path / "begun"
@@ -134,6 +163,32 @@ def test_one_whose_rollout_is_given_up_is_killed(tmp_path: Path, monkeypatch: py
 
     asyncio.run(scenario())
     assert left_of(tmp_path) == []
+
+
+def test_a_program_does_not_outlive_the_one_who_plays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The orchestrator is killed: nothing of the program is left, wherever it hides."""
+    monkeypatch.setenv("MARK", str(tmp_path))
+    begun = tmp_path / "begun"
+    hidden = f"import os, time; os.setsid(); os.fork() and os._exit(0); open({str(begun)!r}, 'w'); time.sleep(600)"
+    program = [sys.executable, "-c", f"import os, time; os.fork() or exec({hidden!r}); time.sleep(600)"]
+    start = f"[{sys.executable!r}, {str(STARTER)!r}, str(2**30), str(os.getpid()), *{program!r}]"
+    plays = subprocess.Popen(
+        [sys.executable, "-c", f"import os, subprocess, time; subprocess.Popen({start}); time.sleep(600)"]
+    )
+    deadline = time.monotonic() + 30
+    while not begun.exists():
+        assert time.monotonic() < deadline, "the program did not begin"
+        time.sleep(0.01)
+    plays.kill()
+    plays.wait(30)
+    assert left_of(tmp_path) == []
+
+
+def test_the_signal_of_a_script_to_its_group_does_not_reach_its_parent(tmp_path: Path) -> None:
+    code = "import os, signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); os.kill(0, signal.SIGTERM); print(1)"
+    assert play(tmp_path, code) == (1.0, {})
+    with pytest.raises(ProgramFailed, match="exit code 137"):
+        play(tmp_path, "import os; os.kill(os.getpid(), 9)")
 
 
 def test_its_memory_is_limited(tmp_path: Path) -> None:
