@@ -1,9 +1,9 @@
 """Tells for how many tokens a request counts where models share the trainer (`service.tinker.shares`).
 
-A pass counts for its tokens, before it runs. All else (an update, a save, an adapter that is made or loaded) counts, once
-it is done, for the tokens of passes with a gradient that the trainer would have computed in the seconds that it took. How
-many those are in a second is measured, over the last passes. So an update of a small adapter costs its model little, a
-save of a large one much, and whoever saves at each step pays for the time in which the others waited.
+A pass counts for its tokens, before it runs. All else (an update, a save, an adapter that is made or loaded) counts,
+once it is done, for the tokens of passes with a gradient that the trainer would have computed in the seconds that it
+took. How many those are in a second is measured, over the last passes. So an update of a small adapter costs its model
+little, a save of a large one much, and whoever saves at each step pays for the time in which the others waited.
 """
 
 from __future__ import annotations
