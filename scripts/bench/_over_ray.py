@@ -137,7 +137,7 @@ def play(client: Any, model: Path, shape: Shape, groups: int) -> OverRay:
 
 def measure_here(shape: Shape, groups: int, per_message: int) -> OverRay:
     """Measures after a warm-up, with all threads of this process on one core, and the replica on the others."""
-    from orchestrator.actor import spare_collector
+    from trireme.process.collector import spare_collector
 
     with replica(per_message) as client, tempfile.TemporaryDirectory(prefix="bench-") as directory:
         model = make_model(Path(directory))

@@ -236,7 +236,7 @@ def pin(cores: set[int]) -> None:
 
 
 def measure_here(name: str, amount: int) -> Measured:
-    from orchestrator.actor import spare_collector
+    from trireme.process.collector import spare_collector
 
     pin({ORCHESTRATOR_CORE})
     make_pipeline(ReadyAnswers(), GROUPS, WARM_UP_STEPS)  # imports what there is to import

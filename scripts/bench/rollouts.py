@@ -81,7 +81,7 @@ def play(rollouts: int) -> Measured:
 
 def measure_here(rollouts: int, rounds: int) -> Measured:
     """The costs of several rounds are added; the memory is the first one's."""
-    from orchestrator.actor import spare_collector
+    from trireme.process.collector import spare_collector
 
     pin({ORCHESTRATOR_CORE})
     make_pipeline(ReadyAnswers(), 8, 1, FLAGS)  # imports what there is to import

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
@@ -30,13 +29,11 @@ from trireme.core.transport import Offer, Session
 from trireme.core.types import Minibatch, StepSummary, WeightIdentity
 from trireme.core.weights import PublishedWeights
 from trireme.process import signals, trace
+from trireme.process.collector import spare_collector
 from trireme.process.environ import redirect_output
 from trireme.process.faults import fault_point, number_process
 
 T = TypeVar("T")
-COLLECT_AFTER = (200_000, 50)
-"""How many new objects there are before the cycle collector looks at the youngest generation, and after how many such
-passes at the next; Python's defaults are 700 and 10. Unused cycles may take tens of MB in between."""
 
 
 class OrchestratorActor:
@@ -184,10 +181,3 @@ def store_parts(assign: Assign) -> Keep:
     import ray  # here, because code that only builds a pipeline needs none
 
     return partial(StoredBatch.store, assign=assign, put=ray.put, owner="orchestrator")
-
-
-def spare_collector() -> None:
-    """Makes the cycle collector skip the objects that exist now, and run less often. Rollouts are many objects and
-    hardly any cycles: with 10,000 in flight it took a third of the process's time, as it looks at each many times."""
-    gc.freeze()
-    gc.set_threshold(*COLLECT_AFTER)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +37,7 @@ from trireme.core.errors import RoomFailed, TriremeError
 from trireme.core.sampler import Heartbeat, ReplicaStats
 from trireme.core.tokenizer import load_tokenizer
 from trireme.core.types import SampledSequence, SampleRequest, WeightIdentity
+from trireme.process.collector import spare_collector
 from trireme.process.environ import redirect_output
 from trireme.process.model_source import bring_models
 from trireme.process.waits import get_async
@@ -46,6 +48,7 @@ AGAIN_S = 10.0
 """A replica that failed a chat is tried again after this time, unless it was removed meanwhile."""
 CLOSE_S = 3.0
 MEGABYTE = 10**6
+NICEST = 19
 log = logging.getLogger(__name__)
 
 
@@ -65,6 +68,12 @@ class ReplicaSampler(Protocol):
     async def drain(self, index: int, timeout_s: float) -> None: ...
 
     async def next_failure(self) -> tuple[int, str]: ...
+
+
+def niceness(share: float) -> int:
+    """Returns the priority at which a thread gets about this share of a core for which another one competes: each step
+    of Linux's scheduler is a factor of 1.25."""
+    return min(round(math.log(1 / share, 1.25)), NICEST)
 
 
 class ServiceActor:
@@ -95,6 +104,8 @@ class ServiceActor:
     async def start(self) -> str:
         """Opens the port, and returns the address of the service. Raises RoomFailed if the port is taken."""
         options, own = self._config.service, self._config.renderer
+        if not self._adopt:  # training comes first: this thread, and those that it starts, compute what is left
+            os.nice(niceness(options.share))
         self._sampler = self._sampler_factory()
         if self._adopt:
             await self._sampler.adopt(self._adopt)  # those that join take this name too
@@ -119,6 +130,7 @@ class ServiceActor:
         beside = (self._fit_places(), self._bring_back(), self._door.keep_swept())
         self._tasks = [serving, *(asyncio.create_task(each) for each in beside)]
         self._started.set()
+        spare_collector()  # requests and sessions are many objects too
         port = self._server.servers[0].sockets[0].getsockname()[1]
         host = f"[{options.host}]" if ":" in options.host else options.host
         return f"http://{host}:{port}"

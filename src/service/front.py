@@ -202,7 +202,8 @@ class Front:
         """Refuses texts that are far too long: all other answers would wait while they are tokenised. Raises
         RequestRefused."""
         most = self.models.max_len
-        whole = "".join(message["content"] for message in asked.messages if "tokens" not in message)
+        said = [message["content"] for message in asked.messages if "tokens" not in message]
+        whole = "".join(said) if sum(map(len, said)) > CHARACTERS * most else ""
         for text in (whole, *(each for each in asked.prompts if isinstance(each, str))):
             if len(text) <= CHARACTERS * most:
                 continue

@@ -29,7 +29,7 @@ import asyncio
 import hashlib
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 from typing import Any
@@ -590,19 +590,23 @@ class Outcome:
         return float(np.mean(self.trained_lengths) / np.mean(dispatched))
 
 
-def simulate(scenario: Scenario, router: type[Router] = Router) -> Outcome:
-    """A whole run. Raises what the pipeline raises, and Deadlock."""
+Beside = Callable[["Outcome"], Coroutine[Any, Any, None]]
+
+
+def simulate(scenario: Scenario, router: type[Router] = Router, beside: Sequence[Beside] = ()) -> Outcome:
+    """A whole run. `beside`: what else happens meanwhile, until the run ends. Raises what the pipeline raises, and
+    Deadlock."""
     trainer = SimTrainer()
     replicas = [SimReplica(i, scenario, trainer) for i in range(scenario.replicas)]
     outcome = Outcome(scenario, Problems(scenario), trainer, replicas)
     ticks = {"LAG_TICK_S": NO_DEADLINE_S, "LOAD_TICK_S": scenario.load_tick_s}
     progress = mock.patch("inference.router.PROGRESS_S", scenario.progress_tick_s)
     with progress, mock.patch.multiple("orchestrator.watch", **ticks):
-        virtual_time.run(_simulate(outcome, router))
+        virtual_time.run(_simulate(outcome, router, beside))
     return outcome
 
 
-async def _simulate(outcome: Outcome, router: type[Router]) -> None:
+async def _simulate(outcome: Outcome, router: type[Router], beside: Sequence[Beside]) -> None:
     """Returns nothing: asyncio formats the result of a program's main coroutine, and this one is large."""
     scenario, loop = outcome.scenario, asyncio.get_running_loop()
     config, limits = scenario.config(), RolloutLimits(VOCABULARY, VOCABULARY)
@@ -621,11 +625,13 @@ async def _simulate(outcome: Outcome, router: type[Router]) -> None:
     supervision = Supervision(pipeline, outcome)
     for replica, seconds in scenario.dies_at_s.items():
         loop.call_later(seconds, outcome.replicas[replica].die)
-    tasks = [asyncio.create_task(work) for work in supervision.work()]
+    tasks = [asyncio.create_task(work) for work in [*supervision.work(), *(each(outcome) for each in beside)]]
     try:
         await drive(pipeline, outcome)
     finally:
         for task in tasks:
+            if task.done():
+                task.result()
             task.cancel()
         await pipeline.stop()
 

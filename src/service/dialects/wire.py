@@ -73,7 +73,7 @@ class Body(BaseModel):
     def encodable(cls, value: T) -> T:
         """Refuses texts that JSON can write and UTF-8 cannot: half a pair of surrogates."""
         for text in value if isinstance(value, list) else [value]:
-            if isinstance(text, str):
+            if isinstance(text, str) and not text.isascii():
                 try:
                     text.encode()
                 except UnicodeEncodeError:

@@ -17,14 +17,11 @@ def last_query(messages: Sequence[Message]) -> int:
     A user's message that only wraps a tool's answer is not a question.
     """
     wraps = (TOOL_RESPONSE, TOOL_RESPONSE_END)
-    return max(
-        (
-            i
-            for i, m in enumerate(messages)
-            if m["role"] == "user" and not (m["content"].startswith(wraps[0]) and m["content"].endswith(wraps[1]))
-        ),
-        default=len(messages) - 1,
-    )
+    for i in range(len(messages) - 1, -1, -1):
+        m = messages[i]
+        if m["role"] == "user" and not (m["content"].startswith(wraps[0]) and m["content"].endswith(wraps[1])):
+            return i
+    return len(messages) - 1
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,249 @@
+"""The service in a process of its own, in front of a sampler whose answers are ready, and a bare FastAPI route.
+
+The app, its guard, its renderer and the journal of its sessions are those of `service.actor`; there are no replicas and
+no Ray. `child` tells its CPU seconds whenever it is asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing as mp
+import os
+import random
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import uvicorn
+import uvloop
+from fastapi import FastAPI
+from pydantic import BaseModel
+from turns import ANSWER, LONG
+
+from service.app import make_app
+from service.asked import Made
+from service.front import Front, ServedModels
+from service.guard import Limits
+from service.keys import ServiceKey, ServiceKeys
+from service.places import Places
+from service.sessions.door import PlacedSampler, SessionDoor
+from service.sessions.journal import SessionJournal
+from service.sessions.registry import SessionRegistry
+from service.sessions.session import SessionLimits
+from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, VersionSpan, WeightIdentity
+from trireme.process.collector import spare_collector
+from trireme.renderers import make_renderer
+
+CLIENT, ADMIN = "tr-client-0123456789abcdef", "tr-admin-0123456789abcdef"
+LIMITS = Limits(16 * 10**6, 30.0, None)
+WORDS = 3000
+PLACES = 512
+START_S = 60.0
+DISTINCT = 16
+TEMPLATE = (
+    "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def words() -> list[str]:
+    """Returns words; most of them are one token, with the space before them."""
+    rng = random.Random(0)
+    return sorted({"".join(rng.choices("etaoinshrdlu", k=rng.randint(2, 6))) for _ in range(WORDS)})
+
+
+def text_of(rng: random.Random, tokens: int) -> str:
+    """Returns about as many tokens of text."""
+    return " ".join(rng.choices(words_there(), k=tokens))
+
+
+_words: list[str] = []
+
+
+def words_there() -> list[str]:
+    """Returns `words()`, made once."""
+    if not _words:
+        _words.extend(words())
+    return _words
+
+
+def make_tokenizer() -> Any:
+    """Returns a tokenizer with merges, and with Qwen's format of chats."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    raw = Tokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=8192, initial_alphabet=alphabet, show_progress=False)
+    raw.train_from_iterator([" ".join(["", *words_there()])] * 3, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|endoftext|>")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+class ReadySampler:
+    """Has answers of ANSWER tokens ready. A stream gets its first token and then the whole. `seconds`: the time that an
+    answer takes."""
+
+    def __init__(self, tokenizer: Any, seconds: float = 0.0) -> None:
+        self._seconds, self._given = seconds, 0
+        rng, end = random.Random(1), tokenizer.convert_tokens_to_ids("<|im_end|>")
+        self._answers = []
+        for _ in range(DISTINCT):
+            said = tokenizer.encode(" " + text_of(rng, ANSWER), add_special_tokens=False)
+            tokens = [*said[: ANSWER - 1], end]
+            spans = (VersionSpan(WeightIdentity(1, 1, "d"), 0, ANSWER),)
+            logprobs = np.full(ANSWER, -1.25, np.float32)
+            self._answers.append(SampledSequence(np.asarray(tokens, np.int32), logprobs, "stop", spans))
+
+    async def sample(self, request: SampleRequest, told: Callable[[Made], None] | None = None) -> SampledSequence:
+        """Samples one sequence."""
+        self._given += 1
+        whole = self._answers[self._given % DISTINCT]
+        if told:
+            span = replace(whole.spans[0], end=1)
+            told(SampledSequence(whole.tokens[:1], whole.logprobs[:1], "length", (span,)))
+        if self._seconds or told:
+            await asyncio.sleep(self._seconds)
+        return whole
+
+
+def make_service(directory: Path, seconds: float, places: int) -> Any:
+    """Returns the app of the service."""
+    tokenizer = make_tokenizer()
+    renderer = make_renderer("qwen3", tokenizer)
+    sampler = ReadySampler(tokenizer, seconds)
+    front = Front(
+        sampler,
+        ServedModels(("policy",), 2 * LONG.context, len(tokenizer)),
+        tokenizer,
+        renderer,
+        Places(places, PLACES, 300.0),
+    )
+    keys = ServiceKeys([ServiceKey("client", CLIENT), ServiceKey("admin", ADMIN)])
+    sampling = SamplingParams(max_tokens=ANSWER)
+    registry = SessionRegistry(
+        PlacedSampler(sampler, front.places),
+        renderer,
+        SessionJournal(directory),
+        SessionLimits(1000, 10**6, 7200.0, 900.0, 3600.0),
+        sampling,
+        front.models.max_len,
+        time.time,
+        lambda: None,
+        tokenizer,
+        front.vocabulary,
+    )
+
+    async def floor() -> int:
+        return 1
+
+    registry.restore()
+    return make_app(front, SessionDoor(registry, front, keys, sampling, floor, 10**6), keys, LIMITS)
+
+
+class BareMessage(BaseModel):
+    """A message, as an app would declare it that looks at nothing."""
+
+    role: str
+    content: str
+
+
+class BareChat(BaseModel):
+    """A body of such messages."""
+
+    model: str
+    messages: list[BareMessage]
+
+
+def make_bare() -> Any:
+    """Returns an app with one route, which reads a chat's body with pydantic, and answers as much as the service."""
+    app = FastAPI(docs_url=None, redoc_url=None)
+    said = text_of(random.Random(1), ANSWER)
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: BareChat) -> dict[str, Any]:
+        message = {"role": "assistant", "content": said}
+        usage = {"prompt_tokens": len(body.messages), "completion_tokens": ANSWER}
+        choices = [{"index": 0, "message": message, "finish_reason": "stop", "logprobs": None}]
+        return {"id": "chatcmpl-0", "object": "chat.completion", "choices": choices, "usage": usage}
+
+    return app
+
+
+async def _serve(app: Any, port: Callable[[int], None]) -> None:
+    own: Any = {"log_config": None, "access_log": False, "lifespan": "off", "timeout_keep_alive": 3600}
+    config = uvicorn.Config(app, "127.0.0.1", 0, **own)
+    server = uvicorn.Server(config)
+    serving = asyncio.create_task(server.serve())
+    while not server.started and not serving.done():  # noqa: ASYNC110  uvicorn has no event for it
+        await asyncio.sleep(0.01)
+    port(server.servers[0].sockets[0].getsockname()[1])
+    await serving
+
+
+def _child(pipe: Connection, core: int | None, bare: bool, seconds: float, places: int) -> None:
+    if core is not None:
+        os.sched_setaffinity(0, {core})
+
+    def tell() -> None:
+        while pipe.poll(None):
+            try:
+                pipe.recv()
+            except EOFError:
+                os._exit(0)
+            pipe.send(time.process_time())
+
+    def ready(port: int) -> None:
+        pipe.send(port)
+        threading.Thread(target=tell, daemon=True).start()
+
+    with tempfile.TemporaryDirectory(prefix="bench-") as directory:
+        app = make_bare() if bare else make_service(Path(directory), seconds, places)
+        spare_collector()  # as in the actor
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # the loop that Ray gives its actors
+            runner.run(_serve(app, ready))
+
+
+@dataclass(frozen=True)
+class Child:
+    """A server that runs."""
+
+    port: int
+    pid: int
+    _pipe: Connection
+
+    def cpu_s(self) -> float:
+        """Returns the CPU seconds that it has used."""
+        self._pipe.send(None)
+        used: float = self._pipe.recv()
+        return used
+
+
+@contextmanager
+def child(
+    *, core: int | None = None, bare: bool = False, seconds: float = 0.0, places: int = PLACES
+) -> Iterator[Child]:
+    """Runs a server in a process of its own. `seconds`: the time that each answer takes."""
+    ours, theirs = mp.get_context("spawn").Pipe()
+    process = mp.get_context("spawn").Process(target=_child, args=(theirs, core, bare, seconds, places), daemon=True)
+    process.start()
+    try:
+        if not ours.poll(START_S):
+            raise RuntimeError(f"the server did not start within {START_S:g} s")
+        assert process.pid is not None
+        yield Child(ours.recv(), process.pid, ours)
+    finally:
+        process.terminate()
+        process.join(START_S)

@@ -1,0 +1,267 @@
+"""Measures what the service costs: CPU of a turn, the first token of a stream, good clients among bad ones.
+
+    python scripts/bench/serving.py [--only turns|first|crowd ...] [--repeats 3]
+
+The service runs in a process of its own, on one core, in front of a sampler whose answers of 128 tokens are ready
+(`_served.py`): the hop to a replica is not in these figures. The client is on the other core and costs it nothing.
+
+- `turns`: the server's CPU milliseconds of a turn of a session, at 512 tokens and one turn, and at 32,768 tokens and 50
+  turns (the last ten of them). Requests hold the whole conversation as text, as those of OpenAI's client do. Beside
+  them the same as plain chats, and a bare FastAPI route with uvicorn that reads the same bodies and answers as much.
+- `first`: wall milliseconds until the first piece of text of a stream.
+- `crowd`: 200 clients at once, of which a tenth have wrong keys, a tenth send bodies of 100 MB and a tenth stop in the
+  middle of a body; seconds of the good ones' requests over those of the same good ones alone. An answer takes a quarter
+  of a second.
+
+The last line of the output is the result, a JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import http.client
+import json
+import os
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from _common import Result, median
+from _served import ADMIN, CLIENT, Child, child, text_of
+from turns import ANSWER, LONG, OBSERVED, SHORT, Shape
+
+SERVER_CORE, CLIENT_CORE = 0, 1
+TARGET_MS = {str(SHORT): 2.0, str(LONG): 3.0}
+TARGET_CROWD = 1.5
+LAST, SHORT_TURNS, LONG_SESSIONS = 10, 200, 6
+FORMAT = 8
+"""About so many tokens of the chat format stand around two messages."""
+CROWD, BAD, ROUNDS = 200, 20, 5
+ANSWER_S = 0.25
+HUGE = 100 * 10**6
+PIECE = b" " * 2**18
+
+
+class Caller:
+    """A client with one connection."""
+
+    def __init__(self, server: Child) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+
+    def post(self, path: str, body: bytes, key: str) -> Any:
+        """Returns the answer. Raises RuntimeError for an error."""
+        headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+        self._connection.request("POST", path, body, headers)
+        answer = self._connection.getresponse()
+        read = answer.read()
+        if answer.status != 200:
+            raise RuntimeError(f"{path}: {answer.status} {read[:500]!r}")
+        return json.loads(read)
+
+    def first_piece_ms(self, path: str, body: bytes, key: str) -> float:
+        """Returns the milliseconds until the first text of a stream."""
+        headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+        started = time.monotonic()
+        self._connection.request("POST", path, body, headers)
+        answer = self._connection.getresponse()
+        took = 0.0
+        while line := answer.readline():
+            if not took and b'"content": "' in line and b'"content": ""' not in line:
+                took = time.monotonic() - started
+        if not took:
+            raise RuntimeError("a stream without text")
+        return took * 1e3
+
+
+def body_of(messages: Sequence[Any], **more: Any) -> bytes:
+    return json.dumps({"model": "policy", "messages": messages, "max_tokens": ANSWER, **more}).encode()
+
+
+def turn_ms(server: Child, caller: Caller, shape: Shape, in_sessions: bool, bare: bool, seed: int) -> list[float]:
+    """Returns the server's CPU milliseconds of a turn at the end of conversations of this shape, one for each
+    conversation, or one for all where a conversation has one turn."""
+    rng = random.Random(seed)
+    count = LONG_SESSIONS if shape.turns > 1 else SHORT_TURNS
+    paths = [_path(caller, in_sessions) for _ in range(count)]
+    found: list[float] = []
+    started = server.cpu_s()
+    for path, key in paths:
+        messages: list[Any] = [{"role": "user", "content": text_of(rng, shape.first - FORMAT)}]
+        for turn in range(shape.turns):
+            if turn and turn == shape.turns - LAST:
+                started = server.cpu_s()
+            answer = caller.post(path, body_of(messages), key)
+            message = answer["choices"][0]["message"]
+            messages.append({"role": "assistant", "content": message["content"]})
+            messages.append({"role": "user", "content": text_of(rng, OBSERVED - FORMAT)})
+        if shape.turns > 1:
+            found.append((server.cpu_s() - started) / LAST * 1e3)
+        if not bare:
+            used = answer["usage"]["prompt_tokens"] + answer["usage"]["completion_tokens"]
+            if not 0.95 < used / shape.context < 1.05:
+                raise RuntimeError(f"a conversation of {used} tokens; it was to have {shape.context}")
+    return found or [(server.cpu_s() - started) / count * 1e3]
+
+
+def _path(caller: Caller, in_sessions: bool) -> tuple[str, str]:
+    if not in_sessions:
+        return "/v1/chat/completions", CLIENT
+    opened = caller.post("/sessions", b"{}", ADMIN)
+    return f"/sessions/{opened['session']}/v1/chat/completions", opened["key"]
+
+
+def measure_turns(repeats: int) -> dict[str, Any]:
+    """Returns CPU milliseconds of a turn, by shape: of sessions, of plain chats, of the bare route."""
+    found: dict[str, dict[str, list[float]]] = {str(shape): {} for shape in (SHORT, LONG)}
+    with child(core=SERVER_CORE) as service, child(core=SERVER_CORE, bare=True) as bare:
+        callers = {service.port: Caller(service), bare.port: Caller(bare)}
+        kinds = (("session", service, True), ("chat", service, False), ("bare", bare, False))
+        for round_ in range(repeats + 1):
+            for shape in (SHORT, LONG):
+                for name, server, in_sessions in kinds:
+                    each = turn_ms(server, callers[server.port], shape, in_sessions, server is bare, round_)
+                    if round_:  # the first one warms up
+                        found[str(shape)].setdefault(name, []).extend(each)
+    return {shape: {name: median(all_) for name, all_ in each.items()} for shape, each in found.items()}
+
+
+def measure_first(repeats: int) -> dict[str, float]:
+    """Returns wall milliseconds until the first text of a stream at 512 tokens, median and ninth decile."""
+    with child(core=SERVER_CORE) as service:
+        caller, rng = Caller(service), random.Random(0)
+        body = body_of([{"role": "user", "content": text_of(rng, SHORT.first - FORMAT)}], stream=True)
+        took = [caller.first_piece_ms("/v1/chat/completions", body, CLIENT) for _ in range(50 * (repeats + 1))][50:]
+    return {"median_ms": median(took), "ninth_decile_ms": round(statistics.quantiles(took, n=10)[-1], 3)}
+
+
+# ---- 200 clients
+
+
+async def good(port: int, body: bytes, started: asyncio.Event) -> float:
+    """Returns the seconds that each of ROUNDS requests took on average."""
+    await started.wait()
+    began = time.monotonic()
+    for _ in range(ROUNDS):
+        status, _ = await exchange(port, _head(CLIENT, len(body)) + body)
+        if status != 200:
+            raise RuntimeError(f"a good client got {status}")
+    return (time.monotonic() - began) / ROUNDS
+
+
+async def exchange(port: int, request: bytes) -> tuple[int, bytes]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(request)
+        await writer.drain()
+        answer = await reader.read()
+        return int(answer.split(b" ", 2)[1]), answer
+    finally:
+        writer.close()
+
+
+def _head(key: str, length: int) -> bytes:
+    lines = ["POST /v1/chat/completions HTTP/1.1", "Host: x", "Connection: close", f"Authorization: Bearer {key}"]
+    return "\r\n".join([*lines, "Content-Type: application/json", f"Content-Length: {length}", "", ""]).encode()
+
+
+async def wrong_key(port: int) -> None:
+    """Asks with a wrong key, again and again."""
+    while True:
+        status, _ = await exchange(port, _head("tr-client-of-another", 2) + b"{}")
+        if status != 401:
+            raise RuntimeError(f"a wrong key got {status}")
+
+
+async def huge_body(port: int) -> None:
+    """Sends bodies of 100 MB without saying so first, again and again."""
+    while True:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        head = _head(CLIENT, 0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
+        writer.write(head)
+        with suppress(ConnectionError):
+            for _ in range(HUGE // len(PIECE)):
+                writer.write(f"{len(PIECE):x}\r\n".encode() + PIECE + b"\r\n")
+                await writer.drain()
+        with suppress(ConnectionError):
+            answer = await reader.read()
+            if answer and not answer.startswith(b"HTTP/1.1 413"):
+                raise RuntimeError(f"a body of 100 MB got {answer[:100]!r}")
+        writer.close()
+
+
+async def hang(port: int) -> None:
+    """Says the beginning of a body, and no more."""
+    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(_head(CLIENT, 1000) + b'{"model": ')
+    await writer.drain()
+    await asyncio.Future()
+
+
+async def play_crowd(port: int, bad: bool) -> list[float]:
+    """Returns the seconds of the good clients' requests."""
+    rng, begun = random.Random(0), asyncio.Event()
+    body = body_of([{"role": "user", "content": text_of(rng, SHORT.first - FORMAT)}])
+    goods = [asyncio.create_task(good(port, body, begun)) for _ in range(CROWD - 3 * BAD)]
+    bads = [asyncio.create_task(do(port)) for do in (wrong_key, huge_body, hang) * BAD] if bad else []
+    await asyncio.sleep(0.2)
+    begun.set()
+    try:
+        together: asyncio.Future[Any] = asyncio.gather(*goods)
+        watched: list[asyncio.Future[Any]] = [together, *bads]
+        await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+        for each in bads:
+            if each.done():
+                each.result()
+        return list(await together)
+    finally:
+        for each in bads:
+            each.cancel()
+        await asyncio.gather(*bads, return_exceptions=True)
+
+
+def measure_crowd(repeats: int) -> dict[str, Any]:
+    """Returns seconds of a good client's request among bad ones and alone, and their ratio."""
+    alone: list[float] = []
+    among: list[float] = []
+    with child(core=SERVER_CORE, seconds=ANSWER_S) as service:
+        asyncio.run(play_crowd(service.port, bad=False))
+        for _ in range(repeats):
+            alone += asyncio.run(play_crowd(service.port, bad=False))
+            among += asyncio.run(play_crowd(service.port, bad=True))
+    return {"alone_s": median(alone), "among_s": median(among), "ratio": round(median(among) / median(alone), 3)}
+
+
+MEASURES = {"turns": measure_turns, "first": measure_first, "crowd": measure_crowd}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(MEASURES), default=list(MEASURES))
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args()
+    if (os.cpu_count() or 1) > 1:
+        os.sched_setaffinity(0, {CLIENT_CORE})
+    load = os.getloadavg()[0]
+    found = {name: MEASURES[name](options.repeats) for name in options.only}
+    turns: Any = found.get("turns", {})
+    crowd: Any = found.get("crowd", {})
+    over = {shape: turns[shape]["session"] / most for shape, most in TARGET_MS.items()} if turns else {}
+    worst = max([*over.values(), *([crowd["ratio"] / TARGET_CROWD] if crowd else [])], default=0.0)
+    Result(
+        name="service",
+        value=turns[str(LONG)]["session"] if turns else worst,
+        unit="CPU ms per turn at 32k and 50" if turns else "of the target",
+        ratio=round(worst, 3),
+        target=1.0,
+        holds=worst <= 1.0,
+        against=f"the targets {TARGET_MS} CPU ms and {TARGET_CROWD} for good clients, the worst of them",
+        detail={"load_before": load, **found},
+    ).print()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,17 @@
+"""Lets Python's cycle collector look at long-lived processes less often."""
+
+from __future__ import annotations
+
+import gc
+
+COLLECT_AFTER = (200_000, 50)
+"""How many new objects there are before the cycle collector looks at the youngest generation, and after how many such
+passes at the next; Python's defaults are 700 and 10. Unused cycles may take tens of MB in between."""
+
+
+def spare_collector() -> None:
+    """Makes the cycle collector skip the objects that exist now, and run less often. Rollouts and sessions are many
+    objects and hardly any cycles: with 10,000 rollouts in flight it took a third of the process's time, as it looks at
+    each many times."""
+    gc.freeze()
+    gc.set_threshold(*COLLECT_AFTER)

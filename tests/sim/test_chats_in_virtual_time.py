@@ -1,0 +1,107 @@
+"""Chats beside a run, in virtual time: 50 clients that never stop asking get `service.share` of the places in which
+replicas decode, and training is slower by about as much."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from simulation import NO_DEADLINE_S, Outcome, Scenario, SimReplica, simulate
+from test_pipeline_in_virtual_time import check
+
+from inference.router import Router
+from service.actor import ServiceActor
+from service.front import ServedModels
+from service.places import Places
+from trireme.core.sampler import ReplicaStats
+from trireme.core.types import SampleRequest, SamplingParams
+
+CLIENTS = 50
+FULL = Scenario("drop", 1, steps=12, spread=0.2, train_s=0.1, update_s=0.1, publish_s=0.1, batch_size=16)
+"""There are always more rollouts than places, and training waits for them."""
+PLACES = FULL.replicas * FULL.slots
+CHAT_TOKENS = 1000
+
+
+class WithPlaces:
+    """A replica as its router sees it, which says how many sequences it decodes together."""
+
+    def __init__(self, replica: SimReplica) -> None:
+        self._replica = replica
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._replica, name)
+
+    async def stats(self) -> ReplicaStats:
+        return replace(await self._replica.stats(), places=FULL.slots)
+
+
+@dataclass
+class Chats:
+    """The clients of a service, which ask again and again."""
+
+    share: float
+    most: int = 0
+    """The most chats that replicas had at a time, once there were places for more than the first."""
+    answered: int = 0
+
+    async def ask(self, outcome: Outcome) -> None:
+        """Lets all clients ask, with the places that the service's own actor gives them."""
+        config = outcome.scenario.config()
+        config = config.model_copy(update={"service": config.service.model_copy(update={"share": self.share})})
+        router = Router({}, progress_s=NO_DEADLINE_S, updates=False, patience_s=NO_DEADLINE_S)
+        models = ServedModels(("policy",), 10**6, 10**6)
+        actor = ServiceActor(config, lambda: router, models, [], None, Path(), None)
+        actor._sampler, actor._places = router, Places(1, CLIENTS, NO_DEADLINE_S)
+        while any(replica._identity is None for replica in outcome.replicas):  # noqa: ASYNC110  time is virtual
+            await asyncio.sleep(0.1)
+        for index, replica in enumerate(outcome.replicas):
+            await router.join(index, WithPlaces(replica))  # type: ignore[arg-type]
+        async with asyncio.TaskGroup() as group:
+            group.create_task(actor._fit_places())
+            for number in range(CLIENTS):
+                group.create_task(self._client(router, actor._places, number))
+
+    async def _client(self, router: Router, places: Places, number: int) -> None:
+        for turn in range(10**6):
+            places.check(1)
+            async with places.one():
+                self.most = max(self.most, places.taken)
+                await router.sample(
+                    SampleRequest(
+                        f"chat-{number}-{turn}",
+                        np.array([900_000 + number, turn], np.int32),
+                        SamplingParams(max_tokens=CHAT_TOKENS, seed=0),
+                        f"chat-{number}",
+                    )
+                )
+            self.answered += 1
+
+
+def seconds_with(share: float) -> tuple[float, Chats]:
+    """Returns how long the run takes beside the clients."""
+    chats = Chats(share)
+    outcome = simulate(FULL, beside=[chats.ask])
+    check(outcome)
+    return outcome.seconds, chats
+
+
+def test_chats_have_their_share_of_the_places_and_training_is_slower_by_about_as_much() -> None:
+    alone = simulate(FULL).seconds
+    slower: dict[float, float] = {}
+    for share, most in ((0.1, int(0.1 * PLACES)), (1.0, CLIENTS)):
+        seconds, chats = seconds_with(share)
+        assert chats.most == most, "they want more, and get no more"
+        assert chats.answered > CLIENTS
+        slower[share] = seconds / alone
+    assert slower[0.1] < 1 / (1 - 0.1)
+    assert slower[1.0] > 1.2, "else the bound above says nothing"
+
+
+def test_a_share_of_less_than_one_place_is_one_place() -> None:
+    _, chats = seconds_with(0.001)
+    assert chats.most == 1
+    assert chats.answered > 0
