@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import http.client
+import itertools
 import json
 import os
 import random
@@ -169,22 +170,27 @@ def _head(key: str, length: int) -> bytes:
 
 
 async def wrong_key(port: int) -> None:
-    """Asks with a wrong key, again and again."""
+    """Asks with a wrong key, as often as a good client asks."""
     while True:
+        await asyncio.sleep(ANSWER_S)
         status, _ = await exchange(port, _head("tr-client-of-another", 2) + b"{}")
         if status != 401:
             raise RuntimeError(f"a wrong key got {status}")
 
 
 async def huge_body(port: int) -> None:
-    """Sends bodies of 100 MB without saying so first, again and again."""
-    while True:
+    """Sends bodies of 100 MB, as often as a good client asks; every other one does not say so first."""
+    for turn in itertools.count():
+        await asyncio.sleep(ANSWER_S)
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        head = _head(CLIENT, 0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
+        head, before, after = _head(CLIENT, HUGE), b"", b""
+        if turn % 2:
+            head = _head(CLIENT, 0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
+            before, after = f"{len(PIECE):x}\r\n".encode(), b"\r\n"
         writer.write(head)
         with suppress(ConnectionError):
             for _ in range(HUGE // len(PIECE)):
-                writer.write(f"{len(PIECE):x}\r\n".encode() + PIECE + b"\r\n")
+                writer.write(before + PIECE + after)
                 await writer.drain()
         with suppress(ConnectionError):
             answer = await reader.read()
