@@ -107,15 +107,13 @@ class TinkerRoutes:
         return JsonReply({"status": "accepted"})
 
     async def capabilities(self) -> JsonReply:
-        """Tells which model is here."""
+        """Tells which model is here, by each of its names."""
         size = self._server.served.max_len
-        model = {
-            "model_name": self._server.base_model,
-            "max_context_length": size,
-            "trainable": True,
-            "sampleable": True,
-        }
-        return JsonReply({"supported_models": [model]})
+        models = [
+            {"model_name": name, "max_context_length": size, "trainable": True, "sampleable": True}
+            for name in self._server.listed
+        ]
+        return JsonReply({"supported_models": models})
 
     async def create_session(self, request: Request, body: SessionBody) -> JsonReply:
         """Begins a session."""
@@ -196,9 +194,8 @@ class TinkerRoutes:
     async def create_sampler(self, body: SamplerBody) -> JsonReply:
         """Begins a sampling session."""
         if body.model_path is None and not self._server.serves(body.base_model):
-            raise RequestRefused(
-                f"base_model = {body.base_model!r}; expected {self._server.base_model}", param="base_model"
-            )
+            names = " or ".join(self._server.listed)
+            raise RequestRefused(f"base_model = {body.base_model!r}; expected {names}", param="base_model")
         number = body.sampling_session_seq_id
         return JsonReply({"sampling_session_id": self._server.create_sampler(body.session_id, number, body.model_path)})
 

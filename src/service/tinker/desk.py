@@ -56,6 +56,7 @@ class TinkerDesk:
         set of weights."""
         self.catalog, self.served, self.now = catalog, served, now
         self._names, self._tokenizer_id, self._journal = names, tokenizer_id, journal
+        self._further = tuple(options.names)
         self._lora, self._places, self._slots = lora, places, slots
         self._kept, self._commit_s = max(options.snapshots, slots), options.commit_s
         self.state, self._histories = self._replay([])
@@ -91,6 +92,11 @@ class TinkerDesk:
     def base_model(self) -> str:
         """The name of the model that it serves."""
         return self._names[0]
+
+    @property
+    def listed(self) -> tuple[str, ...]:
+        """The names that clients are told when they ask for all models."""
+        return (self.base_model, *self._further)
 
     @property
     def told(self) -> str:

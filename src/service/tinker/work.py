@@ -224,7 +224,8 @@ class TrainingWorker:
 
     def _create(self, model_id: str, work: Creation) -> Done:
         if work.base_model is not None and work.base_model not in self.bases:
-            raise UserError(f"base_model = {work.base_model!r}; expected {self.bases[0]}, the model of this server")
+            named = " or ".join(dict.fromkeys(self.bases))
+            raise UserError(f"base_model = {work.base_model!r}; expected {named}, the model of this server")
         if work.optimizer != "adamw":
             raise UserError(f"the optimizer {work.optimizer!r}; expected adamw, the only one here")
         record = self._begin_adapter(model_id, work) if self.lora else None

@@ -25,6 +25,9 @@ class SessionsConfig(Section):
 
 
 class TinkerConfig(Section):
+    names: list[str] = Field([])
+    """Further names by which clients of `trireme serve` may ask for the model: that of a model hub, say, where
+    `model.name` is a directory."""
     snapshots: PositiveInt = 4
     """Sets of weights that `trireme serve` keeps in memory for samplers beside the base's, at least: those of samplers
     that wait or sample stay too. Each takes as much as the published weights of the model."""

@@ -48,13 +48,15 @@ def serve_clients(
     say: Callable[[str], None],
 ) -> None:
     """Serves until a signal comes. `names`: those by which clients may ask for the model, first the one that they are
-    told. `rooms` starts a trainer and replicas; where one of them is lost all are started again, and do again what they
-    had done. What clients save is in `directory`. Raises Stopped, TriremeError."""
+    told; `service.tinker.names` are added. `rooms` starts a trainer and replicas; where one of them is lost all are
+    started again, and do again what they had done. What clients save is in `directory`. Raises Stopped,
+    TriremeError."""
     max_len, options = config.seq_limit(facts), config.service
+    names = (*names, *options.tinker.names)
     if max_len is None:
         raise BadInput("the longest sequence of the model is not known: set --model.max-seq-len")
     catalog = Catalog(directory / RUNS, names[0], time.time)
-    served = ServedModels(tuple(names), max_len, facts.vocab_size)
+    served = ServedModels(names, max_len, facts.vocab_size)
     lora = config.trainer.lora.model_copy(update={"seed": config.lora_seed}) if config.trainer.lora.on else None
     places = options.models if lora else 1
     slots = config.inference.kept_loras - 1 if lora else 0  # one is the base's, with an adapter that changes nothing

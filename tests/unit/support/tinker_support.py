@@ -312,9 +312,8 @@ def wait_for(is_so: Callable[[], bool], what: str) -> None:
 def serve_in_process(directory: Path, port: int) -> None:
     """Serves by the command's own function until this process ends. What the trainer did is in the file `calls`."""
     config = load(["@", str(UNREAD), "--model.name", "./assets/sort-base", "--model.max-seq-len", str(MAX_LEN)]).config
-    service = config.service.model_copy(
-        update={"port": port, "tinker": TinkerConfig(commit_s=float(os.environ.get("COMMIT_S", "60")))}
-    )
+    commit_s, names = float(os.environ.get("COMMIT_S", "60")), os.environ.get("FURTHER_NAMES", "").split()
+    service = config.service.model_copy(update={"port": port, "tinker": TinkerConfig(commit_s=commit_s, names=names)})
     config = config.model_copy(update={"service": service})
     facts = ModelFacts.of(config, required=True)
     assert facts is not None
