@@ -9,6 +9,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+from importlib.metadata import version as version_of
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -63,18 +64,35 @@ print("whole", flush=True)
 """
 
 
+def installed(environment: Path, *packages: str) -> str:
+    """Makes an environment of `packages` from the package index, with the version of torch that is here. Returns why
+    that cannot be; "": it is there.
+
+    It is made outside of the repository's directory, whose pyproject.toml would constrain its versions.
+    """
+    environment.parent.mkdir(parents=True, exist_ok=True)
+    python, torch = environment / "bin" / "python", f"torch=={version_of('torch')}"
+    try:
+        for command in (
+            ["uv", "venv", "-q", "--python", sys.executable, str(environment)],
+            ["uv", "pip", "install", "-q", "--python", str(python), *packages, torch],
+        ):
+            subprocess.run(
+                command, check=True, timeout=INSTALL_S, capture_output=True, text=True, cwd=environment.parent
+            )
+    except subprocess.CalledProcessError as error:
+        return f"{CANNOT}: {error.stderr.strip().splitlines()[-1]}"
+    except subprocess.TimeoutExpired:
+        return f"{CANNOT}: the package index did not serve it within {INSTALL_S:g} s"
+    return ""
+
+
 def tried(version: str, directory: Path) -> str:
     """Installs a version and lets it take the tour. Returns what went wrong; "": nothing."""
     environment = directory / version
     python = environment / "bin" / "python"
-    try:
-        for command in (
-            ["uv", "venv", "-q", "--python", sys.executable, str(environment)],
-            ["uv", "pip", "install", "-q", "--python", str(python), f"tinker=={version}", "torch"],
-        ):
-            subprocess.run(command, check=True, timeout=INSTALL_S, capture_output=True, text=True)
-    except subprocess.CalledProcessError as error:
-        return f"{CANNOT}: {error.stderr.strip().splitlines()[-1]}"
+    if said := installed(environment, f"tinker=={version}"):
+        return said
     with tinker_server(directory / f"served-{version}") as served:
         try:
             command = [str(python), "-c", TOUR, served.url]
