@@ -9,7 +9,7 @@ over one dimension of the mesh, and gradients summed over both.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -31,6 +31,7 @@ from trireme.config import CommonConfig
 from trireme.config.model_facts import ModelFacts
 from trireme.config.trainer import LoraConfig
 from trireme.core.base_digest import stored_dtypes, stored_shapes
+from trireme.core.class_tensors import Differences, differences, saved_tensors
 from trireme.core.errors import BadInput
 from trireme.core.model_places import place_of
 from trireme.core.refusals import Refusal
@@ -201,11 +202,11 @@ def load_source(name: str) -> PreTrainedModel:
     if any(buffer.dtype != torch.float32 for buffer in buffers):
         source, report = _open(name, torch.float32)
     stored = stored_shapes(name)
-    invented, reshaped = ([], []) if stored is None else _differences(source, stored)
+    own = Differences([], []) if stored is None else differences(source, stored)
     found = {
-        "lacks": {*report["missing_keys"], *invented},
+        "lacks": {*report["missing_keys"], *own.lacking},
         "has in addition": report["unexpected_keys"],
-        "has in another shape": {*(key[0] for key in report["mismatched_keys"]), *reshaped},
+        "has in another shape": {*(key[0] for key in report["mismatched_keys"]), *own.reshaped},
     }
     wrong = [f"{what} {len(names)}: {', '.join(sorted(names)[:3])}" for what, names in found.items() if names]
     if wrong:
@@ -237,33 +238,6 @@ def _stored_dtype(name: str) -> torch.dtype:
     else float32."""
     stored = {dtype for dtype in stored_dtypes(name) if dtype.startswith(("F", "BF"))}
     return {"BF16": torch.bfloat16, "F16": torch.float16}.get(stored.pop() if len(stored) == 1 else "", torch.float32)
-
-
-def _differences(source: PreTrainedModel, stored: Mapping[str, tuple[int, ...]]) -> tuple[list[str], list[str]]:
-    """Names the tensors that would be published of `source` but are not `stored`, and those with another shape.
-
-    One of tied tensors is enough, and files may leave out the prefix of the base model. Stored tensors that the class
-    leaves out knowingly, such as layers for speculative decoding, are not published.
-    """
-
-    def published(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-        empty = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
-        return {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(source, empty).items()}
-
-    def short(name: str) -> str:
-        return name.removeprefix(f"{source.base_model_prefix}.")
-
-    known = {short(name): shape for name, shape in stored.items()}
-    tied: dict[int, dict[str, Tensor]] = {}
-    for name, parameter in source.named_parameters(remove_duplicate=False):
-        tied.setdefault(id(parameter), {})[name] = parameter
-    for group in tied.values():
-        aliases = {short(name): shape for name, shape in published(group).items()} if len(group) > 1 else {}
-        if aliases.keys() & known.keys():
-            known |= aliases
-    shapes = published(_saved_tensors(source))
-    invented = [name for name in shapes if short(name) not in known]
-    return invented, [name for name, shape in shapes.items() if known.get(short(name), shape) != shape]
 
 
 def _own_modules(unit: nn.Module) -> Iterator[nn.Module]:
@@ -318,27 +292,12 @@ def _units(model: PreTrainedModel) -> Iterator[tuple[nn.Module, Callable[[], dic
     """Yields the root and then the decoder layers, each with a function that returns its own saved tensors by name, as
     they are when it is called: sharded, or whole."""
     root, *layers = fsdp_units(model) or [model]
-    inside = {id(tensor) for layer in layers for tensor in _saved_tensors(layer).values()}
+    inside = {id(tensor) for layer in layers for tensor in saved_tensors(layer).values()}
     names = {module: prefix and f"{prefix}." for prefix, module in model.named_modules()}
 
     def tensors(unit: nn.Module) -> dict[str, Tensor]:
-        own = {names[unit] + name: tensor for name, tensor in _saved_tensors(unit).items()}
+        own = {names[unit] + name: tensor for name, tensor in saved_tensors(unit).items()}
         return {name: t for name, t in own.items() if id(t) not in inside} if unit is root else own
 
     for unit in (root, *layers):
         yield unit, partial(tensors, unit)
-
-
-def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Returns the buffers, by name, that belong to what the module saves."""
-    return {
-        f"{prefix}.{name}".removeprefix("."): buffer
-        for prefix, owner in module.named_modules()
-        for name, buffer in owner.named_buffers(recurse=False)
-        if name not in owner._non_persistent_buffers_set
-    }
-
-
-def _saved_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Returns the module's parameters and persistent buffers by name, tied ones once."""
-    return {**dict(module.named_parameters()), **persistent_buffers(module)}

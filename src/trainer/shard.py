@@ -33,7 +33,7 @@ from trainer.lora import adapter_files, adapter_mode, adapter_sums, adapter_unit
 from trainer.losses import Metrics, backward, monitors, resolve_loss
 from trainer.mesh import Mesh
 from trainer.mfu import peak_flops, train_flops
-from trainer.model import Sharding, gathered_units, persistent_buffers, published_units, shard_sums
+from trainer.model import Sharding, gathered_units, published_units, shard_sums
 from trainer.proof import prove_models
 from trainer.publish import compute_canary
 from trainer.state import Checkpointer, make_adam_state
@@ -41,6 +41,7 @@ from trireme.checkpoint.files import FileRecord
 from trireme.config import CommonConfig
 from trireme.config.model_facts import ModelFacts
 from trireme.core.batch import BatchPart, Numbers, Summary, TokenBatch
+from trireme.core.class_tensors import persistent_buffers
 from trireme.core.errors import BadInput, NonFiniteGradient, TriremeError
 from trireme.core.transport import Sender, Session
 from trireme.core.types import AdamParams, OptimStepResponse, Provenance, WeightIdentity, Which

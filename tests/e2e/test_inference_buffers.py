@@ -10,7 +10,7 @@ import torch
 from inference_support import MAX_MODEL_LEN, VOCAB, prompt_of, publish, request, start_rooms
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
-from trainer.model import persistent_buffers
+from trireme.core.class_tensors import persistent_buffers
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64, "head_dim": 32}
 LAYERS = {"num_hidden_layers": 2, "first_k_dense_replace": 1, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -32,6 +32,7 @@ from trireme.config.installed import check_installed
 from trireme.config.load import load
 from trireme.config.model_facts import ModelFacts
 from trireme.config.trainer import LoraConfig
+from trireme.core.class_tensors import refuse_other_tensors
 from trireme.core.errors import CheckpointInvalid
 from trireme.core.finite_json import to_json
 from trireme.core.refusals import Refusal
@@ -98,8 +99,11 @@ class Subject:
 
     def whole(self, console: Console, ending: ExitStack) -> str:
         """Returns a directory, or a name, of the whole model. `ending` removes what is made for it. Raises BadInput if
-        the base has changed, or the model lacks buffers, StorageFailed."""
+        the base has changed, or the model lacks tensors of its class, StorageFailed."""
         if self.run is None:
+            if Path(self.model).is_dir():  # one on the hub is fetched by the nodes of the replicas, and not here
+                advice = "save it again with save_pretrained, or evaluate another model"
+                refuse_other_tensors(self.model, str(self), advice)
             return self.model
         commit = Path(self.model).parent
         if self.base is None:

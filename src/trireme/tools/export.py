@@ -17,7 +17,8 @@ import xxhash
 from trireme.checkpoint.files import FileRecord, storage_errors
 from trireme.checkpoint.manifest import Manifest, file_of, step_of
 from trireme.checkpoint.store import CheckpointStore
-from trireme.core.base_digest import read_header, stored_shapes
+from trireme.core.base_digest import read_header
+from trireme.core.class_tensors import refuse_other_tensors
 from trireme.core.errors import CheckpointInvalid
 from trireme.core.finite_json import to_json
 from trireme.core.refusals import Refusal
@@ -49,7 +50,7 @@ def export(
     Compares every file with its checksum in the commit, and casts floating-point tensors to `dtype` (None: no cast),
     one file after the other; `on_file` is called with the name of each. `merge`: a whole model, where the commit holds
     an adapter. `out` appears when it is complete. Raises BadInput for a commit that is missing or damaged, one without
-    an adapter to merge, a base that has changed, a model without its persistent buffers, and an `out` that is in use;
+    an adapter to merge, a base that has changed, a model without all tensors of its class, and an `out` that is in use;
     StorageFailed.
     """
     commit = chosen_commit(CheckpointStore(root), step)
@@ -90,25 +91,13 @@ def _copied(commit: Path, read: Mapping[str, Callable[[], bytes]]) -> Iterator[t
 
 
 def refuse_incomplete(commit: Path) -> None:
-    """Raises BadInput for a commit of a whole model whose files lack persistent buffers that its class saves: commits
-    of earlier versions of Trireme do. What opened it would compute with the buffers' initial values."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.core_model_loading import revert_weight_conversion
-
-    directory = commit / PART
-    config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", trust_remote_code=False)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    buffers = {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}
-    missing = sorted(revert_weight_conversion(model, buffers).keys() - (stored_shapes(str(directory)) or {}).keys())
-    if missing:
-        raise Refusal(
-            f"the commit {commit}, whose {type(model).__name__} lacks {len(missing)} buffers: {', '.join(missing[:3])}",
-            "all that the class saves; earlier versions of Trireme left persistent buffers out",
-            "resume the run for a step: the next commit has them",
-        ).error()
+    """Raises BadInput for a commit of a whole model whose files lack tensors that its class saves, or have them in
+    another shape. Commits of earlier versions of Trireme lack persistent buffers."""
+    refuse_other_tensors(
+        str(commit / PART),
+        f"the commit {commit}",
+        "resume the run for a step: the next commit has them",
+    )
 
 
 def chosen_commit(store: CheckpointStore, step: int | None) -> Path:

@@ -19,10 +19,10 @@ from trainer import model as trainer_model
 from trainer import proof
 from trainer.batching import scatter_outputs
 from trainer.logprobs import add_token_logprobs
-from trainer.model import persistent_buffers
 from trainer.proof import Agreement, decide, prove, prove_reload
 from trainer.shard import Shard
 from trainer.twin import make_twin
+from trireme.core.class_tensors import persistent_buffers
 from trireme.core.errors import BadInput
 from trireme.core.types import AdamParams
 from trireme.transports.packing import Packer, tensor_of

@@ -1,0 +1,103 @@
+"""The tensors that a model's class computes with and saves, held against those that its files have.
+
+A model opens with initial values wherever its files lack a tensor, and says so at most in a log. So the trainer,
+exports and evaluations compare names and shapes before they use the files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trireme.core.base_digest import stored_shapes
+from trireme.core.model_places import place_of
+from trireme.core.refusals import Refusal
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from transformers import PreTrainedModel
+
+NAMED = 3
+"""How many tensors of each kind an error names."""
+
+
+@dataclass(frozen=True)
+class Differences:
+    """What the files of a model have otherwise than its class: names of tensors, as files have them."""
+
+    lacking: Sequence[str]
+    """Those that the class saves, and the files lack."""
+    reshaped: Sequence[str]
+    """Those that the files have in another shape."""
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Returns the buffers, by name, that belong to what the module saves."""
+    return {
+        f"{prefix}.{name}".removeprefix("."): buffer
+        for prefix, owner in module.named_modules()
+        for name, buffer in owner.named_buffers(recurse=False)
+        if name not in owner._non_persistent_buffers_set
+    }
+
+
+def saved_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Returns the module's parameters and persistent buffers by name, tied ones once."""
+    return {**dict(module.named_parameters()), **persistent_buffers(module)}
+
+
+def differences(model: PreTrainedModel, stored: Mapping[str, tuple[int, ...]]) -> Differences:
+    """Compares the tensors that `model` saves with those that are `stored`: shapes by name.
+
+    One of tied tensors is enough, and files may leave out the prefix of the base model. Stored tensors that the class
+    leaves out knowingly, such as layers for speculative decoding, are not compared.
+    """
+    import torch
+    from transformers.core_model_loading import revert_weight_conversion
+
+    def published(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+        empty = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
+        return {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, empty).items()}
+
+    def short(name: str) -> str:
+        return name.removeprefix(f"{model.base_model_prefix}.")
+
+    known = {short(name): shape for name, shape in stored.items()}
+    tied: dict[int, dict[str, Tensor]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        tied.setdefault(id(parameter), {})[name] = parameter
+    for group in tied.values():
+        aliases = {short(name): shape for name, shape in published(group).items()} if len(group) > 1 else {}
+        if aliases.keys() & known.keys():
+            known |= aliases
+    shapes = published(saved_tensors(model))
+    return Differences(
+        lacking=[name for name in shapes if short(name) not in known],
+        reshaped=[name for name, shape in shapes.items() if known.get(short(name), shape) != shape],
+    )
+
+
+def refuse_other_tensors(name: str, what: str, advice: str) -> None:
+    """Raises BadInput, which names `what` and gives `advice`, unless the files of the model `name`, a directory or a
+    name on the hub, hold the tensors of its class by name and shape. Files other than safetensors are not looked into.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    stored = stored_shapes(name)
+    if stored is None:
+        return
+    config = AutoConfig.from_pretrained(place_of(name), trust_remote_code=False)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", trust_remote_code=False)
+    found = differences(model, stored)
+    kinds = {"lacks": found.lacking, "has in another shape": found.reshaped}
+    wrong = [f"{kind} {len(names)}: {', '.join(sorted(names)[:NAMED])}" for kind, names in kinds.items() if names]
+    if wrong:
+        raise Refusal(
+            f"{what}, whose files differ from what {type(model).__name__} computes with: of these tensors it "
+            f"{'; it '.join(wrong)}",
+            "the tensors of its class, by name and shape; what is missing would be computed with initial values",
+            advice,
+        ).error()
