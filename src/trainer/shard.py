@@ -100,9 +100,8 @@ class Shard(AdapterVerbs):
         self._refreshed = self._refreshed_tensors()
         self._sums_whole = torch.tensor(self._sharding.whole)
         buffers = {SUMS_WHOLE: self._sums_whole, **({} if first else persistent_buffers(self._model))}
-        base = first.base if first else None
         self._checkpointer = Checkpointer(
-            config, self._mesh, parameters, self._optimizer, self._refreshed, base, buffers
+            config, self._mesh, parameters, self._optimizer, self._refreshed, first.base if first else None, buffers
         )
         if first:
             self._adapters = Adapters(self._model, parameters, self._optimizer, self._checkpointer, lora, first)

@@ -24,7 +24,7 @@ NAMED = 3
 
 @dataclass(frozen=True)
 class Differences:
-    """What the files of a model have otherwise than its class: names of tensors, as files have them."""
+    """Names the tensors in which the files of a model differ from its class, as files name them."""
 
     lacking: Sequence[str]
     """Those that the class saves, and the files lack."""
