@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from orchestrator.env import EnvContext, load_dataset
 from orchestrator.rollout import BadReward
 from trireme.config.orchestrator import EnvConfig
 from trireme.core.errors import BadInput, RoomFailed
+from trireme.core.finite_json import to_json
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "agents"
 
@@ -36,6 +38,40 @@ async def test_a_program_in_another_language_is_an_agent() -> None:
         assert trained(trajectory) == own.sampled
         assert len(own.record) == 2
         assert open_sessions() == 0
+
+
+@pytest.fixture(scope="module")
+def node_agent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The example with OpenAI's client for Node, and what it needs beside it."""
+    if shutil.which("npm") is None:
+        pytest.skip("there is no npm")  # reason: it is no package of Python
+    place = tmp_path_factory.mktemp("node") / "agent"
+    shutil.copytree(
+        EXAMPLE / "tools-in-node", place, ignore=shutil.ignore_patterns("node_modules", "package-lock.json")
+    )
+    command = ["npm", "install", "--no-audit", "--no-fund", "--ignore-scripts", "--cache", str(place / "cache")]
+    made = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=120, check=False)
+    if made.returncode:
+        pytest.skip(f"npm cannot install openai: {made.stderr[-300:]}")
+    return place / "agent.mjs"
+
+
+def test_openais_client_for_node_is_an_agent_with_a_tool(node_agent: Path) -> None:
+    args = {"command": ["node", str(node_agent)], "problems": str(EXAMPLE / "sums.jsonl")}
+    dataset = load_dataset(EnvConfig(id="agent:command", args=args), EnvContext(bpe(QWEN3), 0, 2, "train"))
+    group = dataset.get_batch(0)[0]
+    call = f'<tool_call>\n{{"name": "add", "arguments": {to_json(group.problem)}}}\n</tool_call>'
+
+    @asynchronous
+    async def check() -> None:
+        async with rollout(call, str(sum(group.problem.values()))) as own:
+            trajectory = await own.play_env(await group.make_env(0))
+            assert trajectory.reward == 1.0
+            assert trajectory.transitions[-1].metrics["tool_calls"] == 1
+            assert trained(trajectory) == own.sampled
+            assert trajectory.num_segments == 1
+
+    check()
 
 
 @asynchronous
