@@ -6,23 +6,15 @@ trained alone and undisturbed.
 
 from __future__ import annotations
 
-import os
-import re
-import signal
-import socket
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import tinker
-from run_support import Running, marked_processes, wait_until_gone
+from served_tinker import Server
 from tinker import types
-
-from trireme.core.errors import EXIT_INTERRUPTED
 
 MODEL = "./assets/sort-base"
 LIMIT_S = 240.0
@@ -32,69 +24,17 @@ TEXTS = ("Sort: 213\n321", "Sort: 90817\n98710")
 """What each of two clients trains towards."""
 
 
-class Server:
-    """The command, at one port and in one directory; it may be killed and started again."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        self.key = ""
-        self.before: list[Running] = []
-        self.start()
-
-    def start(self) -> None:
-        place = ("--run.output-dir", str(self.directory), "--service.port", str(self.port))
-        adapters = ("--trainer.lora.rank", "8", "--trainer.shards", "1")
-        self.running = Running.start(
-            "serve", "@", "examples/sort.toml", *place, *adapters, module="trireme.cli.trireme"
-        )
-        self.said: list[str] = []
-        self.serves = threading.Event()
-        threading.Thread(target=self._read, args=(self.running,), daemon=True).start()
-        assert self.serves.wait(LIMIT_S), "".join(self.said)
-
-    def _read(self, running: Running) -> None:
-        assert running.process.stdout is not None
-        for line in running.process.stdout:
-            self.said.append(line)
-            if found := re.search(r"client key .*: (tml-client-\S+)", line):
-                self.key = found[1]
-            if "TINKER_BASE_URL" in line:
-                self.serves.set()
-
-    def client(self) -> Any:
-        return tinker.ServiceClient(base_url=f"http://127.0.0.1:{self.port}", api_key=self.key)
-
-    def kill(self, title: str) -> None:
-        """Sends SIGKILL to the actors of a title."""
-        found = [pid for pid, command in marked_processes(self.running.mark).items() if title in command]
-        assert found, marked_processes(self.running.mark)
-        for pid in found:
-            os.kill(pid, signal.SIGKILL)
-
-    def kill_all(self) -> None:
-        """Kills the server and all that it has started, as the end of a job does."""
-        self.running.kill_tree()
-        self.before.append(self.running)
-
-    def stop(self) -> None:
-        self.running.process.send_signal(signal.SIGINT)
-        assert self.running.process.wait(60) == EXIT_INTERRUPTED, "".join(self.said)
-        assert wait_until_gone(self.running.mark, 20.0) == []
-        for each in (*self.before, self.running):
-            each.files_left()
-            assert each.shm_left() == set()
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with pytest.MonkeyPatch.context() as environ:
         environ.setenv("TINKER_TELEMETRY", "0")
-        server = Server(tmp_path_factory.mktemp("served"))
+        server = Server(tmp_path_factory.mktemp("served"), "--trainer.lora.rank", "8")
         yield server
         server.stop()
+
+
+def client_of(server: Server) -> Any:
+    return tinker.ServiceClient(base_url=server.url, api_key=server.key)
 
 
 def data_of(model: Any, text: str) -> list[Any]:
@@ -110,9 +50,8 @@ def logprobs_of(model: Any, data: list[Any]) -> np.ndarray:
 
 def begun(server: Server, number: int) -> Any:
     """Begins the adapter of client `number`, in a session of its own."""
-    return (
-        server.client().create_lora_training_client(base_model=MODEL, rank=4 + 4 * number, seed=number).result(LIMIT_S)
-    )
+    client = client_of(server)
+    return client.create_lora_training_client(base_model=MODEL, rank=4 + 4 * number, seed=number).result(LIMIT_S)
 
 
 def trained(model: Any, number: int) -> np.ndarray:
@@ -199,7 +138,7 @@ def test_the_server_is_killed_and_started_again(server: Server, alone: list[np.n
     for each in promised:
         each.result(LIMIT_S)
     np.testing.assert_allclose(logprobs_of(model, data), alone[0], atol=1e-5)
-    resumed = server.client().create_training_client_from_state_with_optimizer(path).result(LIMIT_S)
+    resumed = client_of(server).create_training_client_from_state_with_optimizer(path).result(LIMIT_S)
     for _ in range(UPDATES - 1):
         resumed.forward_backward(data, "cross_entropy").result(LIMIT_S)
         resumed.optim_step(STEP).result(LIMIT_S)

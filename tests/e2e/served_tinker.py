@@ -1,0 +1,71 @@
+"""The command `trireme serve` for tests: at one port and in one directory, killed and started again."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import threading
+from pathlib import Path
+
+from run_support import Running, marked_processes, wait_until_gone
+
+from trireme.core.errors import EXIT_INTERRUPTED
+
+LIMIT_S = 240.0
+
+
+class Server:
+    """The command, at one port and in one directory; it may be killed and started again."""
+
+    def __init__(self, directory: Path, *flags: str) -> None:
+        self.directory, self.flags = directory, flags
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.key = ""
+        self.before: list[Running] = []
+        self.start()
+
+    def start(self) -> None:
+        place = ("--run.output-dir", str(self.directory), "--service.port", str(self.port))
+        flags = ("--trainer.shards", "1", *self.flags)
+        self.running = Running.start("serve", "@", "examples/sort.toml", *place, *flags, module="trireme.cli.trireme")
+        self.said: list[str] = []
+        self.serves = threading.Event()
+        threading.Thread(target=self._read, args=(self.running,), daemon=True).start()
+        assert self.serves.wait(LIMIT_S), "".join(self.said)
+
+    def _read(self, running: Running) -> None:
+        assert running.process.stdout is not None
+        for line in running.process.stdout:
+            self.said.append(line)
+            if found := re.search(r"client key .*: (tml-client-\S+)", line):
+                self.key = found[1]
+            if "TINKER_BASE_URL" in line:
+                self.serves.set()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def kill(self, title: str) -> None:
+        """Sends SIGKILL to the actors of a title."""
+        found = [pid for pid, command in marked_processes(self.running.mark).items() if title in command]
+        assert found, marked_processes(self.running.mark)
+        for pid in found:
+            os.kill(pid, signal.SIGKILL)
+
+    def kill_all(self) -> None:
+        """Kills the server and all that it has started, as the end of a job does."""
+        self.running.kill_tree()
+        self.before.append(self.running)
+
+    def stop(self) -> None:
+        self.running.process.send_signal(signal.SIGINT)
+        assert self.running.process.wait(60) == EXIT_INTERRUPTED, "".join(self.said)
+        assert wait_until_gone(self.running.mark, 20.0) == []
+        for each in (*self.before, self.running):
+            each.files_left()
+            assert each.shm_left() == set()
