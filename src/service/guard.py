@@ -24,8 +24,8 @@ FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
 """A proxy on this machine says with these that the caller is elsewhere."""
 
 
-SESSION, ROLE, KEY_NAME = "trireme.session", "trireme.role", "trireme.key"
-"""Where the guard tells the routes the session of a request ("": none), the role of its key and the key's name."""
+SESSION, ROLE, KEY = "trireme.session", "trireme.role", "trireme.key"
+"""Where the guard tells the routes the session of a request ("": none), the role of its key, and the key or None."""
 KEYED: tuple[Caller, ...] = ("client", "session", "admin")
 """Callers that need a key wherever they are."""
 KEYS_AT_FIRST = 1024
@@ -132,7 +132,7 @@ class RequestGuard:
                 f"this route is not open to this request; expected {expected}", status=status, code="invalid_api_key"
             )
         scope[SESSION], scope[ROLE] = session or (key.session if key else ""), key.role if key else ""
-        scope[KEY_NAME] = key.name if key else ""
+        scope[KEY] = key
         keyed = caller in KEYED
         if key and keyed:
             self._rates.take(key.name)

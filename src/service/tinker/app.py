@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -15,8 +16,9 @@ from starlette.responses import Response
 from service.app import as_refused
 from service.asked import RequestRefused
 from service.errors import JsonReply, error_reply
-from service.guard import KEY_NAME, Limits, RequestGuard
+from service.guard import Limits, RequestGuard
 from service.keys import ServiceKeys
+from service.quotas import PATIENCE_S, QuotaUsed
 from service.tinker.bodies import (
     BeatBody,
     CreateModelBody,
@@ -31,13 +33,15 @@ from service.tinker.bodies import (
     SaveBody,
     SessionBody,
 )
+from service.tinker.callers import Asking, OwnThings, caller_of
 from service.tinker.codec import PROTOBUF, ForwardBackwardCall
 from service.tinker.downloads import DownloadRoutes
 from service.tinker.lists import SavedRoutes, lora_of
+from service.tinker.owners import Caller
 from service.tinker.promises import Failure, GoneError, Promise, SampleWork, UnknownId, UserError
 from service.tinker.serving import TinkerServer
 from service.tinker.session_lists import SessionListRoutes
-from service.tinker.work import Creation, Loading, Saving, Update
+from service.tinker.work import Creation, Loading, Saving, Update, Work
 from trireme.core.datum import ModelInput
 from trireme.core.errors import StorageFailed
 
@@ -88,6 +92,9 @@ class TinkerRoutes:
         app.get(PREFIX + "/get_server_capabilities")(self.capabilities)
         app.get(PREFIX + "/samplers/{sampler_id}")(self.sampler)
 
+    def _own(self, caller: Asking) -> OwnThings:
+        return OwnThings(self._server.state, caller)
+
     # ---- the client
 
     async def health(self) -> JsonReply:
@@ -108,26 +115,27 @@ class TinkerRoutes:
 
     async def capabilities(self) -> JsonReply:
         """Tells which model is here, by each of its names."""
-        size = self._server.served.max_len
+        size = self._server.offer.served.max_len
         models = [
             {"model_name": name, "max_context_length": size, "trainable": True, "sampleable": True}
             for name in self._server.listed
         ]
         return JsonReply({"supported_models": models})
 
-    async def create_session(self, request: Request, body: SessionBody) -> JsonReply:
+    async def create_session(self, caller: Asking, body: SessionBody) -> JsonReply:
         """Begins a session."""
         said = body.model_dump(include={"user_metadata", "display_name", "project_id"})
-        session_id = self._server.begin_session(request.scope[KEY_NAME], {**said, "created_s": time.time()})
+        session_id = self._server.begin_session(caller.owner, {**said, "created_s": time.time()})
         told = {"info_message": self._server.told}
         if not _tried(body.sdk_version):
             oldest, newest = (".".join(map(str, version)) for version in (OLDEST, NEWEST))
             told["warning_message"] = f"this server was tested with tinker {oldest} to {newest}, not {body.sdk_version}"
         return JsonReply({"session_id": session_id, **told})
 
-    async def beat(self, body: BeatBody) -> JsonReply:
+    async def beat(self, caller: Asking, body: BeatBody) -> JsonReply:
         """Notes that a client is there. One that the journal does not know is told that its session is over."""
         try:
+            self._own(caller).session(body.session_id)
             self._state.beat(body.session_id, self._server.now())
         except UnknownId as error:
             raise GoneError(str(error)) from None
@@ -135,82 +143,95 @@ class TinkerRoutes:
 
     # ---- training
 
-    async def create_model(self, body: CreateModelBody) -> JsonReply:
+    async def create_model(self, caller: Asking, body: CreateModelBody) -> JsonReply:
         """Accepts a new model."""
+        self._own(caller).session(body.session_id)
         wish = body.lora_config.wish() if body.lora_config else None
-        work = Creation(body.base_model, body.user_metadata, body.optimizer_config.type, wish=wish)
+        work = Creation(body.base_model, body.user_metadata, body.optimizer_config.type, wish=wish, caller=caller)
         return _promised(self._server.create(body.session_id, body.model_seq_id, work))
 
-    async def load_weights(self, body: LoadWeightsBody) -> JsonReply:
+    async def load_weights(self, caller: Asking, body: LoadWeightsBody) -> JsonReply:
         """Accepts a model that begins with a state, or has a model take one."""
         if body.session_id is not None and body.model_seq_id is not None:
+            self._own(caller).session(body.session_id)
             optimizer = body.optimizer_config.type if body.optimizer_config else "adamw"
-            work = Creation(body.base_model, body.user_metadata, optimizer, body.path, body.optimizer)
+            asked = (body.base_model, body.user_metadata, optimizer, body.path, body.optimizer)
+            work = Creation(*asked, caller=caller)
             return _promised(self._server.create(body.session_id, body.model_seq_id, work))
         if body.model_id is None or body.seq_id is None:
             raise RequestRefused("load_weights without a model; expected session_id and model_seq_id, or model_id")
-        return _promised(self._server.train(body.model_id, body.seq_id, Loading(body.path, body.optimizer)))
+        return self._train(caller, body.model_id, body.seq_id, Loading(body.path, body.optimizer, caller))
 
-    async def info(self, body: ModelBody) -> JsonReply:
+    def _train(self, caller: Asking, model_id: str, seq_id: int, work: Work) -> JsonReply:
+        """Accepts a request of a model of this caller."""
+        self._own(caller).model(model_id)
+        return _promised(self._server.train(model_id, seq_id, work))
+
+    async def info(self, caller: Asking, body: ModelBody) -> JsonReply:
         """Describes a model."""
-        model, name = self._state.model(body.model_id), self._server.base_model
-        data = {"model_name": name, "tokenizer_id": self._server.tokenizer_id}
+        model, name = self._own(caller).model(body.model_id), self._server.base_model
+        data = {"model_name": name, "tokenizer_id": self._server.offer.tokenizer_id}
         lora = lora_of(self._server.catalog.run(model.model_id)) if model.next_seq else {}
         return JsonReply({"model_id": model.model_id, "model_name": name, "model_data": data, **lora})
 
-    async def forward_backward(self, request: Request) -> JsonReply:
+    async def forward_backward(self, caller: Asking, request: Request) -> JsonReply:
         """Accepts a part of a batch, in protobuf."""
         if encoding := request.headers.get("content-encoding"):
             raise RequestRefused(f"a body in the encoding {encoding}; expected none, as client/config says")
         call = ForwardBackwardCall.of(await request.body())
-        return _promised(self._server.train(call.model_id, call.seq_id, call))
+        return self._train(caller, call.model_id, call.seq_id, call)
 
-    async def optim_step(self, body: OptimStepBody) -> JsonReply:
+    async def optim_step(self, caller: Asking, body: OptimStepBody) -> JsonReply:
         """Accepts an update."""
+        self._own(caller).model(body.model_id)
         if body.adam_params is None:
             kind = body.optimizer_params.type if body.optimizer_params else "none"
             said = f"optim_step with parameters of {kind}; expected AdamParams, the only optimiser here"
             self._server.take_number(body.model_id, body.seq_id, said)
             raise RequestRefused(said)
-        return _promised(self._server.train(body.model_id, body.seq_id, Update(body.adam_params.params())))
+        return self._train(caller, body.model_id, body.seq_id, Update(body.adam_params.params()))
 
-    async def save_weights(self, body: SaveBody) -> JsonReply:
+    async def save_weights(self, caller: Asking, body: SaveBody) -> JsonReply:
         """Accepts that the state of a model is saved."""
         work = Saving("state", body.path, body.ttl_seconds, body.overwrite, body.user_metadata)
-        return _promised(self._server.train(body.model_id, body.seq_id, work))
+        return self._train(caller, body.model_id, body.seq_id, work)
 
-    async def save_for_sampler(self, body: SaveBody) -> JsonReply:
+    async def save_for_sampler(self, caller: Asking, body: SaveBody) -> JsonReply:
         """Accepts that samplers may have the weights of a model."""
+        self._own(caller).model(body.model_id)
         number = body.sampling_session_seq_id
         if (body.path is None) == (number is None):
             said = "save_weights_for_sampler; expected a path, or else a sampling_session_seq_id"
             self._server.take_number(body.model_id, body.seq_id, said)
             raise RequestRefused(said)
         work = Saving(body.kind, body.path, body.ttl_seconds, body.overwrite, body.user_metadata, number)
-        return _promised(self._server.train(body.model_id, body.seq_id, work))
+        return self._train(caller, body.model_id, body.seq_id, work)
 
     # ---- sampling
 
-    async def create_sampler(self, body: SamplerBody) -> JsonReply:
+    async def create_sampler(self, caller: Asking, body: SamplerBody) -> JsonReply:
         """Begins a sampling session."""
+        self._own(caller).session(body.session_id)
         if body.model_path is None and not self._server.serves(body.base_model):
             names = " or ".join(self._server.listed)
             raise RequestRefused(f"base_model = {body.base_model!r}; expected {names}", param="base_model")
-        number = body.sampling_session_seq_id
-        return JsonReply({"sampling_session_id": self._server.create_sampler(body.session_id, number, body.model_path)})
+        asked = (body.session_id, body.sampling_session_seq_id, body.model_path, caller)
+        return JsonReply({"sampling_session_id": self._server.create_sampler(*asked)})
 
-    async def sampler(self, sampler_id: str) -> JsonReply:
+    async def sampler(self, caller: Asking, sampler_id: str) -> JsonReply:
         """Describes a sampling session."""
-        sampler = self._state.sampler(sampler_id)
+        sampler = self._own(caller).sampler(sampler_id)
         path = {"model_path": sampler.target} if sampler.target.startswith("tinker://") else {}
         return JsonReply({"sampler_id": sampler_id, "base_model": self._server.base_model, **path})
 
-    async def join(self, body: SamplerIdBody) -> JsonReply:
+    async def join(self, caller: Asking, body: SamplerIdBody) -> JsonReply:
         """Gives a clone of a sampler a number of its own."""
-        return JsonReply({"client_counter": self._state.join(body.sampling_session_id)})
+        sampler = self._own(caller).sampler(body.sampling_session_id)
+        return JsonReply({"client_counter": self._state.join(sampler.sampler_id)})
 
-    async def sample(self, body: SampleBody) -> JsonReply:
+    async def sample(self, caller: Asking, body: SampleBody) -> JsonReply:
         """Accepts a request for samples."""
+        self._own(caller).sampler(body.sampling_session_id)
         prompt = ModelInput(body.tokens())
         params = body.params(self._server.room(prompt))
         work = SampleWork(prompt, body.num_samples, params, bool(body.prompt_logprobs), body.topk_prompt_logprobs)
@@ -220,9 +241,9 @@ class TinkerRoutes:
 
     # ---- outcomes
 
-    async def retrieve(self, body: RetrieveBody) -> Response:
+    async def retrieve(self, caller: Asking, body: RetrieveBody) -> Response:
         """Answers with the outcome of a request, after a while with 408: not yet."""
-        promise = self._state.promise(body.request_id)
+        promise = self._own(caller).promise(body.request_id)
         outcome = await self._server.outcome(promise)
         if outcome is None:
             position = self._state.position(promise)
@@ -236,9 +257,10 @@ class TinkerRoutes:
             return Response(outcome.payload, media_type=PROTOBUF)
         return JsonReply(outcome.payload)
 
-    async def retrieve_many(self, body: RetrieveManyBody) -> JsonReply:
+    async def retrieve_many(self, caller: Asking, body: RetrieveManyBody) -> JsonReply:
         """Tells which samples of a clone are done since the last question."""
         target, retrieved = body.target, body.retrieved_request_ids
+        self._own(caller).sampler(target.sampling_session_id)
         asked = (target.sampling_session_id, target.cloned_sampler_id, body.prev_cursor, retrieved, body.timeout)
         done, cursor = await self._server.completions(*asked)
         return JsonReply({"completions": [_completion(promise) for promise in done], "cursor": cursor})
@@ -272,7 +294,7 @@ def make_tinker_app(server: TinkerServer, keys: ServiceKeys, limits: Limits) -> 
     async def refused(request: Request, error: Exception) -> Response:
         answer = _as_refused(error)
         if isinstance(error, RequestValidationError) and isinstance(error.body, dict):
-            server.take_number(error.body.get("model_id"), error.body.get("seq_id"), answer.message)
+            _take_number(server, caller_of(request), error.body, answer.message)
         return error_reply(request.url.path, answer)
 
     kinds = (
@@ -283,6 +305,7 @@ def make_tinker_app(server: TinkerServer, keys: ServiceKeys, limits: Limits) -> 
         GoneError,
         UserError,
         StorageFailed,
+        QuotaUsed,
         Exception,
     )
     for kind in kinds:
@@ -291,8 +314,23 @@ def make_tinker_app(server: TinkerServer, keys: ServiceKeys, limits: Limits) -> 
     return app
 
 
+def _take_number(server: TinkerServer, caller: Caller, body: dict[str, Any], said: str) -> None:
+    """Notes that a request was refused, if it was to one of this caller's models."""
+    with suppress(UnknownId):
+        OwnThings(server.state, caller).model(str(body.get("model_id")))
+        server.take_number(body.get("model_id"), body.get("seq_id"), said)
+
+
 def _as_refused(error: Exception) -> RequestRefused:
-    """Returns the answer to an error. It is never 409, which the client takes for one that passes by itself."""
+    """Returns the answer to an error. It is never 409, which the client takes for one that passes by itself.
+
+    Where a quota is used up, the client waits and asks again: after 429 for five minutes, without a word; after 402
+    every five seconds for an hour, and its log says what it is told."""
+    if isinstance(error, QuotaUsed):
+        is_soon = error.wait_s <= PATIENCE_S
+        retry_after_s = error.wait_s if is_soon else None
+        status = 429 if is_soon else 402
+        return RequestRefused(str(error), status=status, code="insufficient_quota", retry_after_s=retry_after_s)
     statuses: dict[type[Exception], int] = {UnknownId: 404, GoneError: 410, UserError: 400, StorageFailed: 503}
     for kind, status in statuses.items():
         if isinstance(error, kind):

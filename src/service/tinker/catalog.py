@@ -15,12 +15,14 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from service.quotas import GIGABYTE, UNLIMITED, Quota
+from service.tinker.owners import SERVER, Caller
 from service.tinker.promises import UserError
 from trireme.checkpoint.files import FileRecord, fsync_directory, make_directory, replace_file, storage_errors
 from trireme.core.finite_json import to_json
@@ -46,6 +48,8 @@ class SavedRun:
     """What `service.tinker.adapters.record_of` says of its adapter; None: the whole model is trained."""
     project_id: str = ""
     """The project that a copy was made for; "": what its session says."""
+    owner: str = ""
+    """The owner of the key with which it was made (`service.tinker.owners`); "": only admin keys open it."""
 
 
 @dataclass(frozen=True)
@@ -79,36 +83,62 @@ def path_of(model_id: str, kind: SavedKind, name: str) -> str:
 class Catalog:
     """All that is saved below `root`."""
 
-    def __init__(self, root: Path, base_model: str, now: Callable[[], float]) -> None:
+    def __init__(
+        self, root: Path, base_model: str, now: Callable[[], float], quotas: Mapping[str, Quota] | None = None
+    ) -> None:
+        """`quotas`: the most that each owner may save."""
         self._root, self._base_model, self._now = root, base_model, now
+        self._quotas = quotas or {}
 
     # ---- writing
 
     def begin(
-        self, model_id: str, user_metadata: Mapping[str, Any] | None, lora: Mapping[str, Any] | None = None
+        self,
+        model_id: str,
+        user_metadata: Mapping[str, Any] | None,
+        lora: Mapping[str, Any] | None = None,
+        owner: str = "",
     ) -> None:
-        """Notes that a model is trained. A second call does nothing. Raises StorageFailed."""
+        """Notes that a model is trained, for its `owner`. A second call does nothing. Raises StorageFailed."""
         directory = self._directory(model_id)
         if (directory / RUN).exists():
             return
-        run = SavedRun(model_id, self._base_model, user_metadata or {}, self._now(), lora)
+        run = SavedRun(model_id, self._base_model, user_metadata or {}, self._now(), lora, owner=owner)
         with storage_errors(directory):
             make_directory(directory)
             replace_file(directory / RUN, to_json(asdict(run)).encode())
 
     def staging(self, model_id: str, kind: SavedKind, name: str, overwrite: bool) -> Path:
         """Returns a directory that is not there yet, to be written and then given to `keep`. Raises UserError for a
-        name that cannot be used."""
+        name that cannot be used, and where the quota of the model's owner is used up."""
         if not NAME.fullmatch(name):
             raise UserError(f"the name {name!r}; expected up to 255 letters, digits, `_`, `-` and `.`")
         model = self._directory(model_id)
         if (model / kind / name / MARK).exists() and not overwrite:
             raise UserError(f"{path_of(model_id, kind, name)} is there already; give another name, or overwrite = True")
+        if (model / RUN).exists():
+            self._check_room(self._run_in(model).owner, [path_of(model_id, kind, name)])
         staging = model / f"{STAGING}{kind}" / name
         with storage_errors(staging):
             shutil.rmtree(staging, ignore_errors=True)
             make_directory(staging.parent)
         return staging
+
+    def _check_room(self, owner: str, replaced: Collection[str]) -> None:
+        """Raises UserError if an owner may not save more. What takes the place of `replaced` is not more."""
+        quota = self._quotas.get(owner, UNLIMITED)
+        if quota.states is None and quota.stored_gb is None:
+            return
+        runs = [run for run in self.runs() if run.owner == owner]
+        saved = [each for run in runs for each in self.saved(run.model_id) if each.path not in replaced]
+        size = sum(sum(each.files.values()) for each in saved)
+        if quota.states is not None and len(saved) >= quota.states:
+            used = f"states={quota.states}, and {len(saved)} are saved"
+        elif quota.stored_gb is not None and size >= quota.stored_gb * GIGABYTE:
+            used = f"stored_gb={quota.stored_gb}, and {size / GIGABYTE:.1f} are saved"
+        else:
+            return
+        raise UserError(f"the quota of {owner} is used up: {used}; delete some, or give them a time to live")
 
     def discard(self, staging: Path) -> None:
         """Removes what could not be written whole, and the space that it takes."""
@@ -133,14 +163,17 @@ class Catalog:
         sizes = {file.path.partition("/")[2]: file.size for file in files}  # it stands below its directory's name
         return self._keep(staging, sizes, ttl_s, user_metadata or {}, request)
 
-    def copy(self, path: str, model_id: str, ttl_s: int | None, project_id: str) -> SavedWeights:
+    def copy(
+        self, path: str, model_id: str, ttl_s: int | None, project_id: str, caller: Caller = SERVER
+    ) -> SavedWeights:
         """Makes a training run of the id `model_id` that has a copy of a path, and cannot be trained. The copy shares
         the files. If that run is there already, nothing is done. Raises UserError, StorageFailed."""
-        source, saved = self.find(path)
+        source, saved = self.find(path, caller=caller)
         directory = self._directory(model_id)
         if not (directory / saved.kind / saved.name / MARK).exists():
+            self._check_room(caller.owner, [])
             of = self.run(saved.model_id)
-            run = SavedRun(model_id, of.base_model, {}, self._now(), of.lora, project_id)
+            run = SavedRun(model_id, of.base_model, {}, self._now(), of.lora, project_id, caller.owner)
             with storage_errors(directory):
                 make_directory(directory)
                 replace_file(directory / RUN, to_json(asdict(run)).encode())
@@ -170,22 +203,22 @@ class Catalog:
             _move(staging, directory)
         return saved
 
-    def set_ttl(self, path: str, ttl_s: int | None) -> None:
+    def set_ttl(self, path: str, ttl_s: int | None, caller: Caller = SERVER) -> None:
         """Sets how long something is kept from now on; None: for ever. Raises UserError."""
-        self._note(path, expires_s=None if ttl_s is None else self._now() + ttl_s)
+        self._note(path, caller, expires_s=None if ttl_s is None else self._now() + ttl_s)
 
-    def set_public(self, path: str, public: bool) -> None:
-        """Notes whether something is published. Raises UserError."""
-        self._note(path, public=public)
+    def set_public(self, path: str, public: bool, caller: Caller = SERVER) -> None:
+        """Notes whether something is published: whether all may read it. Raises UserError."""
+        self._note(path, caller, public=public)
 
-    def _note(self, path: str, **changed: Any) -> None:
-        directory, saved = self._look_up(path)
+    def _note(self, path: str, caller: Caller, **changed: Any) -> None:
+        directory, saved = self._own(path, caller)
         with storage_errors(directory):
             replace_file(directory / MARK, to_json(asdict(saved) | changed).encode())
 
-    def delete(self, path: str) -> None:
+    def delete(self, path: str, caller: Caller = SERVER) -> None:
         """Deletes something, also what is damaged. Raises UserError, StorageFailed."""
-        directory, _ = self._look_up(path)
+        directory, _ = self._own(path, caller)
         with storage_errors(directory):
             (directory / MARK).unlink(missing_ok=True)  # from now on it does not count
             shutil.rmtree(directory, ignore_errors=True)
@@ -200,10 +233,12 @@ class Catalog:
 
     # ---- reading
 
-    def find(self, path: str, kind: SavedKind | None = None) -> tuple[Path, SavedWeights]:
-        """Returns the directory of a path, and what is known of it. Raises UserError for a path that names nothing, or
-        something of another kind, and for a directory that has lost a file."""
+    def find(self, path: str, kind: SavedKind | None = None, caller: Caller = SERVER) -> tuple[Path, SavedWeights]:
+        """Returns the directory of a path, and what is known of it. Raises UserError for a path that names nothing that
+        `caller` may read, or something of another kind, and for a directory that has lost a file."""
         directory, saved = self._look_up(path)
+        if not saved.public:
+            self._own(path, caller)
         if kind and saved.kind != kind:
             raise UserError(f"the path {path}; expected {SCHEME}<model>/{kind}/<name>")
         for file, size in saved.files.items():
@@ -212,28 +247,36 @@ class Catalog:
                 raise UserError(f"{path} is damaged: its file {file} had {size} bytes and has {found}; use another one")
         return directory, saved
 
+    def _own(self, path: str, caller: Caller) -> tuple[Path, SavedWeights]:
+        """Returns what belongs to `caller`. What belongs to others is answered as what is not there."""
+        directory, saved = self._look_up(path)
+        if not caller.may(self._run_in(directory.parent.parent).owner):
+            raise _nothing_at(path)
+        return directory, saved
+
     def _look_up(self, path: str) -> tuple[Path, SavedWeights]:
-        """Does the same for any kind, without a look at the files."""
+        """Does the same for any kind and all callers, without a look at the files."""
         model_id, kind, name = _parts(path)
         directory = self._directory(model_id) / kind / name
         try:
             return directory, SavedWeights(**json.loads((directory / MARK).read_bytes()))
         except FileNotFoundError:
-            raise UserError(
-                f"the path {path}, at which nothing is saved here; the list of checkpoints tells what is"
-            ) from None
+            raise _nothing_at(path) from None
 
-    def run(self, model_id: str) -> SavedRun:
+    def run(self, model_id: str, caller: Caller = SERVER) -> SavedRun:
         """Returns what is known of a model. Raises UserError."""
-        if not (self._directory(model_id) / RUN).exists():
+        directory = self._directory(model_id)
+        run = self._run_in(directory) if (directory / RUN).exists() else None
+        if run is None or not caller.may(run.owner):
             raise UserError(
                 f"the training run {model_id!r}, which is not here; the list of training runs tells what is"
             )
-        return self._run_in(self._directory(model_id))
+        return run
 
-    def runs(self) -> list[SavedRun]:
-        """Returns all models, the newest first."""
+    def runs(self, caller: Caller = SERVER) -> list[SavedRun]:
+        """Returns all models of `caller`, the newest first."""
         found = [self._run_in(file.parent) for file in self._root.glob(f"*/{RUN}")]
+        found = [run for run in found if caller.may(run.owner)]
         return sorted(found, key=lambda run: run.began_s, reverse=True)
 
     def saved(self, model_id: str) -> list[SavedWeights]:
@@ -265,6 +308,10 @@ def recover(root: Path) -> None:
                 _move(staging, _place_of(staging))
             else:
                 shutil.rmtree(staging)
+
+
+def _nothing_at(path: str) -> UserError:
+    return UserError(f"the path {path}, at which nothing is saved here; the list of checkpoints tells what is")
 
 
 def _place_of(staging: Path) -> Path:

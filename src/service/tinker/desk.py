@@ -8,16 +8,20 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from service.front import ServedModels
+from service.quotas import Quotas, QuotaUsed
 from service.tinker.adapter_turns import AdapterTurns
 from service.tinker.catalog import Catalog
+from service.tinker.codec import ForwardBackwardCall
 from service.tinker.costs import tokens_of
 from service.tinker.journal import TinkerJournal
+from service.tinker.offer import Offer
+from service.tinker.owners import Caller
 from service.tinker.promises import Failure, Promise, SampleWork, Success, UnknownId, UserError
 from service.tinker.records import Record
 from service.tinker.replaying import Histories, records_of, replay
@@ -25,40 +29,26 @@ from service.tinker.shelf import BASE, WeightShelf
 from service.tinker.state import ProtocolState
 from service.tinker.turns import WeightTurns
 from service.tinker.work import Creation, Unusable, Work
-from trireme.config.service import TinkerConfig
-from trireme.config.trainer import LoraConfig
 from trireme.core.datum import ModelInput
 from trireme.process.faults import fault_point
 
 HOLD_S = 20.0
 """Seconds for which a question for an outcome is held; the client waits 45 s."""
+MODEL_WAIT_S, SAMPLE_WAIT_S = 5.0, 1.0
+"""Seconds after which a client asks again for a model, or a sample, of which its owner has too many."""
 
 
 class TinkerDesk:
     """The state, its journal, and those who wait."""
 
     def __init__(
-        self,
-        names: Sequence[str],
-        catalog: Catalog,
-        served: ServedModels,
-        tokenizer_id: str,
-        journal: TinkerJournal,
-        options: TinkerConfig,
-        lora: LoraConfig | None = None,
-        places: int = 1,
-        slots: int = 0,
-        now: Callable[[], float] = time.monotonic,
+        self, offer: Offer, catalog: Catalog, journal: TinkerJournal, now: Callable[[], float] = time.monotonic
     ) -> None:
-        """`names`: those of the model, the first of which clients are told. `lora`: what adapters are trained; None:
-        the whole model is. `places`: the number of models that are trained at the same time; 1 unless they are
-        adapters. `slots`: the number of adapters that replicas hold at the same time beside the base; 0: they hold one
-        set of weights."""
-        self.catalog, self.served, self.now = catalog, served, now
-        self._names, self._tokenizer_id, self._journal = names, tokenizer_id, journal
-        self._further = tuple(options.names)
-        self._lora, self._places, self._slots = lora, places, slots
-        self._kept, self._commit_s = max(options.snapshots, slots), options.commit_s
+        self.offer, self.catalog, self.now = offer, catalog, now
+        self._journal = journal
+        self.quotas = Quotas(offer.quotas, now)
+        self._sampling_of: Counter[str] = Counter()
+        """How many samples of each owner are in flight."""
         self.state, self._histories = self._replay([])
         self._shelf = WeightShelf()
         self._outcomes: dict[str, asyncio.Event] = {}
@@ -69,8 +59,8 @@ class TinkerDesk:
         """The rooms have what they had; before that nobody knows which weights they hold."""
 
     def _replay(self, records: Sequence[Record]) -> tuple[ProtocolState, Histories]:
-        turns = partial(AdapterTurns[Promise], self._slots, BASE) if self._slots else WeightTurns[Promise]
-        state = ProtocolState(places=self._places, cost=tokens_of, make_turns=turns)
+        turns = partial(AdapterTurns[Promise], slots, BASE) if (slots := self.offer.slots) else WeightTurns[Promise]
+        state = ProtocolState(places=self.offer.places, cost=tokens_of, make_turns=turns)
         return state, replay(state, records, self.now())
 
     def begin(self) -> bool:
@@ -81,6 +71,9 @@ class TinkerDesk:
         if replayed.lost:  # what clients were told may not be known here, so they begin again
             for session_id in self.state.sessions:
                 self.state.finish(session_id, self.now())
+        self._sampling_of = Counter(
+            self.owner_of(each) for each in self.state.promises() if each.outcome is None and each.is_sample
+        )
         self.rewrite()
         self.state.write = self._journal.append
         return bool(replayed.records)
@@ -91,33 +84,29 @@ class TinkerDesk:
     @property
     def base_model(self) -> str:
         """The name of the model that it serves."""
-        return self._names[0]
+        return self.offer.served.names[0]
 
     @property
     def listed(self) -> tuple[str, ...]:
         """The names that clients are told when they ask for all models."""
-        return (self.base_model, *self._further)
+        return (self.base_model, *self.offer.options.names)
 
     @property
     def told(self) -> str:
         """A sentence for clients whose session begins."""
-        if (lora := self._lora) is None:
+        if (lora := self.offer.lora) is None:
             return "this server trains whole models: lora_config has no effect"
         without = "" if "lm_head" in lora.target_modules else "; train_unembed has no effect"
         return f"this server trains adapters up to rank {lora.rank} for {', '.join(lora.target_modules)}{without}"
 
-    @property
-    def tokenizer_id(self) -> str:
-        """The tokenizer of that model: a directory, or a name on the hub."""
-        return self._tokenizer_id
-
     def serves(self, base_model: str | None) -> bool:
         """Tells whether `base_model` is a name of that model."""
-        return base_model in self._names
+        return base_model in self.offer.served.names
 
     def room(self, prompt: ModelInput) -> int:
         """Returns how many tokens may follow a prompt. Raises UserError for one that the model cannot read."""
-        tokens, vocabulary, most = prompt.tokens, self.served.vocab_size, self.served.max_len
+        served, tokens = self.offer.served, prompt.tokens
+        vocabulary, most = served.vocab_size, served.max_len
         if not len(tokens) or tokens.max() >= vocabulary:
             raise UserError(f"a prompt of {len(tokens)} tokens; expected at least one, all below {vocabulary}")
         if len(tokens) >= most:
@@ -137,21 +126,41 @@ class TinkerDesk:
         session = self.state.sessions.get(session_id)
         return session.metadata if session else {}
 
+    def owner_of(self, promise: Promise) -> str:
+        """Returns the owner of the key with which something was asked for."""
+        return self.state.sessions[promise.session_id].owner
+
     def finish(self, session_id: str) -> None:
         """Ends a session. Raises UnknownId."""
         self.state.finish(session_id, self.now())
         self.wake()
 
     def create(self, session_id: str, model_seq: int, work: Creation) -> Promise:
-        """Accepts a new model. Raises UnknownId, GoneError, StorageFailed."""
+        """Accepts a new model. Raises UnknownId, GoneError, QuotaUsed, StorageFailed."""
+        if f"{session_id}:train:{model_seq}" not in self.state.models:
+            owner = self.state.session(session_id).owner
+            living = [model for model in self.state.models.values() if not model.ended]
+            mine = sum(self.state.sessions[model.session_id].owner == owner for model in living)
+            self.quotas.check_count(owner, "models", mine, MODEL_WAIT_S)
         promise = self.state.create_model(session_id, model_seq, work)
         self.wake()
         return promise
 
     def train(self, model_id: str, seq_id: int, work: Work) -> Promise:
-        """Accepts a request of a model. Raises UnknownId, UserError."""
+        """Accepts a request of a model. Raises UnknownId, UserError, QuotaUsed."""
         fault_point("tinker.ask")
+        model = self.state.model(model_id)
+        counts = isinstance(work, ForwardBackwardCall) and not (model.ended or self.state.has_asked(model_id, seq_id))
+        owner = self.state.sessions[model.session_id].owner
+        if counts:
+            try:
+                self.quotas.check_tokens(owner, "trained")
+            except QuotaUsed:
+                model.gap = None  # the client is there, and asks again: later requests wait for this one
+                raise
         promise = self.state.train(model_id, seq_id, work)
+        if counts:
+            self.quotas.take(owner, "trained", tokens_of(work))
         fault_point("tinker.asked")
         self.wake()
         return promise
@@ -163,18 +172,25 @@ class TinkerDesk:
                 self.train(model_id, seq_id, Unusable(said))
 
     def sample(self, sampler_id: str, seq_id: int, work: SampleWork) -> Promise:
-        """Accepts a sample. Raises UnknownId, and UserError where its weights are not held any more."""
-        if not self.state.has_sample(sampler_id, seq_id):
-            self._check_held(self.state.sampler(sampler_id).target)
+        """Accepts a sample. Raises UnknownId, QuotaUsed, and UserError where its weights are not held any more."""
+        sampler = self.state.sampler(sampler_id)
+        if is_new := not self.state.has_asked(sampler_id, seq_id):
+            owner = self.state.sessions[sampler.session_id].owner
+            self._check_held(sampler.target)
+            self.quotas.check_count(owner, "samples", self._sampling_of[owner], SAMPLE_WAIT_S)
+            self.quotas.check_tokens(owner, "sampled")
         promise = self.state.sample(sampler_id, seq_id, work)
+        if is_new:
+            self._sampling_of[owner] += 1
+            self.quotas.take(owner, "sampled", work.prompt.length)
         self.wake()
         return promise
 
-    def create_sampler(self, session_id: str, seq: int, model_path: str | None) -> str:
-        """Begins a sampling session from the base, or from weights that were saved by name. Raises UnknownId,
-        GoneError, UserError."""
+    def create_sampler(self, session_id: str, seq: int, model_path: str | None, caller: Caller) -> str:
+        """Begins a sampling session from the base, or from weights that were saved by name and that `caller` may read.
+        Raises UnknownId, GoneError, UserError."""
         if model_path is not None:
-            self.catalog.find(model_path, "sampler_weights")
+            self.catalog.find(model_path, "sampler_weights", caller)
             self._check_held(model_path)
         return self.state.create_sampler(session_id, seq, model_path or BASE).sampler_id
 
@@ -182,8 +198,8 @@ class TinkerDesk:
         if self.ready and target not in self._shelf:
             raise UserError(
                 f"the weights {target} are no longer in memory, where samplers need them: the server keeps the newest "
-                f"{self._kept} (service.tinker.snapshots), and none after a restart. Train from a saved state and save "
-                "weights for samplers again, or serve the saved directory with `uv run inference`"
+                f"{self.offer.kept} (service.tinker.snapshots), and none after a restart. Train from a saved state and "
+                "save weights for samplers again, or serve the saved directory with `uv run inference`"
             )
 
     async def outcome(self, promise: Promise) -> Success | Failure | None:
@@ -214,6 +230,8 @@ class TinkerDesk:
     def wake(self) -> None:
         """Lets all who wait look at what has changed."""
         for promise in self.state.take_settled():
+            if promise.is_sample:
+                self._sampling_of[self.owner_of(promise)] -= 1
             if event := self._outcomes.pop(promise.request_id, None):
                 event.set()
             if event := self._completions.pop(promise.owner_id, None):

@@ -19,6 +19,7 @@ from service.asked import RequestRefused
 from service.errors import JsonReply
 from service.routes import SIGNED
 from service.tinker.bodies import SaveExternalBody
+from service.tinker.callers import Asking, OwnThings
 from service.tinker.catalog import SCHEME, Catalog, SavedKind
 from service.tinker.serving import TinkerServer
 from service.tinker.work import Saving
@@ -42,8 +43,9 @@ class DownloadRoutes:
         app.get(f"/api/v1/training_runs/{{model_id}}/checkpoints/{KIND}/{{name}}/external_weights_urls")(self.urls)
         app.get(SIGNED + "{until}/{signature}/{model_id}/{name}/{file:path}")(self.file)
 
-    async def save(self, body: SaveExternalBody) -> JsonReply:
+    async def save(self, caller: Asking, body: SaveExternalBody) -> JsonReply:
         """Accepts that weights are saved for download."""
+        OwnThings(self._server.state, caller).model(body.model_id)
         if body.age_encryption_recipients:
             said = "age_encryption_recipients, which is not supported; leave it out, and encrypt what was downloaded"
             self._server.take_number(body.model_id, body.seq_id, said)
@@ -51,9 +53,9 @@ class DownloadRoutes:
         work = Saving("external", body.path, body.ttl_seconds, False, None)
         return JsonReply({"request_id": self._server.train(body.model_id, body.seq_id, work).request_id})
 
-    async def urls(self, request: Request, model_id: str, name: str) -> JsonReply:
+    async def urls(self, caller: Asking, request: Request, model_id: str, name: str) -> JsonReply:
         """Tells where the files of saved weights are fetched."""
-        _, saved = self._catalog.find(f"{SCHEME}{model_id}/{KIND}/{name}", KIND)
+        _, saved = self._catalog.find(f"{SCHEME}{model_id}/{KIND}/{name}", KIND, caller)
         until = int(self._now()) + HOLDS_S
         base = str(request.base_url).rstrip("/")
         urls = {}

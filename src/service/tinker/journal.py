@@ -28,7 +28,7 @@ from trireme.core.errors import StorageFailed
 from trireme.core.finite_json import to_json
 from trireme.process.faults import fault_point
 
-FORMAT = 1
+FORMAT = 2
 FULL = 256 << 20
 """Bytes of a file that is worth replacing, if it is also twice as large as it was at its beginning."""
 NEW = ".new"

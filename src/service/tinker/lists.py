@@ -13,8 +13,11 @@ from starlette.responses import Response
 
 from service.asked import RequestRefused
 from service.errors import JsonReply
+from service.quotas import GIGABYTE
 from service.tinker.bodies import CopyBody, PathBody, TtlBody
+from service.tinker.callers import Asking
 from service.tinker.catalog import KINDS, SCHEME, SavedKind, SavedRun, SavedWeights
+from service.tinker.owners import Caller
 from service.tinker.promises import UnknownId, UserError
 from service.tinker.serving import TinkerServer
 from trireme.config.trainer import ATTENTION, MLP, UNEMBED
@@ -22,7 +25,6 @@ from trireme.config.trainer import ATTENTION, MLP, UNEMBED
 RUNS = "/api/v1/training_runs"
 OWNER = "trireme"
 TYPES: dict[SavedKind, str] = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
-GIGABYTE = 10**9
 BILLING = "/api/v1/billing/usage"
 NOT_HERE = {
     "/api/v1/audit": "an audit log; the logs/ of the run directory tell what the rooms did",
@@ -60,73 +62,75 @@ class SavedRoutes:
         """Refuses what this server has not got."""
         raise RequestRefused(f"this server has not got {NOT_HERE[request.scope['route'].path]}", status=404)
 
-    async def runs(self, limit: int = 20, offset: int = 0, project_id: str | None = None) -> JsonReply:
+    async def runs(self, caller: Asking, limit: int = 20, offset: int = 0, project_id: str | None = None) -> JsonReply:
         """Lists training runs, the newest first."""
-        found = [run for run in self._catalog.runs() if project_id in (None, self._project(run))]
+        found = [run for run in self._catalog.runs(caller) if project_id in (None, self._project(run))]
         shown = [self._run(run) for run in found[offset : offset + limit]]
         return JsonReply({"training_runs": shown, "cursor": _cursor(offset, limit, len(found))})
 
-    async def run(self, model_id: str) -> JsonReply:
+    async def run(self, caller: Asking, model_id: str) -> JsonReply:
         """Describes a training run."""
-        return JsonReply(self._run(self._found(model_id)))
+        return JsonReply(self._run(self._found(caller, model_id)))
 
-    def _found(self, model_id: str) -> SavedRun:
+    def _found(self, caller: Caller, model_id: str) -> SavedRun:
         try:
-            return self._catalog.run(model_id)
+            return self._catalog.run(model_id, caller)
         except UserError as error:
             raise UnknownId(str(error)) from None
 
-    async def checkpoints(self, model_id: str) -> JsonReply:
+    async def checkpoints(self, caller: Asking, model_id: str) -> JsonReply:
         """Lists what a training run saved."""
-        saved = self._catalog.saved(self._found(model_id).model_id)
+        saved = self._catalog.saved(self._found(caller, model_id).model_id)
         return JsonReply({"checkpoints": [_checkpoint(each) for each in saved]})
 
-    async def all_checkpoints(self, limit: int = 100, offset: int = 0) -> JsonReply:
+    async def all_checkpoints(self, caller: Asking, limit: int = 100, offset: int = 0) -> JsonReply:
         """Lists what all training runs saved."""
-        found = [saved for run in self._catalog.runs() for saved in self._catalog.saved(run.model_id)]
+        found = [saved for run in self._catalog.runs(caller) for saved in self._catalog.saved(run.model_id)]
         shown = [_checkpoint(each) for each in found[offset : offset + limit]]
         return JsonReply({"checkpoints": shown, "cursor": _cursor(offset, limit, len(found))})
 
-    async def delete(self, model_id: str, kind: str, name: str) -> Response:
+    async def delete(self, caller: Asking, model_id: str, kind: str, name: str) -> Response:
         """Deletes something that was saved."""
-        self._catalog.delete(f"{SCHEME}{model_id}/{kind}/{name}")
+        self._catalog.delete(f"{SCHEME}{model_id}/{kind}/{name}", caller)
         return Response(status_code=204)
 
-    async def set_ttl(self, model_id: str, kind: str, name: str, body: TtlBody) -> Response:
+    async def set_ttl(self, caller: Asking, model_id: str, kind: str, name: str, body: TtlBody) -> Response:
         """Sets how long something is kept."""
-        self._catalog.set_ttl(f"{SCHEME}{model_id}/{kind}/{name}", body.ttl_seconds)
+        self._catalog.set_ttl(f"{SCHEME}{model_id}/{kind}/{name}", body.ttl_seconds, caller)
         return Response(status_code=204)
 
-    async def weights_info(self, body: PathBody) -> JsonReply:
+    async def weights_info(self, caller: Asking, body: PathBody) -> JsonReply:
         """Tells which base a path belongs to, and of an adapter what it is."""
-        _, saved = self._catalog.find(body.tinker_path)
+        _, saved = self._catalog.find(body.tinker_path, caller=caller)
         run = self._catalog.run(saved.model_id)
         layers = set(run.lora["targets"]) if run.lora else set()
         parts = {"train_attn": ATTENTION, "train_mlp": MLP, "train_unembed": UNEMBED}
         trained = {name: not layers.isdisjoint(names) for name, names in parts.items()} if run.lora else {}
         return JsonReply({"base_model": run.base_model, **lora_of(run), **trained})
 
-    async def publish(self, model_id: str, kind: str, name: str) -> Response:
-        """Marks something as public."""
-        self._catalog.set_public(f"{SCHEME}{model_id}/{kind}/{name}", True)
+    async def publish(self, caller: Asking, model_id: str, kind: str, name: str) -> Response:
+        """Lets the owners of all keys read something."""
+        self._catalog.set_public(f"{SCHEME}{model_id}/{kind}/{name}", True, caller)
         return Response(status_code=204)
 
-    async def unpublish(self, model_id: str, kind: str, name: str) -> Response:
-        """Takes that mark away."""
-        self._catalog.set_public(f"{SCHEME}{model_id}/{kind}/{name}", False)
+    async def unpublish(self, caller: Asking, model_id: str, kind: str, name: str) -> Response:
+        """Closes it to others again."""
+        self._catalog.set_public(f"{SCHEME}{model_id}/{kind}/{name}", False, caller)
         return Response(status_code=204)
 
-    async def copy(self, body: CopyBody, x_idempotency_key: Annotated[str, Header()] = "") -> JsonReply:
+    async def copy(self, caller: Asking, body: CopyBody, x_idempotency_key: Annotated[str, Header()] = "") -> JsonReply:
         """Copies something into a training run of its own. The same request, made again, gets the same copy."""
-        number = uuid.uuid5(uuid.NAMESPACE_URL, x_idempotency_key) if x_idempotency_key else uuid.uuid4()
-        asked = (body.source_path, f"{number.hex}:train:0", body.ttl_seconds, body.destination_project_id)
+        number = (
+            uuid.uuid5(uuid.NAMESPACE_URL, f"{caller.owner}/{x_idempotency_key}") if x_idempotency_key else uuid.uuid4()
+        )
+        asked = (body.source_path, f"{number.hex}:train:0", body.ttl_seconds, body.destination_project_id, caller)
         copied = await asyncio.to_thread(self._catalog.copy, *asked)
         return JsonReply({"tinker_path": copied.path})
 
-    async def usage(self, project_id: str | None = None) -> JsonReply:
+    async def usage(self, caller: Asking, project_id: str | None = None) -> JsonReply:
         """Tells how much is saved in each project. It costs nothing."""
         sizes: dict[str, list[int]] = defaultdict(list)
-        for run in self._catalog.runs():
+        for run in self._catalog.runs(caller):
             saved = [sum(each.files.values()) for each in self._catalog.saved(run.model_id)]
             if saved and project_id in (None, self._project(run)):
                 sizes[self._project(run)] += saved
@@ -143,7 +147,7 @@ class SavedRoutes:
         return {
             "training_run_id": run.model_id,
             "base_model": run.base_model,
-            "model_owner": OWNER,
+            "model_owner": run.owner or OWNER,
             **lora_of(run),
             "last_request_time": _time(last_s),
             "last_checkpoint": shown["weights"],

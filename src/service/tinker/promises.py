@@ -102,6 +102,11 @@ class Promise:
         """Its number there."""
         return int(self.request_id.rpartition("/")[2])
 
+    @property
+    def is_sample(self) -> bool:
+        """True: it belongs to a sampler."""
+        return self.owner_id.split(":")[-2:-1] == ["sample"]
+
     def forget(self) -> None:
         """Drops the outcome."""
         self.outcome, self.forgotten = None, True

@@ -21,6 +21,7 @@ import numpy as np
 
 from service.tinker.adapters import AdapterWish
 from service.tinker.codec import ForwardBackwardCall
+from service.tinker.owners import Caller
 from service.tinker.promises import Failure, Outcome, SampleWork, Success
 from service.tinker.work import Creation, Loading, Saving, Unusable, Update, Work
 from trireme.core.datum import ModelInput
@@ -188,7 +189,7 @@ Record = (
     | AnswerKept
 )
 KINDS = {kind.__name__: kind for kind in Record.__args__}
-WORKS: Mapping[str, type[Any]] = {kind.__name__: kind for kind in (Loading, Saving, Unusable)}
+WORKS: Mapping[str, type[Any]] = {kind.__name__: kind for kind in (Saving, Unusable)}
 
 
 def encode(record: Record) -> bytes:
@@ -242,8 +243,11 @@ def _work_of(head: dict[str, Any], rest: bytes) -> Any:
             adam = AdamParams(**{name: inf if value is None else value for name, value in head.items()})
             return Update(adam)
         case "Creation":
-            wish = head.pop("wish")
-            return Creation(**head, wish=AdapterWish(**wish) if wish else None)
+            wish, caller = head.pop("wish"), Caller(**head.pop("caller"))
+            return Creation(**head, wish=AdapterWish(**wish) if wish else None, caller=caller)
+        case "Loading":
+            caller = Caller(**head.pop("caller"))
+            return Loading(**head, caller=caller)
         case kind:
             return WORKS[kind](**head)
 

@@ -14,10 +14,9 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from typing import Any
 
-from service.front import ServedModels
 from service.tinker.adapter_turns import DropWeights
 from service.tinker.catalog import Catalog
 from service.tinker.codec import encode_sample
@@ -25,6 +24,7 @@ from service.tinker.commits import OwnCommits
 from service.tinker.costs import MeasuredCosts
 from service.tinker.desk import TinkerDesk
 from service.tinker.journal import TinkerJournal
+from service.tinker.offer import Offer
 from service.tinker.promises import ClientModel, Failure, Promise, SampleWork, Success
 from service.tinker.records import ModelCommitted
 from service.tinker.shelf import BASE, WeightShelf, following, target_of
@@ -36,8 +36,6 @@ from service.tinker.work import (
     Saving,
     TrainingWorker,
 )
-from trireme.config.service import TinkerConfig
-from trireme.config.trainer import LoraConfig
 from trireme.core.errors import RoomFailed, StorageFailed, TriremeError
 from trireme.core.weights import PublishedWeights
 from trireme.process.faults import fault_point
@@ -58,20 +56,14 @@ class TinkerServer(TinkerDesk):
 
     def __init__(
         self,
-        names: Sequence[str],
+        offer: Offer,
         catalog: Catalog,
-        served: ServedModels,
-        tokenizer_id: str,
         journal: TinkerJournal,
         commits: OwnCommits,
-        options: TinkerConfig,
-        lora: LoraConfig | None = None,
-        places: int = 1,
-        slots: int = 0,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`commits`: where models are saved by the server itself. For the others see `TinkerDesk`."""
-        super().__init__(names, catalog, served, tokenizer_id, journal, options, lora, places, slots, now)
+        """`commits`: where models are saved by the server itself."""
+        super().__init__(offer, catalog, journal, now)
         self._commits = commits
         self._sampling: set[asyncio.Task[None]] = set()
         self._costs = MeasuredCosts()
@@ -99,7 +91,7 @@ class TinkerServer(TinkerDesk):
         """Gives trainer and replicas what they had. Raises TriremeError."""
         base = await asyncio.to_thread(self._worker.begin)
         self._shelf = WeightShelf({BASE: base})
-        if self._slots:
+        if self.offer.slots:
             await asyncio.to_thread(self._sampler.update_weights, base)
         await self._remove_old_commits()
         for model in [each for each in self.state.models.values() if each.next_seq and not each.ended]:
@@ -156,7 +148,7 @@ class TinkerServer(TinkerDesk):
             if failure:
                 raise failure
             self._losses.pop(promise.request_id, None)
-            if not model.ended and self._histories[model.model_id].is_due(self.now(), self._commit_s):
+            if not model.ended and self._histories[model.model_id].is_due(self.now(), self.offer.options.commit_s):
                 await self._commit(model)
 
     def _may_try_again(self, promise: Promise) -> bool:
@@ -207,7 +199,7 @@ class TinkerServer(TinkerDesk):
     def _shelve(self, target: str, weights: PublishedWeights) -> None:
         self.state.turns.renew(target)
         followed = {following(model_id) for model_id, model in self.state.models.items() if not model.ended}
-        self._shelf.put(target, weights, self.state.turns.wanted | followed, self._kept)
+        self._shelf.put(target, weights, self.state.turns.wanted | followed, self.offer.kept)
 
     async def _sample(self) -> None:
         while True:
@@ -230,6 +222,8 @@ class TinkerServer(TinkerDesk):
         try:
             asked = (work.prompt, work.num_samples, work.params, work.prompt_logprobs, work.topk)
             response = await asyncio.wrap_future(self._sampler.sample(*asked, adapter=slot))
+            sampled = sum(len(each.tokens) for each in response.sequences)
+            self.quotas.take(self.owner_of(promise), "sampled", sampled)
             outcome: Success | Failure = Success(encode_sample(response, work.topk))
         except RoomFailed as error:
             if self._may_try_again(promise):

@@ -6,13 +6,14 @@ from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
 from starlette.responses import Response
 
 from service.errors import JsonReply
-from service.guard import KEY_NAME
 from service.tinker.bodies import FinishBody, ProjectBody, SearchBody, StatusBody
-from service.tinker.promises import ClientSession, UnknownId
+from service.tinker.callers import Asking, OwnThings
+from service.tinker.owners import Caller
+from service.tinker.promises import ClientSession
 from service.tinker.serving import TinkerServer
 
 SESSIONS = "/api/v1/sessions"
@@ -33,34 +34,37 @@ class SessionListRoutes:
         app.put(SESSIONS + "/{session_id}/project")(self.set_project)
         app.post(SESSIONS + "/{session_id}/finish")(self.finish)
 
-    async def sessions(self, limit: int = 20, offset: int = 0) -> JsonReply:
+    async def sessions(self, caller: Asking, limit: int = 20, offset: int = 0) -> JsonReply:
         """Lists sessions, the newest first."""
-        return JsonReply({"sessions": list(reversed(self._state.sessions))[offset : offset + limit]})
+        found = [each.session_id for each in reversed(OwnThings(self._state, caller).sessions())]
+        return JsonReply({"sessions": found[offset : offset + limit]})
 
-    async def session(self, session_id: str) -> JsonReply:
+    async def session(self, caller: Asking, session_id: str) -> JsonReply:
         """Describes a session."""
-        session = self._session(session_id)
+        session = self._session(caller, session_id)
         told = session.metadata
         shown = {name: told.get(name) for name in ("user_metadata", "display_name")}
         return JsonReply({"training_run_ids": session.models, "sampler_ids": session.samplers, **shown})
 
-    async def finish(self, session_id: str, body: FinishBody | None = None) -> Response:
+    async def finish(self, caller: Asking, session_id: str, body: FinishBody | None = None) -> Response:
         """Ends a session. What its client said first of the reason is kept."""
+        session = self._session(caller, session_id)
         self._server.finish(session_id)
         said = body or FinishBody()
-        if "status" not in self._session(session_id).metadata:
+        if "status" not in session.metadata:
             status = {"type": FINISHED, "reason": {"type": said.reason.type}, "detail": said.detail}
             self._state.tell(session_id, {"status": status})
         return Response(status_code=204)
 
-    async def set_project(self, session_id: str, body: ProjectBody) -> Response:
+    async def set_project(self, caller: Asking, session_id: str, body: ProjectBody) -> Response:
         """Notes the project of a session."""
+        self._session(caller, session_id)
         self._state.tell(session_id, {"project_id": body.project_id})
         return Response(status_code=204)
 
-    async def search(self, request: Request, body: SearchBody) -> JsonReply:
+    async def search(self, caller: Asking, body: SearchBody) -> JsonReply:
         """Lists the sessions that were looked for, the newest first."""
-        found = sorted(self._found(request, body), key=_place, reverse=True)
+        found = sorted(self._found(caller, body), key=_place, reverse=True)
         if body.cursor:
             last = body.cursor.last_created_at.timestamp(), body.cursor.last_session_id
             found = [each for each in found if _place(each) < last]
@@ -70,10 +74,11 @@ class SessionListRoutes:
         )
         return JsonReply({"sessions": page, "next_cursor": cursor})
 
-    def _found(self, request: Request, body: SearchBody) -> Iterator[dict[str, Any]]:
-        owners = {"own": [_owner(request.scope[KEY_NAME])], "user": body.owner.owner_urns}.get(body.owner.type)
-        for session_id in self._state.sessions:
-            each = self._summary(session_id)
+    def _found(self, caller: Caller, body: SearchBody) -> Iterator[dict[str, Any]]:
+        owners = {"own": [_owner(caller.owner)], "user": body.owner.owner_urns}.get(body.owner.type)
+        for session in OwnThings(self._state, caller).sessions():
+            session_id = session.session_id
+            each = self._summary(session)
             named = [session_id == body.session_id] if body.session_id else []
             if body.display_name:
                 shown = (each["display_name"] or "").lower()
@@ -88,13 +93,12 @@ class SessionListRoutes:
             if all(matches):
                 yield each
 
-    def _summary(self, session_id: str) -> dict[str, Any]:
-        session = self._state.sessions[session_id]
+    def _summary(self, session: ClientSession) -> dict[str, Any]:
         told = session.metadata
         saved = [each for model_id in session.models for each in self._server.catalog.saved(model_id)]
         active = {"type": "active"} if session.ended_s is None else None
         return {
-            "session_id": session_id,
+            "session_id": session.session_id,
             "created_at": datetime.fromtimestamp(told.get("created_s", 0.0), UTC).isoformat(),
             "owner": _owner(session.owner),
             "project_id": told.get("project_id") or "",
@@ -105,10 +109,8 @@ class SessionListRoutes:
             "user_metadata": told.get("user_metadata"),
         }
 
-    def _session(self, session_id: str) -> ClientSession:
-        if (session := self._state.sessions.get(session_id)) is None:
-            raise UnknownId(f"the session {session_id!r}")
-        return session
+    def _session(self, caller: Caller, session_id: str) -> ClientSession:
+        return OwnThings(self._state, caller).session(session_id)
 
 
 def _owner(key: str) -> str:

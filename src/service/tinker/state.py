@@ -173,7 +173,9 @@ class ProtocolState(PromiseBook):
         if model is None or model in self.holders:
             return Position("active", "")
         before = self._line.index(model) if model in self._line else 0
-        holder = self.holders[0].model_id if self.holders else "another model"
+        own = {self.sessions[promise.session_id].owner}
+        seen = [each for each in self.holders if self.sessions[each.session_id].owner in own]
+        holder = seen[0].model_id if seen else "another model"
         few = (
             "trains one model at a time" if self.places == 1 else f"trains {self.places} models at a time, all of them"
         )
@@ -297,9 +299,9 @@ class ProtocolState(PromiseBook):
         sampler.joined += 1
         return sampler.joined
 
-    def has_sample(self, sampler_id: str, seq_id: int) -> bool:
-        """Tells whether a sampler has accepted sample `seq_id`. Raises UnknownId."""
-        return self._known(self.sampler(sampler_id).sampler_id, seq_id) is not None
+    def has_asked(self, owner_id: str, seq_id: int) -> bool:
+        """Tells whether request `seq_id` of a model or a sampler was accepted."""
+        return self._known(owner_id, seq_id) is not None
 
     def sample(self, sampler_id: str, seq_id: int, work: object) -> Promise:
         """Accepts sample `seq_id` of a sampler. Raises UnknownId."""

@@ -13,6 +13,7 @@ import numpy as np
 from service.tinker.adapters import AdapterWish, record_of, recorded_spec, spec_of
 from service.tinker.catalog import Catalog, path_of
 from service.tinker.codec import ForwardBackwardCall, encode_output
+from service.tinker.owners import UNKNOWN, Caller
 from service.tinker.promises import Failure, Outcome, Success, UserError
 from service.tinker.verbs import FilesToCome, TrainerVerbs
 from trireme.config.trainer import LoraConfig
@@ -40,6 +41,8 @@ class Creation:
     """The optimiser's state is loaded too."""
     wish: AdapterWish | None = None
     """The adapter that it wants, which a server that trains the whole model does not look at."""
+    caller: Caller = UNKNOWN
+    """The client that asked."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,8 @@ class Loading:
 
     path: str
     with_optimizer: bool
+    caller: Caller = UNKNOWN
+    """The client that asked."""
 
 
 @dataclass(frozen=True)
@@ -206,8 +211,8 @@ class TrainingWorker:
             case Creation():
                 return self._create(model_id, work)
             case Loading():
-                self._check_same_adapter(model_id, work.path)
-                self._load(model_id, work.path, work.with_optimizer)
+                self._check_same_adapter(model_id, work.path, work.caller)
+                self._load(model_id, work.path, work.with_optimizer, work.caller)
                 return Done(Success({"path": work.path, "model_id": model_id, "type": "load_weights"}))
             case ForwardBackwardCall():
                 return Done(Success(encode_output(self._pass(model_id, work))))
@@ -232,41 +237,41 @@ class TrainingWorker:
         self._gradients[model_id] = Gradient()
         created: dict[str, object] = {"model_id": model_id}
         if work.path is not None:
-            self._load(model_id, work.path, work.with_optimizer)
+            self._load(model_id, work.path, work.with_optimizer, work.caller)
             created |= {"path": work.path, "type": "load_weights"}
         else:
             if not self.lora:
                 self._trainer.load_state(self._base_state, [])
             created["type"] = "create_model"
-        self._catalog.begin(model_id, work.user_metadata, record)
+        self._catalog.begin(model_id, work.user_metadata, record, work.caller.owner)
         return Done(Success(created))
 
     def _begin_adapter(self, model_id: str, work: Creation) -> dict[str, Any]:
         """Makes and uses the adapter of a new model, and returns what is to be kept of it. `forget` drops it, also if
         the rest of the creation fails."""
         assert self.lora
-        spec = self._saved_spec(work.path) if work.path is not None else spec_of(work.wish, self.lora)
+        spec = self._saved_spec(work.path, work.caller) if work.path is not None else spec_of(work.wish, self.lora)
         assert spec
         self._trainer.add_adapter(model_id, spec)
         self._trainer.use_adapter(model_id)
         return record_of(spec, self.lora)
 
-    def _saved_spec(self, path: str) -> AdapterSpec | None:
-        _, saved = self._catalog.find(path, "weights")
+    def _saved_spec(self, path: str, caller: Caller) -> AdapterSpec | None:
+        _, saved = self._catalog.find(path, "weights", caller)
         return recorded_spec(path, self._catalog.run(saved.model_id).lora, self.lora)
 
-    def _check_same_adapter(self, model_id: str, path: str) -> None:
+    def _check_same_adapter(self, model_id: str, path: str, caller: Caller) -> None:
         """Raises UserError unless a state is of such an adapter as a model has."""
         own = recorded_spec(model_id, self._catalog.run(model_id).lora, self.lora)
-        saved = self._saved_spec(path)
+        saved = self._saved_spec(path, caller)
         if own and saved and replace(saved, seed=own.seed) != own:
             raise UserError(
                 f"{path} is of an adapter of rank {saved.rank} for {', '.join(saved.targets)}; expected one of rank "
                 f"{own.rank} for {', '.join(own.targets)}, as this model has: create a client from the state"
             )
 
-    def _load(self, model_id: str, path: str, with_optimizer: bool) -> None:
-        directory, saved = self._catalog.find(path, "weights")
+    def _load(self, model_id: str, path: str, with_optimizer: bool, caller: Caller) -> None:
+        directory, saved = self._catalog.find(path, "weights", caller)
         run = self._catalog.run(saved.model_id)
         if run.base_model not in self.bases:
             raise UserError(f"{path} belongs to the base {run.base_model}; expected a state of {self.bases[0]}")

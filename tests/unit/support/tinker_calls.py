@@ -318,7 +318,7 @@ NOTES = {
     "RestClient.assign_session_project": "projects are names, and any is taken",
     "RestClient.copy_weights": "as `ServiceClient.copy_weights`",
     "RestClient.get_external_weights_urls": "they hold for an hour, and until the server ends",
-    "RestClient.publish_checkpoint_from_tinker_path": "a mark: lists show it",
+    "RestClient.publish_checkpoint_from_tinker_path": "all keys may then read it",
     "RestClient.get_current_checkpoint_storage_usage": "it costs nothing",
 }
 """What else the docs say of methods that work."""

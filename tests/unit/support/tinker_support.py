@@ -19,11 +19,12 @@ import numpy.typing as npt
 
 from service.front import ServedModels
 from service.guard import Limits
-from service.keys import ServiceKey, ServiceKeys
+from service.keys import ServiceKey, ServiceKeys, quotas_of
 from service.tinker.catalog import Catalog
 from service.tinker.commits import OwnCommits
 from service.tinker.journal import TinkerJournal
 from service.tinker.listening import TinkerListener
+from service.tinker.offer import Offer
 from service.tinker.serving import TinkerServer
 from service.tinker.work import TrainingWorker
 from trireme.checkpoint.files import FileRecord, write_bytes
@@ -274,13 +275,11 @@ def tinker_server(
     """Serves a model of the name `base` on a free port of this machine; what is saved stays below `root`. `lora`:
     adapters, so many at once. At the end it raises what ended it."""
     trainer, sampler = trainer or UnigramTrainer(), UnigramSampler()
-    catalog = Catalog(root / "runs", base, time.time)
+    catalog = Catalog(root / "runs", base, time.time, quotas_of(keys))
     journal, commits = TinkerJournal(root / "journal"), OwnCommits(root / "commits")
-    models, options = (
-        ServedModels((base,), MAX_LEN, VOCABULARY),
-        TinkerConfig(snapshots=snapshots, commit_s=commit_s),
-    )
-    server = TinkerServer((base,), catalog, models, base, journal, commits, options, lora, places, slots, now)
+    options = TinkerConfig(snapshots=snapshots, commit_s=commit_s)
+    offer = Offer(ServedModels((base,), MAX_LEN, VOCABULARY), base, options, lora, places, slots, quotas_of(keys))
+    server = TinkerServer(offer, catalog, journal, commits, now)
     server.begin()
     limits = Limits(body_bytes=2**24, body_s=5.0, per_minute=None)
     listener = TinkerListener(server, ServiceKeys(keys), limits, "127.0.0.1", 0)

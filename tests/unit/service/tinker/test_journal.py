@@ -106,7 +106,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("service.tinker.journal.FORMAT", 99)
     written(tmp_path).close()
     monkeypatch.undo()
-    with pytest.raises(StorageFailed, match="has the format 99; expected 1: move it elsewhere"):
+    with pytest.raises(StorageFailed, match="has the format 99; expected 2: move it elsewhere"):
         TinkerJournal(tmp_path, "one").replay()
     newest(tmp_path).write_bytes(b"something else that is no journal at all")
     with pytest.raises(StorageFailed, match="damaged at its beginning"):

@@ -1,0 +1,25 @@
+"""Who asks, and what is theirs: all that was made with a key belongs to the key's owner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Someone who asks."""
+
+    owner: str
+    """To whom all belongs that is made for them."""
+    sees_all: bool = False
+    """They have an admin key."""
+
+    def may(self, owner: str) -> bool:
+        """Tells whether something of an owner is theirs to see and to change."""
+        return self.sees_all or (owner == self.owner and owner != "")
+
+
+SERVER = Caller("", sees_all=True)
+"""The server itself."""
+UNKNOWN = Caller("")
+"""Someone to whom nothing belongs."""
