@@ -60,7 +60,7 @@ class QuotaUsed(Exception):
         """Seconds after which there is something again, if nothing else is asked for meanwhile."""
 
 
-class Bucket:
+class TokenBucket:
     """The tokens that are left of so many in so many seconds."""
 
     def __init__(self, most: int, seconds: float, now: float) -> None:
@@ -88,7 +88,7 @@ class Quotas:
     def __init__(self, quotas: Mapping[str, Quota] | None = None, now: Callable[[], float] = time.monotonic) -> None:
         self._quotas, self._now = dict(quotas or {}), now
         self._buckets = {
-            (owner, name): Bucket(most, seconds, now()) for owner, name, most, seconds in self._token_quotas()
+            (owner, name): TokenBucket(most, seconds, now()) for owner, name, most, seconds in self._token_quotas()
         }
 
     def _token_quotas(self) -> Iterator[tuple[str, str, int, float]]:
@@ -122,7 +122,7 @@ class Quotas:
         for _, bucket in self._of(owner, what):
             bucket.take(tokens, self._now())
 
-    def _of(self, owner: str, what: str) -> Iterator[tuple[str, Bucket]]:
+    def _of(self, owner: str, what: str) -> Iterator[tuple[str, TokenBucket]]:
         for (whose, name), bucket in self._buckets.items():
             if whose == owner and name.startswith(what):
                 yield name, bucket

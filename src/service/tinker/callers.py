@@ -1,4 +1,4 @@
-"""Who sent a request, and which part of the state they may see.
+"""Tells who sent a request, and which part of the state they may see.
 
 What belongs to others is answered as what is not there, in the same words. An admin key sees all. Published paths may
 be read by all, and changed by their owner.

@@ -20,7 +20,7 @@ from service.tinker.catalog import Catalog
 from service.tinker.codec import ForwardBackwardCall
 from service.tinker.costs import tokens_of
 from service.tinker.journal import TinkerJournal
-from service.tinker.offer import Offer
+from service.tinker.offer import TinkerOffer
 from service.tinker.owners import Caller
 from service.tinker.promises import Failure, Promise, SampleWork, Success, UnknownId, UserError
 from service.tinker.records import Record
@@ -42,7 +42,7 @@ class TinkerDesk:
     """The state, its journal, and those who wait."""
 
     def __init__(
-        self, offer: Offer, catalog: Catalog, journal: TinkerJournal, now: Callable[[], float] = time.monotonic
+        self, offer: TinkerOffer, catalog: Catalog, journal: TinkerJournal, now: Callable[[], float] = time.monotonic
     ) -> None:
         self.offer, self.catalog, self.now = offer, catalog, now
         self._journal = journal

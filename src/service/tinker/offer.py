@@ -12,7 +12,7 @@ from trireme.config.trainer import LoraConfig
 
 
 @dataclass(frozen=True)
-class Offer:
+class TinkerOffer:
     """One model."""
 
     served: ServedModels

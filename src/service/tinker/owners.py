@@ -1,4 +1,4 @@
-"""Who asks, and what is theirs: all that was made with a key belongs to the key's owner."""
+"""Names who asks: all that was made with a key belongs to the key's owner."""
 
 from __future__ import annotations
 

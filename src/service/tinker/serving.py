@@ -24,7 +24,7 @@ from service.tinker.commits import OwnCommits
 from service.tinker.costs import MeasuredCosts
 from service.tinker.desk import TinkerDesk
 from service.tinker.journal import TinkerJournal
-from service.tinker.offer import Offer
+from service.tinker.offer import TinkerOffer
 from service.tinker.promises import ClientModel, Failure, Promise, SampleWork, Success
 from service.tinker.records import ModelCommitted
 from service.tinker.shelf import BASE, WeightShelf, following, target_of
@@ -56,7 +56,7 @@ class TinkerServer(TinkerDesk):
 
     def __init__(
         self,
-        offer: Offer,
+        offer: TinkerOffer,
         catalog: Catalog,
         journal: TinkerJournal,
         commits: OwnCommits,

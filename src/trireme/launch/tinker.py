@@ -17,7 +17,7 @@ from service.tinker.catalog import Catalog, recover
 from service.tinker.commits import OwnCommits
 from service.tinker.journal import TinkerJournal
 from service.tinker.listening import TinkerListener
-from service.tinker.offer import Offer
+from service.tinker.offer import TinkerOffer
 from service.tinker.serving import TinkerServer
 from service.tinker.verbs import SamplerVerbs, TrainerVerbs
 from service.tinker.work import TrainingWorker
@@ -62,7 +62,7 @@ def serve_clients(
     places = options.models if lora else 1
     slots = config.inference.kept_loras - 1 if lora else 0  # one is the base's, with an adapter that changes nothing
     journal, commits = TinkerJournal(directory / JOURNAL), OwnCommits(directory / COMMITS)
-    offer = Offer(served, config.tokenizer_name, options.tinker, lora, places, slots, quotas_of(keys))
+    offer = TinkerOffer(served, config.tokenizer_name, options.tinker, lora, places, slots, quotas_of(keys))
     server = TinkerServer(offer, catalog, journal, commits)
     if server.begin():
         say("what clients had asked the last server for is continued")

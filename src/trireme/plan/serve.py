@@ -4,16 +4,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from trireme.config.run import DTYPE_BYTES
 from trireme.config.schema import Config
 from trireme.plan.needs import SAMPLER_WEIGHTS, Need
 from trireme.plan.rl import InferencePart
 from trireme.plan.trainer import TrainerPart
 from trireme.plan.transport import choose_transport
 
+WAITING_ADAPTERS = "adapters that wait"
+"""Their values, both moments and gradients, which are in host memory while another adapter is trained."""
+
+
+def sets_of_weights(config: Config) -> int:
+    """Returns how many sets of weights are kept for samplers: the base's, `service.tinker.snapshots`, and of adapters
+    at least as many as replicas hold."""
+    held = config.inference.kept_loras - 1 if config.trainer.lora.on else 0
+    return 1 + max(config.service.tinker.snapshots, held)
+
 
 @dataclass(frozen=True)
 class ServedTrainerPart(TrainerPart):
-    """Shards that also keep the base's weights and those of samplers, each its share."""
+    """Shards that also keep the base's weights and those of samplers, and adapters that wait, each its share."""
 
     config: Config
 
@@ -22,10 +33,21 @@ class ServedTrainerPart(TrainerPart):
         """The memory of each shard."""
         if (needs := super().needs) is None:
             return None
-        share = (1 + self.config.service.tinker.snapshots) * -(-self.published_bytes // self.config.trainer.processes)
+        if self.config.trainer.lora.on:
+            needs = [replace(need, host={**need.host, WAITING_ADAPTERS: self._waiting}) for need in needs]
+        share = sets_of_weights(self.config) * -(-self.published_bytes // self.config.trainer.processes)
         if choose_transport(self.config, self.resources)[0] == "broadcast":
             return [replace(need, host={**need.host, SAMPLER_WEIGHTS: share}) for need in needs]
         return [replace(need, parts={**need.parts, SAMPLER_WEIGHTS: share}) for need in needs]
+
+    @property
+    def _waiting(self) -> int:
+        """Bytes of a shard's part of `service.models` adapters: one more is there, with which the model began, and one
+        is in the model."""
+        assert self.facts is not None, "there are needs"
+        trainer = self.config.trainer
+        values = self.facts.trained_parameters(trainer.lora) // trainer.shards
+        return self.config.service.models * 4 * DTYPE_BYTES[trainer.master_dtype] * values
 
 
 @dataclass(frozen=True)
@@ -37,7 +59,7 @@ class ServedInferencePart(InferencePart):
         """The memory of each replica."""
         if (needs := super().needs) is None or choose_transport(self.config, self.resources)[0] == "broadcast":
             return needs
-        weights = (1 + self.config.service.tinker.snapshots) * self.published_bytes
+        weights = sets_of_weights(self.config) * self.published_bytes
         return [replace(need, shared={**need.shared, SAMPLER_WEIGHTS: weights}) for need in needs]
 
 

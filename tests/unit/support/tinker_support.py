@@ -24,7 +24,7 @@ from service.tinker.catalog import Catalog
 from service.tinker.commits import OwnCommits
 from service.tinker.journal import TinkerJournal
 from service.tinker.listening import TinkerListener
-from service.tinker.offer import Offer
+from service.tinker.offer import TinkerOffer
 from service.tinker.serving import TinkerServer
 from service.tinker.work import TrainingWorker
 from trireme.checkpoint.files import FileRecord, write_bytes
@@ -278,7 +278,7 @@ def tinker_server(
     catalog = Catalog(root / "runs", base, time.time, quotas_of(keys))
     journal, commits = TinkerJournal(root / "journal"), OwnCommits(root / "commits")
     options = TinkerConfig(snapshots=snapshots, commit_s=commit_s)
-    offer = Offer(ServedModels((base,), MAX_LEN, VOCABULARY), base, options, lora, places, slots, quotas_of(keys))
+    offer = TinkerOffer(ServedModels((base,), MAX_LEN, VOCABULARY), base, options, lora, places, slots, quotas_of(keys))
     server = TinkerServer(offer, catalog, journal, commits, now)
     server.begin()
     limits = Limits(body_bytes=2**24, body_s=5.0, per_minute=None)
