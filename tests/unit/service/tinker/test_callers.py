@@ -145,8 +145,9 @@ CLOSED: dict[str, Asked] = {
 ENDING = {route for route in CLOSED if route.startswith("DELETE")} | {
     "POST create_model",
     "POST sessions/{session_id}/finish",
+    "POST training_runs/{model_id}/checkpoints/{kind}/{name}/publish",
 }
-"""Those behind which the others do not work any more."""
+"""Those behind which the others would be answered otherwise."""
 LISTS = {
     "GET training_runs": "training_runs",
     "GET checkpoints": "checkpoints",
