@@ -37,6 +37,7 @@ class Receiving:
 
     def __init__(self) -> None:
         self._current: Broadcast | None = None
+        self._spare: int | None = None  # the file of a version that was loaded
 
     def start(self, offer: Offer, number: int, serial: int, pipe: str) -> None:
         """Begins to receive what replica `number` was offered, in place of what it still receives. `serial` is in all
@@ -44,33 +45,47 @@ class Receiving:
         last = self._current
         if last:
             last.given_up.set()
-        self._current = Broadcast(offer, number, serial, pipe, last)
+        spare, self._spare = self._spare, None
+        self._current = Broadcast(offer, number, serial, pipe, last, spare)
 
-    def forget(self, version: int) -> None:
-        """Gives the memory of a version back that has been loaded."""
+    def forget(self, version: int, *, copied: bool) -> None:
+        """Lets the memory of a version go that has been loaded. `copied`: no rank uses it any more, so the next version
+        is received into it. New memory would cost several times as much as receiving, page by page, and at an update
+        there has to be as much anyway."""
         if self._current and self._current.version == version:
-            self._current.close()
+            file = self._current.take_file()
+            if file is not None and copied:
+                self._spare = file
+            elif file is not None:
+                os.close(file)
 
 
 class Broadcast:
     """One version that is being received. The thread continues with the group of the one before."""
 
-    def __init__(self, offer: Offer, number: int, serial: int, pipe: str, before: Broadcast | None) -> None:
+    def __init__(
+        self, offer: Offer, number: int, serial: int, pipe: str, before: Broadcast | None, file: int | None
+    ) -> None:
         self.version = offer.version
         self._offer, self._number, self._serial, self._pipe, self._before = offer, number, serial, pipe, before
         self._deadline = time.monotonic() + offer.timeout_s
         self.given_up = threading.Event()
         self.group: BroadcastGroup | None = None
-        self._file: int | None = None
+        self._file = file
         name = f"receiving version {offer.version}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Closes the file; its memory lives on where it is mapped."""
-        file, self._file = self._file, None
+        file = self.take_file()
         if file is not None:
             os.close(file)
+
+    def take_file(self) -> int | None:
+        """Returns the descriptor of the file, which from now on belongs to the caller; None if there is none."""
+        file, self._file = self._file, None
+        return file
 
     def _run(self) -> None:
         pipe = os.open(self._pipe, os.O_WRONLY)
@@ -115,7 +130,7 @@ class Broadcast:
         fault_point("transport.ready")
         self._tell(pipe, ready=True)
         ends = list(accumulate(-(-size // PAGE) * PAGE for size in self._offer.sizes))
-        self._file = file = os.memfd_create("weights")
+        file = self._file = os.memfd_create("weights") if self._file is None else self._file
         os.ftruncate(file, max(ends[-1], 1))
         whole = np.memmap(f"/proc/self/fd/{file}", dtype=np.uint8, mode="r+")
         version, attempt = self._offer.version, self._offer.attempt

@@ -191,7 +191,8 @@ class WorkerExtension:
         for kept in filter(None, (each() for each in mapped)):  # by an engine that took a part of it, not a copy
             make_own(kept)
         if self.receiving:
-            self.receiving.forget(manifest.identity.version)  # all ranks had mapped it
+            # The other ranks have loaded it too before the engine's process is called again.
+            self.receiving.forget(manifest.identity.version, copied=True)
         return loaded
 
     def add_adapter(self, number: int) -> None:
@@ -206,7 +207,7 @@ class WorkerExtension:
             raise RuntimeError(f"rank {self.rank}: {type(error).__name__}: {error}") from error
         self.received = None
         if self.receiving:
-            self.receiving.forget(manifest.identity.version)
+            self.receiving.forget(manifest.identity.version, copied=False)  # vLLM may keep a part of it
 
     def drop_adapter(self, number: int) -> None:
         """Forgets an adapter."""

@@ -79,9 +79,9 @@ class Mesh:
         dist.broadcast_object_list(texts, src=int(first), device=self.device)
         raise BadInput(texts[0])
 
-    def sum_over_ranks(self, table: Tensor) -> None:
-        """Adds up the tables of all ranks, in place; int64 wraps around. Collective."""
-        dist.all_reduce(table)
+    def sum_over_ranks(self, values: Tensor) -> None:
+        """Adds up the values of all ranks, in place; int64 wraps around. Collective."""
+        dist.all_reduce(values)
 
     def smallest_room(self, config: CommonConfig, replica_share: float) -> int:
         """Returns the bytes that a shard may fill (`trireme.plan.memory`): the least of all ranks, so that all decide

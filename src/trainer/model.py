@@ -171,21 +171,19 @@ class Sharding:
         added up whole, and summed over ranks in the last pass. At the end nothing is left gathered, also after an
         error.
         """
-        units = fsdp_units(model)
-        root, frees = units[0], not (self.whole or self.memory.weights_stay)
+        root, frees = fsdp_units(model)[0], not (self.whole or self.memory.weights_stay)
 
         def next_pass(last: bool) -> None:
             root.set_requires_gradient_sync(last or not self.whole)
             root.set_reshard_after_backward(last or frees)
 
         root.set_reshard_after_forward(frees)
-        try:
-            yield next_pass
-        finally:
-            next_pass(True)
-            root.set_reshard_after_forward(True)
-            for unit in units:
-                unit.reshard()
+        with freed_after(model):
+            try:
+                yield next_pass
+            finally:
+                next_pass(True)
+                root.set_reshard_after_forward(True)
 
 
 def load_source(name: str) -> PreTrainedModel:
@@ -254,19 +252,29 @@ def fsdp_units(model: PreTrainedModel) -> list[Any]:
 
 
 @torch.no_grad()
-def gathered_units(model: PreTrainedModel) -> Iterator[list[tuple[str, Tensor]]]:
+def gathered_units(model: PreTrainedModel, *, stay: bool = False) -> Iterator[list[tuple[str, Tensor]]]:
     """Yields the names and whole tensors of one unit (layer, or root) after the other, on every rank's device.
 
     Parameters are in the inference dtype, persistent buffers as the model holds them: what the model's class saves.
     Names and shapes are those of a checkpoint, with experts apart. Tensors live until the next unit. Tied ones come
-    once, under the embedding's name. Collective.
+    once, under the embedding's name. `stay`: units stay gathered until the end of `freed_after`. Collective.
     """
     for unit, tensors_of in _units(model):
         if isinstance(unit, FSDPModule):
             unit.unshard()
         tensors = {name: tensor.detach() for name, tensor in tensors_of().items()}
         yield list(revert_weight_conversion(model, tensors).items())
-        if isinstance(unit, FSDPModule):
+        if isinstance(unit, FSDPModule) and not stay:
+            unit.reshard()
+
+
+@contextmanager
+def freed_after(model: PreTrainedModel) -> Iterator[None]:
+    """Leaves nothing gathered at the end of the block, also after an error."""
+    try:
+        yield
+    finally:
+        for unit in fsdp_units(model):
             unit.reshard()
 
 

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from trainer.logprobs import token_logprobs
+from trainer.mesh import Mesh
 from trireme.core.weights import EXACT, ROUNDED, Canary
 
 CANARY_TOKENS = 64
@@ -22,11 +23,19 @@ def canary_tokens(vocab_size: int, max_seq_len: int) -> npt.NDArray[np.int32]:
 
 
 @torch.no_grad()
-def compute_canary(model: PreTrainedModel, dtype: torch.dtype, max_seq_len: int, device: torch.device) -> Canary:
+def compute_canary(
+    model: PreTrainedModel, dtype: torch.dtype, max_seq_len: int, device: torch.device, whole_on: Mesh | None = None
+) -> Canary:
     """Computes the canary by `model`, which computes in `dtype`, in the way in which it trains, with the weights that
-    it publishes. Collective."""
+    it publishes. `whole_on`: every rank of this mesh has all of the model gathered; then the last computes for all of
+    them, as it is the last that would send a broadcast. Collective."""
     tokens = canary_tokens(model.config.get_text_config().vocab_size, max_seq_len)
     ids = torch.from_numpy(tokens.astype(np.int64)).to(device)[None]
     inputs, targets = ids[:, :-1], ids[:, 1:]
-    logprobs = token_logprobs(model, inputs, targets, torch.ones(targets.shape, device=device))[0]
+    if whole_on is None or whole_on.rank == whole_on.size - 1:
+        logprobs = token_logprobs(model, inputs, targets, torch.ones(targets.shape, device=device))[0]
+    else:
+        logprobs = torch.zeros(targets.shape[1], device=device)
+    if whole_on is not None:
+        whole_on.sum_over_ranks(logprobs)
     return Canary(tokens, logprobs.cpu().numpy(), EXACT if dtype == torch.float32 else ROUNDED)

@@ -33,7 +33,7 @@ from trainer.lora import adapter_files, adapter_mode, adapter_sums, adapter_unit
 from trainer.losses import Metrics, backward, monitors, resolve_loss
 from trainer.mesh import Mesh
 from trainer.mfu import peak_flops, train_flops
-from trainer.model import Sharding, gathered_units, published_units, shard_sums
+from trainer.model import Sharding, freed_after, gathered_units, published_units, shard_sums
 from trainer.proof import prove_models
 from trainer.publish import compute_canary
 from trainer.state import Checkpointer, make_adam_state
@@ -291,20 +291,20 @@ class Shard(AdapterVerbs):
         """Sends the weights in the inference dtype as `version`. What it returns has the part of this rank as its
         source: `trireme.core.transport.Transport.join` makes one of all."""
         fault_point("trainer.publish")
-        dtype, sums = self._sharding.dtype, self._sums.of_shard(self._device)
-        units = adapter_units(self._model, dtype, self._device) if self._adapter else gathered_units(self._model)
-        part = self._sender.send(version, self.layout, self._sums.watching(units, self._share, sums), session)
-        canary = compute_canary(self._model, dtype, self._max_seq_len, self._device)
+        model, dtype, sums = self._model, self._sharding.dtype, self._sums.of_shard(self._device)
+        # Where memory allows, the canary is computed from what was gathered to be sent.
+        stays = self._sharding.memory.weights_stay and not self._adapter
+        units = adapter_units(model, dtype, self._device) if self._adapter else gathered_units(model, stay=stays)
+        share = self.layout.share(self._mesh.rank, self._mesh.size)
+        with freed_after(model):
+            part = self._sender.send(version, self.layout, self._sums.watching(units, share, sums), session)
+            whole_on = self._mesh if stays else None
+            canary = compute_canary(model, dtype, self._max_seq_len, self._device, whole_on)
         self._mesh.sum_over_ranks(sums)
         entries = self.layout.with_hashes({name: str(each) for name, each in self._sums.by_name(sums).items()})
         identity = WeightIdentity(self._attempt, version, weights_digest(entries, self._adapter))
         self._published.add(identity)
         return PublishedWeights(WeightsManifest(identity, entries, canary, self._adapter), part)
-
-    @cached_property
-    def _share(self) -> set[str]:
-        """The names of the tensors in this rank's buckets."""
-        return {e.name for e in self.layout.entries if e.bucket % self._mesh.size == self._mesh.rank}
 
     def begin_save(self, path: Path) -> None:
         """Begins to save the current state (weights, AdamW's state, random generators) into directory `path`."""

@@ -59,6 +59,10 @@ class Layout:
             sizes[entry.bucket] = max(sizes[entry.bucket], padded(entry.offset + entry.nbytes))
         return tuple(sizes)
 
+    def share(self, rank: int, size: int) -> set[str]:
+        """Returns the names of the tensors in the buckets of a rank, one of `size`."""
+        return {entry.name for entry in self.entries if entry.bucket % size == rank}
+
     def with_hashes(self, hashes: Mapping[str, str]) -> tuple[TensorEntry, ...]:
         """Returns the entries of one version, whose tensors have these hashes, by their names."""
         return tuple(replace(entry, hash=hashes[entry.name]) for entry in self.entries)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import Counter
 
@@ -11,6 +12,9 @@ import numpy.typing as npt
 from trireme.core.errors import WeightsGone
 
 Bucket = npt.NDArray[np.uint8]
+UNREAD = 2
+"""References to an array that one list holds, or to the memory of one array: that one, and that of the call that
+counts. Whoever reads the array or a part of it holds another: Ray as it passes a bucket on, PyTorch as it sends."""
 
 
 class KeptVersions:
@@ -20,12 +24,25 @@ class KeptVersions:
         self._lock = threading.Lock()
         self._versions: dict[int, dict[int, Bucket]] = {}  # in the order in which they were published
         self._leases: Counter[int] = Counter()
+        self._spare: list[Bucket] = []  # of the versions that the newest one displaced
 
-    def begin(self, version: int) -> None:
-        """Makes room for `version`: of those before it the last one stays."""
+    def memory(self, nbytes: int) -> Bucket:
+        """Returns memory for a bucket of the version that was begun: that of a dropped one, if it has the size and is
+        not being read any more. New memory costs more than writing to it, as the system gives it page by page."""
+        with self._lock:
+            for number in range(len(self._spare)):
+                counts = [sys.getrefcount(self._spare[number]), sys.getrefcount(self._spare[number].base)]
+                if self._spare[number].nbytes == nbytes and counts == [UNREAD, UNREAD]:
+                    return self._spare.pop(number)
+        return np.zeros(nbytes, dtype=np.uint8)
+
+    def begin(self, version: int, *, reuse: bool = False) -> None:
+        """Makes room for `version`: of those before it the last one stays. `reuse`: all its buckets lie in what
+        `memory` gives."""
         with self._lock:
             self._versions.pop(version, None)
-            self._drop(keep=1)
+            dropped = self._drop(keep=1)
+            self._spare = dropped if reuse else []
             self._versions[version] = {}
 
     def keep(self, version: int, number: int, bucket: Bucket) -> None:
@@ -55,7 +72,11 @@ class KeptVersions:
             self._leases[version] -= 1
             self._drop(keep=2)
 
-    def _drop(self, keep: int) -> None:
+    def _drop(self, keep: int) -> list[Bucket]:
+        """Returns the buckets of the versions that were dropped."""
+        dropped: list[Bucket] = []
         for version in list(self._versions)[:-keep]:
             if self._leases[version] <= 0:
-                del self._versions[version], self._leases[version]
+                dropped += self._versions.pop(version).values()
+                del self._leases[version]
+        return dropped

@@ -147,8 +147,9 @@ class Packing:
         sending: Sending | None,
         on_gpu: bool,
         free: queue.SimpleQueue[Buffer] | None,
+        memory: Callable[[int], Bucket],
     ) -> None:
-        self._sizes, self._sending = layout.sizes, sending
+        self._sizes, self._sending, self._memory = layout.sizes, sending, memory
         self._share = set(share)
         self.wanted = set(range(len(layout.sizes))) if sending else set(self._share)
         """The buckets to fill: the share alone once the sending has been given up."""
@@ -160,7 +161,7 @@ class Packing:
     def buffer(self, number: int) -> Buffer:
         """Returns memory for a bucket, which waits for the sending if that has all of it."""
         if number in self._share and self._copies is None:
-            return np.zeros(self._sizes[number], dtype=np.uint8)
+            return self._memory(self._sizes[number])
         found: list[Buffer] = []
         if self._sending is None or not self._sending.wait(lambda: self._take_free(found)):
             self._without_sending()
@@ -245,9 +246,9 @@ class BroadcastSender:
             before = self._last.root if self._last else None
             self._last = sending = Sending(self.endpoint, version, session, members, self._group, before)
             self._group = None
-        self.kept.begin(version)
+        self.kept.begin(version, reuse=not self._on_gpu)
         share = range(self._rank, len(layout.sizes), self._size)
-        packing = Packing(layout, share, sending, self._on_gpu, self._free)
+        packing = Packing(layout, share, sending, self._on_gpu, self._free, self.kept.memory)
         fill(layout, units, packing.wanted, packing.buffer, packing.done)
         for number, bucket in packing.kept.items():
             self.kept.keep(version, number, bucket)

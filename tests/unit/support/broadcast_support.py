@@ -78,10 +78,16 @@ class Receiver:
             return "dead"
         return "arrived" if "arrived" in message else str(message["failed"])
 
-    def digests(self) -> list[str]:
-        """Returns the digests of the buckets that arrived last, and gives their memory back."""
-        self._end.send(("digests",))
+    def digests(self, *, copied: bool = False) -> list[str]:
+        """Returns the digests of the buckets that arrived last, and gives their memory back, or has it used again
+        (`copied`)."""
+        self._end.send(("digests", copied))
         return list(self.hear()["digests"])
+
+    def file(self) -> int:
+        """Returns the inode of the file in which the last version has arrived."""
+        self._end.send(("file",))
+        return int(self.hear()["file"])
 
     def held(self, *, sockets: bool = False) -> Mapping[str, Any]:
         """Returns what the process has open, files without names and perhaps sockets, as soon as it is nothing, or
@@ -125,12 +131,14 @@ def _receive(end: Any, number: int, faults: str) -> None:
             case ("offer", offer):
                 offered.append(offer)
                 receiving.start(offer, number, len(offered), f"/proc/self/fd/{write}")
-            case ("digests",):
+            case ("file",):
+                end.send({"file": os.stat(arrived["path"]).st_ino})
+            case ("digests", copied):
                 with open(arrived["path"], "rb") as file:
                     whole = file.read()
                 pairs = zip(arrived["offsets"], offered[-1].sizes, strict=True)
                 end.send({"digests": [digest(whole[offset : offset + size]) for offset, size in pairs]})
-                receiving.forget(offered[-1].version)
+                receiving.forget(offered[-1].version, copied=copied)
             case ("held",):
                 end.send(what_is_held())
 

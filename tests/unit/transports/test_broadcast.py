@@ -54,6 +54,20 @@ def published(sender: BroadcastSender, fleet: Fleet, version: int) -> list[str]:
     return [digest(sender.kept.bucket(version, number)) for number in range(len(layout.sizes))]
 
 
+def test_a_version_arrives_in_the_memory_of_the_one_before_that_was_copied(sender: BroadcastSender) -> None:
+    with receivers(1) as members:
+        fleet = Fleet(members, (sender.endpoint,))
+        files = []
+        for version in range(4):
+            expected = published(sender, fleet, version)
+            assert members[0].outcome() == "arrived"
+            files.append(members[0].file())
+            assert members[0].digests(copied=version < 2) == expected
+        assert files[0] == files[1] == files[2], "the first two were copied"
+        assert files[3] != files[2], "vLLM may keep a part of the third"
+        assert members[0].held() == {"files": 0}
+
+
 def test_all_receive_the_same_bytes_version_after_version_by_one_group(sender: BroadcastSender) -> None:
     with receivers(3) as members:
         fleet = Fleet(members, (sender.endpoint,))
