@@ -58,11 +58,19 @@ def bare_cast(shard: Shard) -> Took:
 
 
 def bare_canary(shard: Shard) -> Took:
+    """Computes the canary as `publish_weights` does, from what is gathered already where memory allows."""
+    from trainer.model import freed_after, gathered_units
     from trainer.publish import compute_canary
 
-    began = time.monotonic()
-    compute_canary(shard._model, shard._sharding.dtype, shard._max_seq_len, shard._device)
-    return began, time.monotonic()
+    stays = shard._sharding.memory.weights_stay
+    with freed_after(shard._model):
+        for _ in gathered_units(shard._model, stay=True) if stays else ():
+            pass
+        shard._mesh.agree(None)
+        began = time.monotonic()
+        whole_on = shard._mesh if stays else None
+        compute_canary(shard._model, shard._sharding.dtype, shard._max_seq_len, shard._device, whole_on)
+        return began, time.monotonic()
 
 
 def bare_root(shard: Shard, port: int, size: int, nbytes: int) -> Took:
