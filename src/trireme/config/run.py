@@ -141,8 +141,9 @@ class ClusterConfig(Section):
     model_cache: Annotated[str, AfterValidator(_check_place)] = "~/.cache/trireme/models"
     """Directory on each node for the files of models that it lacks, which the driver's node sends it."""
     max_restarts: NonNegativeInt = 3
-    """How often the same part of a run (a replica; the trainer, with the orchestrator) is started again after its
-    death within restart_window_s; then the run stops with exit code 3. 0 = never: it fails."""
+    """How often the same part of a run (a replica; the trainer, with the orchestrator; Ray itself on one
+    machine) is started again after its death within restart_window_s; then the run stops with exit code 3. 0 = never:
+    it fails."""
     restart_window_s: PositiveFloat = 3600.0
     """Seconds in which max_restarts are counted."""
 

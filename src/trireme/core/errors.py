@@ -35,6 +35,10 @@ class RoomFailed(TriremeError):
     """A room (actor) raised, died, or did not answer within its deadline; names the room and its log."""
 
 
+class ServicesLost(RoomFailed):
+    """Ray's own processes, which this command has started on its machine, have ended, and every actor with them."""
+
+
 class WeightsGone(RoomFailed):
     """The trainer no longer keeps the bytes of a version that a replica or a commit wants. Where they were wanted
     nothing has changed, and nothing is broken."""

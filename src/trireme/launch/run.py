@@ -20,7 +20,7 @@ from trainer.schedule import learning_rate_schedule
 from trireme.checkpoint.manifest import Manifest
 from trireme.config import CommonConfig
 from trireme.config.model_facts import ModelFacts
-from trireme.core.errors import BadInput, LimitReached, LockLost, RoomFailed, TriremeError
+from trireme.core.errors import BadInput, LimitReached, LockLost, RoomFailed, ServicesLost, TriremeError
 from trireme.launch.common import StartProgress
 from trireme.launch.doctor import check_nodes
 from trireme.launch.far_logs import GatheredLogs
@@ -31,17 +31,21 @@ from trireme.plan.base import Plan
 from trireme.process import signals, trace, waits
 from trireme.process.environ import cluster_address
 from trireme.process.model_source import sent_text
-from trireme.process.ray_cluster import Progress, await_places, nodes_of, ray_cluster, reserve
+from trireme.process.ray_cluster import Progress, await_places, check_services, nodes_of, ray_cluster, reserve
 from trireme.run.commits import Commits
 from trireme.run.metrics import Journal, Tracker, trackers
 from trireme.run.remote import RemoteRun
 from trireme.run.rundir import RunDir, resume_command
 from trireme.supervision.replica_manager import ReplicaUser
-from trireme.supervision.roster import Incident, Roster
+from trireme.supervision.restarts import Restarts
+from trireme.supervision.roster import Roster
 from trireme.supervision.status import StatusWriter
 from trireme.supervision.supervisor import ElasticReplicas, Supervisor
 from trireme.train.guards import RefusedSteps
 from trireme.train.steps import Attempt
+
+CLUSTER = "cluster"
+"""The part whose incidents are those of Ray's services."""
 
 
 @dataclass(frozen=True)
@@ -123,29 +127,61 @@ def launch(training: TrainingRun, console: Console) -> Path | None:
             say(f"{run.root} is at step {run.start.step} of {config.max_steps}: nothing to do")
             return None
         roster.attempt, roster.step = run.start.attempt, run.start.step
+        roster.listen(lambda _roster, incident: say(f"! {incident.part}: {incident.what}") if incident else None)
+        with StatusWriter(run.root, roster), signals.as_stopped():
+            restarts = Restarts(config.cluster.max_restarts, config.cluster.restart_window_s)
+            newest = Newest(run)
+            while True:
+                try:
+                    in_cluster(training, newest, roster, console)
+                    return run.root
+                except ServicesLost as lost:
+                    roster.note(CLUSTER, str(lost))
+                    restarts.take(CLUSTER, lost, died=True, step=roster.step, now=time.monotonic())
+                newest.begin_next(training, say)
+
+
+def in_cluster(training: TrainingRun, newest: Newest, roster: Roster, console: Console) -> None:
+    """Runs attempts in a cluster, which is started here or joined, until the last step. Raises ServicesLost if Ray has
+    to be started again, with `newest` at the attempt that this has ended."""
+    config, run = training.config, newest.run
+    with ray_cluster(config, training.plan.resources) as resources:
+        signals.arm()
+        training.plan = replace(training.plan, config=config, resources=resources, run_dir=run.root)
+        training.plan.check_resources()
+        roster.start_s = training.plan.start_s
+        if not newest.rebuilt:
+            console.print(training.plan.render(whole=training.plan.verbose))
         with (
-            StatusWriter(run.root, roster),
-            signals.as_stopped(),
-            ray_cluster(config, training.plan.resources) as resources,
+            supervised(training, run, roster, console) as (supervisor, where),
+            trackers(config, run.head.run_id, run.root, roster) as tracked,
         ):
-            signals.arm()
-            training.plan = replace(training.plan, config=config, resources=resources, run_dir=run.root)
-            training.plan.check_resources()
-            roster.start_s = training.plan.start_s
-            say(training.plan.render(whole=training.plan.verbose))
-            with (
-                supervised(training, run, roster, console) as (supervisor, where),
-                trackers(config, run.head.run_id, run.root, roster) as tracked,
-            ):
-                for tracker in tracked:
-                    say(tracker.place)
+            for tracker in tracked:
+                console.print(tracker.place)
+            if newest.rebuilt:
+                start = run.start
+                roster.note(CLUSTER, f"Ray was started again; attempt {start.attempt} begins at step {start.step}")
 
-                def work(run: RunDir) -> None:
-                    with attempt(training, run, supervisor, where, console) as core:
-                        train_and_commit(training, run, core, supervisor, tracked, console)
+            def work(run: RunDir) -> None:
+                with attempt(training, run, supervisor, where, console) as core:
+                    train_and_commit(training, run, core, supervisor, tracked, console)
 
-                attempts(training, run, supervisor, work, say)
-        return run.root
+            attempts(training, newest, supervisor, work, console.print)
+
+
+@dataclass
+class Newest:
+    """The newest attempt of a run."""
+
+    run: RunDir
+    rebuilt: bool = False
+    """True: an attempt came before it in this command."""
+
+    def begin_next(self, training: TrainingRun, say: Callable[[str], None]) -> None:
+        """Begins another attempt, from the newest commit."""
+        self.run, self.rebuilt = self.run.next_attempt(training.config, training.fixed), True
+        for note in self.run.start.notes:
+            say(note)
 
 
 @contextmanager
@@ -168,13 +204,7 @@ def supervised(
     training: TrainingRun, run: RunDir, roster: Roster, console: Console
 ) -> Iterator[tuple[Supervisor, str]]:
     """Reserves places for all actors, looks at the nodes where they are, and watches the actors; says how many nodes
-    they are on. What happens to them is printed. Raises BadInput where the nodes cannot work together."""
-
-    def tell(_roster: Roster, incident: Incident | None) -> None:
-        if incident:
-            console.print(f"! {incident.part}: {incident.what}")
-
-    roster.listen(tell)
+    they are on. Raises BadInput where the nodes cannot work together."""
     with ExitStack() as ending:
         plan = training.plan
         config = plan.resolved(training.config)
@@ -192,21 +222,21 @@ def supervised(
 
 def attempts(
     training: TrainingRun,
-    run: RunDir,
+    newest: Newest,
     supervisor: Supervisor,
     work: Callable[[RunDir], None],
     say: Callable[[str], None],
 ) -> None:
-    """Calls `work` with an attempt, and when a room fails with the next one, as often as `supervisor` allows."""
+    """Calls `work` with an attempt, and when a room fails with the next one, as often as `supervisor` allows. Raises
+    ServicesLost where no attempt can follow until Ray has been started again."""
     while True:
         try:
-            work(run)
+            work(newest.run)
             return
         except RoomFailed as failure:
+            check_services()
             supervisor.may_rebuild(failure)
-        run = run.next_attempt(training.config, training.fixed)
-        for note in run.start.notes:
-            say(note)
+        newest.begin_next(training, say)
 
 
 @contextmanager

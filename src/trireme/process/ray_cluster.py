@@ -18,11 +18,12 @@ from typing import Any
 import psutil
 import ray
 from ray._private import services as ray_services
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from trireme.config import CommonConfig
-from trireme.core.errors import RoomFailed
+from trireme.core.errors import RoomFailed, ServicesLost
 from trireme.core.refusals import Refusal
 from trireme.process import waits
 from trireme.process.environ import Resources, cluster_address, user_cache
@@ -43,6 +44,8 @@ PLACE_TICK_S = 1.0
 LONGEST_TEMP_DIR = 28
 """Ray puts unix sockets some 60 characters below its directory; the system allows paths of 107."""
 
+SERVICES = ("gcs_server", "raylet")
+"""Ray's processes without which no actor lives, as `ray._private.node.Node` calls them."""
 OBITUARY = "A worker died or was killed"
 """Beginning of the page that Ray prints about each process that was killed."""
 
@@ -127,8 +130,36 @@ def _refuse_unless_reachable(address: str) -> None:
         ).error() from None
 
 
+def check_services() -> None:
+    """Raises ServicesLost if Ray's services have ended that this process has started. In a cluster of others it has
+    started none."""
+    if ended := _ended_services():
+        said = " and ".join(f"{kind} (exit code {code})" for kind, code in ended.items())
+        raise ServicesLost(f"Ray's services on this machine have ended, and all actors with them: {said}")
+
+
+def _services() -> dict[str, Any]:
+    """Returns the processes of Ray's services that this process has started."""
+    node = ray._private.worker._global_node
+    started = node.all_processes if node else {}
+    return {kind: info.process for kind in SERVICES for info in started.get(kind, ())}
+
+
+def _ended_services() -> dict[str, int]:
+    """Returns the exit codes of those that have ended."""
+    return {kind: process.returncode for kind, process in _services().items() if process.poll() is not None}
+
+
+def _remove(group: PlacementGroup) -> None:
+    """Gives places back. Without its services Ray would wait for them for a minute, and then end this process."""
+    if not _ended_services():
+        remove_placement_group(group)
+
+
 @contextmanager
 def _local_cluster(cpus: int) -> Iterator[None]:
+    """Runs Ray on this machine for the time of the block. Raises ServicesLost in place of what the block raises because
+    its services have ended."""
     base = tempfile.gettempdir()
     directory = tempfile.mkdtemp(prefix="trireme-", dir=base if len(base) <= LONGEST_TEMP_DIR else "/tmp")
     before = _children()
@@ -137,7 +168,13 @@ def _local_cluster(cpus: int) -> Iterator[None]:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(user_cache() / "torchinductor"))
     try:
         _start_ray(cpus, directory)
-        yield
+        try:
+            yield
+        except ServicesLost:
+            raise
+        except (RoomFailed, RayError):
+            check_services()
+            raise
     finally:
         _end(before)
         shutil.rmtree(directory, ignore_errors=True)
@@ -211,7 +248,7 @@ def reserve(
         if size > 1 or bundle.get("GPU", 0) > 1:
             _refuse_unless_a_node_has(bundle, "trainer.gpus_per_node" if size > 1 else "inference.tensor_parallel")
     group = placement_group(bundles, strategy="PACK")
-    ending.callback(remove_placement_group, group)
+    ending.callback(_remove, group)
     who = [f"Ray to place {len(resources)} actors ({bundles})"]
     waits.get_all([group.ready()], who=who, timeout_s=timeout_s, on_tick=progress)
     places = [n for n, size in enumerate(blocks) for _ in range(size)]
@@ -228,7 +265,11 @@ class PlacePool:
         self._resources = resources
         self._groups: list[PlacementGroup] = []
         self._kept: list[dict[str, Any]] = []
-        ending.callback(lambda: [remove_placement_group(group) for group in self._groups])
+        ending.callback(self._end)
+
+    def _end(self) -> None:
+        for group in self._groups:
+            _remove(group)
 
     def take(self) -> dict[str, Any]:
         """Returns Ray's options of one more actor, which waits until there is a place."""

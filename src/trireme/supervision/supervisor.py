@@ -9,6 +9,8 @@ the core    Trainer and orchestrator (for `sft` the trainer alone). If one is lo
             (`trireme.launch.run.attempts`); replicas stay, and so does an orchestrator that can continue
             (`trireme.launch.rl`). The same happens when a replica is lost in deterministic mode, where the whole step
             must be sampled again.
+services    Ray's own processes, where the command has started them. If one ends, so do all actors: `check` raises that,
+            and Ray is started again (`trireme.launch.run.launch`).
 budget      Limits how often a part is started again (`restarts.py`); then `check` raises the error that ends the run.
 scale       `trireme scale` asks for more or fewer replicas (`status.py`).
 """
@@ -27,10 +29,10 @@ from typing import Any, Protocol
 
 from trireme.config import CommonConfig, Config
 from trireme.config.run import START_LIMIT
-from trireme.core.errors import RoomFailed, TriremeError
+from trireme.core.errors import RoomFailed, ServicesLost, TriremeError
 from trireme.process import waits
 from trireme.process.environ import STACKS
-from trireme.process.ray_cluster import PlacePool, Progress
+from trireme.process.ray_cluster import PlacePool, Progress, check_services
 from trireme.process.signals import StoppedWithoutCommit
 from trireme.supervision.heartbeats import EVERY_S, HeartbeatMonitor, kill, send
 from trireme.supervision.replica_manager import ReplicaActors, ReplicaManager, ReplicaUser
@@ -196,6 +198,12 @@ class Supervisor:
             self._fatal = self._fatal or RoomFailed(f"the supervisor of the run: {type(error).__name__}: {error}")
 
     def _turn(self) -> None:
+        try:
+            check_services()
+        except ServicesLost as lost:
+            self._fatal = self._fatal or lost
+            self._ending.set()  # most of Ray's calls would wait for the services
+            return
         with self._lock:
             refs = self._monitor.refs()
         there = waits.ready(refs, TICK_S)

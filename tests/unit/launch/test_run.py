@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from trireme.config.load import load
-from trireme.core.errors import BadInput, LimitReached, RoomFailed
+from trireme.core.errors import BadInput, LimitReached, RoomFailed, ServicesLost
 from trireme.launch import run as run_module
-from trireme.launch.run import attempts
+from trireme.launch.run import Newest, attempts
 from trireme.run.rundir import RunDir
 from trireme.supervision.roster import Roster
 
@@ -47,7 +49,7 @@ class World:
                 raise outcome
 
         run: Any = self
-        attempts(run, run, run, work, self.told.append)
+        attempts(run, Newest(run), run, work, self.told.append)
         assert not left
 
 
@@ -62,6 +64,54 @@ def test_it_ends_with_what_the_supervisor_says() -> None:
     with pytest.raises(LimitReached, match="often enough"):
         world.run(*[RoomFailed("a death")] * ENOUGH)
     assert world.attempt == ENOUGH
+
+
+def test_no_attempt_follows_in_a_cluster_whose_services_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would wait for a place that no node can have."""
+    world = World()
+
+    def check_services() -> None:
+        raise ServicesLost("raylet")
+
+    monkeypatch.setattr(run_module, "check_services", check_services)
+    with pytest.raises(ServicesLost):
+        world.run(RoomFailed("a death"))
+    assert world.told == ["attempt 1"]
+
+
+class TestServices:
+    """Ray's services end in some of the times that a cluster is started."""
+
+    def launched(self, monkeypatch: pytest.MonkeyPatch, place: Path, lost: int, limit: int) -> list[int]:
+        """Returns the attempt with which each cluster began."""
+        flags = ["--model.name", "./m", "--env.id", "sort", "--orchestrator.batch-size", "2", "--run.name", "r"]
+        flags += ["--inference.sampling.max-tokens", "3", "--run.output-dir", str(place)]
+        config = load([*flags, "--cluster.max-restarts", str(limit)], {}).config
+        begun: list[int] = []
+
+        def in_cluster(_training: Any, newest: Newest, _roster: Roster, _console: Any) -> None:
+            begun.append(newest.run.start.attempt)
+            assert newest.rebuilt == (len(begun) > 1)
+            if len(begun) <= lost:
+                raise ServicesLost("Ray's services on this machine have ended")
+
+        monkeypatch.setattr(run_module, "in_cluster", in_cluster)
+        training: Any = SimpleNamespace(config=config, fixed={}, enter=lambda _run: None)
+        console = Console(quiet=True)
+        run_module.launch(training, console)
+        return begun
+
+    def test_ray_is_started_again_and_another_attempt_begins(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        begun = self.launched(monkeypatch, tmp_path, lost=2, limit=2)
+        assert begun == [1, 2, 3]
+        incidents = [json.loads(line) for line in (tmp_path / "r" / "incidents.jsonl").open()]
+        assert [each["part"] for each in incidents] == ["cluster"] * 2
+
+    def test_no_oftener_than_other_parts(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        with pytest.raises(LimitReached, match=r"cluster failed 3 times.*cluster\.max_restarts"):
+            self.launched(monkeypatch, tmp_path, lost=3, limit=2)
 
 
 def test_other_errors_end_the_run() -> None:

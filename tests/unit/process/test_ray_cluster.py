@@ -10,10 +10,12 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+import ray
 from plan_support import plan
+from ray.exceptions import RaySystemError
 from torch._inductor.runtime.cache_dir_utils import cache_dir, triton_cache_dir
 
-from trireme.core.errors import BadInput, RoomFailed
+from trireme.core.errors import BadInput, RoomFailed, ServicesLost
 from trireme.process import ray_cluster as cluster
 
 SHARD, ACTOR = {"num_cpus": 2.0, "num_gpus": 1.0}, {"num_cpus": 1.0, "num_gpus": 0.0}
@@ -85,6 +87,42 @@ def test_a_block_that_no_living_node_can_hold_is_refused() -> None:
 def test_blocks_of_a_run(shards: int, replicate: int, gpus_per_node: int | None, blocks: list[int]) -> None:
     given = plan(shards=shards, trainer={"replicate": replicate, "gpus_per_node": gpus_per_node})
     assert given.blocks[: len(blocks)] == blocks
+
+
+class Ended:
+    """A process of Ray that ended with this exit code; None: it lives."""
+
+    def __init__(self, code: int | None) -> None:
+        self.returncode, self.process = code, self
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+
+@pytest.mark.parametrize(
+    ("raylet", "error", "expected"),
+    [
+        (-9, RoomFailed("trainer_0 died"), ServicesLost),
+        (-9, RaySystemError("broken pipe"), ServicesLost),
+        (None, RoomFailed("trainer_0 died"), RoomFailed),
+        (-9, BadInput("wrong"), BadInput),
+    ],
+)
+def test_what_a_block_raises_when_rays_services_have_ended(
+    raylet: int | None, error: Exception, expected: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processes = {"gcs_server": [Ended(None)], "raylet": [Ended(raylet)], "log_monitor": [Ended(1)]}
+    monkeypatch.setattr(ray._private.worker, "_global_node", SimpleNamespace(all_processes=processes))
+    monkeypatch.setattr(cluster, "_start_ray", lambda *_: None)
+    monkeypatch.setattr(cluster.ray, "shutdown", lambda: None)
+    monkeypatch.setattr(cluster.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(cluster, "LONGEST_TEMP_DIR", 1000)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with pytest.raises(expected) as raised, cluster._local_cluster(1):
+        raise error
+    assert type(raised.value) is expected
+    if expected is ServicesLost:
+        assert str(raised.value).endswith("and all actors with them: raylet (exit code -9)")
 
 
 @pytest.mark.parametrize("failures", [1, 2])
