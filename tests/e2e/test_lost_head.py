@@ -1,0 +1,133 @@
+"""The head is lost with its disk, the driver and Ray's services: the same command on another node continues the run,
+from the copy of the newest commit on a second node, and from a store of objects."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import signal
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pytest
+from chaos_support import PROBLEMS_A_BATCH, started
+from namespaces import Fabric, NamespaceNode, address, fabric, not_possible
+from nodes_support import DEADLINE_S, NodesRun, assert_steps_once, own_disk, running, start_store, store_environ
+from resume_support import rows_of
+
+from trireme.core.errors import EXIT_OK
+
+# reason: a node is a set of namespaces, which need root and iproute2
+without = pytest.mark.skipif(bool(not_possible()), reason=not_possible())
+pytestmark = [pytest.mark.long, without]
+
+STEPS, KILLED_AT, EVERY, BATCH, BOUND = 40, 15, 5, 8, 1
+NODES, STORE = 3, 3
+"""The nodes of the cluster are the first ones, the machine with the store is the one after them."""
+SEEDS = (1, 2, 3)
+LAST, TENTH = 10, 0.1
+Rows = list[dict[str, Any]]
+COUNTED = [
+    *("--max-steps", str(STEPS), "--checkpoint.every", str(EVERY), "--resume", "auto"),
+    *("--orchestrator.batch-size", str(BATCH), "--checkpoint.keep-last", "2"),
+]
+
+
+def final(rows: Rows) -> float:
+    return mean(row["reward/total"] for row in rows[-LAST:])
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], list[Rows]]:
+    """Returns the rows of three runs with other seeds, on this machine without nodes; they start at the first call."""
+
+    @functools.cache
+    def made() -> list[Rows]:
+        return [alone(tmp_path_factory.mktemp("undisturbed"), seed) for seed in SEEDS]
+
+    return made
+
+
+def alone(place: Path, seed: int) -> Rows:
+    with started(place, [*COUNTED, "--seed", str(seed)], {}) as running:
+        code = running.process.wait(DEADLINE_S)
+        running.files_left()
+    assert code == EXIT_OK, (place / "out.txt").read_text()
+    return rows_of(place / "run" / "metrics.jsonl")
+
+
+def lose(net: Fabric, node: NamespaceNode) -> None:
+    """Kills each process of a node at once; its network and its /tmp are gone with them."""
+    os.kill(node.pid, signal.SIGKILL)  # the first process in its namespaces, with which the kernel kills the others
+    net.nodes.remove(node)
+
+
+def start_again(net: Fabric, nodes: Sequence[NamespaceNode]) -> Fabric:
+    """Makes another cluster of these nodes, the first of which is its head."""
+    for node in nodes:
+        net.stop_node(node)
+    again = Fabric(list(nodes))
+    again.start_ray()
+    return again
+
+
+@pytest.mark.parametrize("kept", ["store", "second copy"])
+def test_the_same_command_elsewhere_continues_the_run(
+    kept: str, undisturbed: Callable[[], list[Rows]], tmp_path: Path
+) -> None:
+    environ = store_environ(address(STORE)) if kept == "store" else {}
+    with ExitStack() as ending:
+        net = ending.enter_context(fabric(NODES + bool(environ), [tmp_path], environ=environ))
+        store = start_store(net.nodes.pop(), tmp_path) if environ else ""
+        for node in net.nodes:
+            own_disk(node, tmp_path)
+        net.start_ray()
+        with running(net, tmp_path, *COUNTED, store=store) as first:
+            first.at_step(KILLED_AT)
+            head, *others = net.nodes
+            parts = set(first.places(net).values())
+            lose(net, head)
+            first.process.wait(60)
+        assert len(parts) > 1, "actors are lost with the head, or live on nodes without a driver"
+        before = first.rows()
+        assert KILLED_AT <= len(before) < STEPS
+        # The copy is on a node with a part of the run, and the driver starts on another one, if there is one.
+        others.sort(key=lambda node: has_commits(tmp_path, node))
+        again = start_again(net, others)
+        with running(again, tmp_path, *COUNTED, store=store) as second:
+            second.end()
+        assert_continued(second, kept, before)
+        assert_learned_as(undisturbed(), second.rows())
+
+
+def has_commits(directory: Path, node: NamespaceNode) -> bool:
+    return any((directory / f"disk_{node.number}").glob("run/checkpoints/*/manifest.json"))
+
+
+def assert_continued(run: NodesRun, kept: str, before: Rows) -> None:
+    """It began at a commit, with the rows up to it, and every problem was trained on once."""
+    rows = run.rows()
+    resumed = next(row["step"] for row in rows if row["attempt"] > 1)
+    assert resumed % EVERY == 0, rows
+    assert KILLED_AT - 2 * EVERY < resumed <= len(before), "no more is lost than a commit that was under way"
+    assert rows[:resumed] == before[:resumed]
+    said = re.search(r"step_(\d+) was brought back from its copy on 10\.77\.", run.out)
+    assert (said is not None and int(said[1]) == resumed) == (kept == "second copy"), run.out
+    assert_steps_once(rows, STEPS, BOUND)
+    problems = [group["problem"] for row in rows_of(run.disk / "trained.jsonl") for group in row["groups"]]
+    assert sorted(problems) == sorted(f"0.{n // PROBLEMS_A_BATCH}.{n % PROBLEMS_A_BATCH}" for n in range(STEPS * BATCH))
+
+
+def assert_learned_as(undisturbed: Sequence[Rows], rows: Rows) -> None:
+    """The last rewards are no further from those of undisturbed runs than those are from each other, or a tenth of what
+    these have learned: three runs say little of how far apart runs are."""
+    ends = [final(each) for each in undisturbed]
+    learned = mean(ends) - mean(mean(row["reward/total"] for row in each[:5]) for each in undisturbed)
+    assert learned > 0.2, ends
+    margin = max(max(ends) - min(ends), TENTH * learned)
+    print(f"rewards of the last {LAST} steps: {ends} undisturbed, {final(rows):.3f} over another head")
+    assert min(ends) - margin <= final(rows) <= max(ends) + margin
