@@ -5,7 +5,6 @@ Importing this module imports neither torch nor transformers: each shard's proce
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,10 +15,11 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 import ray
-from ray.exceptions import RayActorError
 
 from trainer.actor import ShardActor
+from trainer.batch_checks import find_refusal
 from trainer.batching import scatter_outputs, scatter_sums
+from trainer.calls import ShardCalls
 from trainer.losses import (
     POLICY,
     CustomLoss,
@@ -29,14 +29,16 @@ from trainer.losses import (
     surrogate,
     with_sequence_ratios,
 )
+from trainer.merging import merge
 from trireme.config import CommonConfig
 from trireme.config.losses import find_loss
-from trireme.core.batch import Assign, Batch, Data, StoredBatch, Summary, TokenBatch
+from trireme.core.batch import Assign, Batch, BatchPart, Data, StoredBatch, Summary, TokenBatch
 from trireme.core.datum import Datum
-from trireme.core.errors import NonFiniteGradient, RoomFailed
+from trireme.core.errors import BadInput, NonFiniteGradient
 from trireme.core.transport import Offer, Session, load_transport
 from trireme.core.types import (
     AdamParams,
+    AdapterPass,
     ForwardBackwardOutput,
     OptimStepResponse,
     PassOutput,
@@ -51,20 +53,13 @@ from trireme.process.waits import Pending
 from trireme.run.metrics import reduce_metrics
 from trireme.transports.auto import Trial
 
-INQUEST_S = 3.0
-COLLECTIVE_TIMEOUT = re.compile(r"timed out|timeout", re.IGNORECASE)
-"""In the error of a rank that has waited for others in a collective."""
-"""Time limit, after a failure, for asking the other shards about it."""
-PROGRESS_S = 30.0
-"""Seconds between lines about a call that takes long."""
-
 GIVERS = 4
 """Threads of a shard that give buckets to those who ask for them."""
 NAMED = 8
 """Number of datums that an error names."""
 
 
-class TrainerHandle:
+class TrainerHandle(ShardCalls):
     """All shards of the trainer. Every verb is collective and waits for all of them, at most `timeouts.step_s`.
 
     A shard that raises, dies or hangs ends the call with one RoomFailed that names it, with its traceback and its log;
@@ -80,11 +75,8 @@ class TrainerHandle:
         log_dir: Path | None,
         attempt: int = 1,
     ) -> None:
-        self._actors_R = actors_R
+        super().__init__(config.timeouts, actors_R, log_dir)
         self._ready_R = ready_R
-        self._timeouts = config.timeouts
-        where = "" if log_dir is None else f" (log {log_dir}/trainer_{{rank}}.log)"
-        self._names_R = [f"trainer shard {rank}" + where.format(rank=rank) for rank in range(len(actors_R))]
         self._transport, self._attempt = load_transport(config.transport), attempt
         self._trial = Trial() if config.transport == "auto" else None
         self._terms_R: list[Any] = []  # of offers, by each shard
@@ -92,6 +84,7 @@ class TrainerHandle:
         self._offered_s = 0.0
         self._assign: Assign | None = None
         self._suspects: list[tuple[int, ...]] = []  # of each forward_backward since the last update
+        self._together: tuple[str, int] | None = None
         self._adapter, self._suspects_of = "", dict[str, list[tuple[int, ...]]]()  # of adapters that are not in use
 
     @classmethod
@@ -152,7 +145,7 @@ class TrainerHandle:
         Costs one more forward pass for gspo where a sequence has several datums, of which no shard sees all. The
         log-probabilities of a `StoredBatch` are not returned."""
         batch, is_stored = self._stored(data), isinstance(data, StoredBatch)
-        if find_loss(loss_fn).per_sequence and len(np.unique(batch.sequences)) < len(batch):
+        if _looks_at_sequences(loss_fn, batch):
             _, parameters = resolve_loss(loss_fn, loss_fn_config or {})
             batch, sums = self._summarized(batch, "policy", POLICY, partial(sum_log_ratios, config=parameters))
             batch = batch.mapped(partial(with_sequence_ratios, mean_N=mean_log_ratios(batch.sequences, sums)))
@@ -165,6 +158,50 @@ class TrainerHandle:
         if is_stored:
             return StoredOutput(metrics, suspects, peak_s)
         return ForwardBackwardOutput(scatter_outputs(batch, outputs_R), batch.offsets, metrics, suspects, peak_s)
+
+    def compute_together(self, passes: Sequence[AdapterPass]) -> list[ForwardBackwardOutput | BadInput]:
+        """Does for several adapters what `forward_backward`, or without a loss `forward`, does for each while it is in
+        use: in one pass of the base where the model can (`trainer.together`), else in turn. Returns for each its
+        output, or why it was refused, which does not touch the others."""
+        if not self._together:
+            self._together = self._call("together_terms")[0]
+        why_in_turn, vocabulary = self._together
+        answers: dict[int, ForwardBackwardOutput | BadInput] = {}
+        shared: dict[int, AdapterPass] = {}
+        for number, each in enumerate(passes):
+            if refusal := _refusal_of(each, vocabulary):
+                answers[number] = refusal
+            elif why_in_turn or _looks_at_sequences(each.loss_fn, each.batch):
+                answers[number] = self._alone(each)
+            else:
+                shared[number] = each
+        if len(shared) == 1:
+            answers |= {number: self._alone(each) for number, each in shared.items()}
+        elif shared:
+            answers |= dict(zip(shared, self._in_one_pass(list(shared.values())), strict=True))
+        return [answers[number] for number in range(len(passes))]
+
+    def _alone(self, each: AdapterPass) -> ForwardBackwardOutput | BadInput:
+        self.use_adapter(each.adapter)
+        try:
+            if each.loss_fn is None:
+                return self.forward(each.batch)
+            return self.forward_backward(each.batch, each.loss_fn, each.loss_fn_config)
+        except BadInput as error:
+            return error
+
+    def _in_one_pass(self, passes: Sequence[AdapterPass]) -> Iterator[ForwardBackwardOutput]:
+        batch, shares = merge(passes)
+        outputs_R = self._call_with(self._stored(batch), "compute_together", shares)
+        for number, each in enumerate(passes):
+            own_R = [outputs[number] for outputs in outputs_R]
+            suspects = tuple(sorted(d for output in own_R for d in output.suspects))
+            if each.loss_fn:
+                is_used = each.adapter == self._adapter
+                (self._suspects if is_used else self._suspects_of.setdefault(each.adapter, [])).append(suspects)
+            metrics, peak_s = reduce_metrics([output.metrics for output in own_R]), sum(out.peak_s for out in own_R)
+            logprobs = scatter_outputs(each.batch, own_R)
+            yield ForwardBackwardOutput(logprobs, each.batch.offsets, metrics, suspects, peak_s)
 
     def forward_backward_custom(self, data: Data, loss: CustomLoss) -> ForwardBackwardOutput:
         """Accumulates the gradient of a loss that is a function of all log-probabilities: see `trainer.losses`. It sees
@@ -325,50 +362,17 @@ class TrainerHandle:
         for actor in self._actors_R:
             ray.kill(actor, no_restart=True)
 
-    def _call(self, verb: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
-        return self._wait(verb, [actor.call.remote(verb, *args) for actor in self._actors_R], timeout_s)
 
-    def _call_with(self, batch: StoredBatch, verb: str, *args: Any) -> list[Any]:
-        """Calls a verb whose first argument is the shard's part of a batch."""
-        parts_R = zip(self._actors_R, batch.parts_R, strict=True)
-        return self._wait(verb, [actor.call.remote(verb, part, *args) for actor, part in parts_R])
+def _looks_at_sequences(loss_fn: str | None, batch: Batch) -> bool:
+    """Tells whether a loss needs to know more of a sequence than the datum that it is computed for."""
+    return bool(loss_fn and find_loss(loss_fn).per_sequence and len(np.unique(batch.sequences)) < len(batch))
 
-    def _wait(self, verb: str, refs_R: Sequence[Any], timeout_s: float | None = None) -> list[Any]:
-        said = waits.LongWait(verb.replace("_", " "), PROGRESS_S)
-        try:
-            return waits.get_all(refs_R, who=self._names_R, timeout_s=timeout_s or self._timeouts.step_s, on_tick=said)
-        except RoomFailed as error:
-            raise self._inquest(verb, error, refs_R) from error.__cause__
 
-    def _inquest(self, verb: str, error: RoomFailed, refs_R: Sequence[Any]) -> RoomFailed:
-        """Returns the error to report for a failed call: the death of a shard instead of the lost connection that
-        others see, and for a hang the place where each shard is, or those for which a collective waited too long."""
-        if error.__cause__ is None:
-            return RoomFailed(f"{verb}: {error}\n{''.join(self._whereabouts(range(len(refs_R))))}")
-        if isinstance(error.__cause__, RayActorError):
-            return error
-        answers = self._ask(dict(enumerate(refs_R)))
-        failures = {rank: said for rank, said in answers if isinstance(said, RoomFailed)}
-        if dead := next((f for f in failures.values() if isinstance(f.__cause__, RayActorError)), None):
-            return dead
-        hung = [rank for rank, failure in failures.items() if failure.__cause__ is None]
-        if not hung or not COLLECTIVE_TIMEOUT.search(str(getattr(error.__cause__, "cause", ""))):
-            return error
-        limit = f"timeouts.collective_s = {self._timeouts.collective_s:g}"
-        return RoomFailed(f"{verb}: a collective exceeded {limit}. {error}\n{''.join(self._whereabouts(hung))}")
-
-    def _whereabouts(self, ranks: Sequence[int]) -> Iterator[str]:
-        """Yields what each of these ranks is doing."""
-        for rank, stack in self._ask({rank: self._actors_R[rank].stack.remote() for rank in ranks}):
-            silent = "does not answer at all: its process is stopped, or stuck outside Python\n"
-            where = silent if isinstance(stack, RoomFailed) else f"is at:\n{stack}"
-            yield f"trainer shard {rank} {where}"
-
-    def _ask(self, refs: Mapping[int, Any]) -> Iterator[tuple[int, Any]]:
-        """Yields (rank, its answer, or the RoomFailed in its place) for {rank: reference}; all within INQUEST_S."""
-        deadline = time.monotonic() + INQUEST_S
-        for rank, ref in refs.items():
-            try:
-                yield rank, waits.get(ref, who=self._names_R[rank], timeout_s=max(deadline - time.monotonic(), 0.1))
-            except RoomFailed as error:
-                yield rank, error
+def _refusal_of(each: AdapterPass, vocabulary: int) -> BadInput | None:
+    """Returns why the shards would refuse a pass, None if they would not."""
+    try:
+        if each.loss_fn:
+            resolve_loss(each.loss_fn, each.loss_fn_config)
+    except BadInput as error:
+        return error
+    return find_refusal(BatchPart.of(each.batch), vocabulary, each.loss_fn)

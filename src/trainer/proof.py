@@ -209,14 +209,14 @@ def prove(
             first, last, second = _in_rows(model, [samples[0], later, samples[1]])
         in_one_row = _try_packed(model, samples, other, own) if packed else {}
     return Agreement(
-        tolerance=_tolerance(dtype, magnified or largest, config.num_hidden_layers),
+        tolerance=rounding(dtype, magnified or largest, config.num_hidden_layers),
         rows=max(_distance(first, own[0]), _distance(second, own[1])),
         future=_distance(first[:-2], last[:-2]),
         **in_one_row,
     )
 
 
-def _tolerance(dtype: torch.dtype, largest_logit: float, num_layers: int) -> float:
+def rounding(dtype: torch.dtype, largest_logit: float, num_layers: int) -> float:
     """Returns how much the logprobs of two right implementations may differ: 1e-4, or in low precision
     4 u * largest_logit * sqrt(num_layers), with u the unit roundoff (2^-8 in bfloat16).
 

@@ -26,17 +26,19 @@ from transformers import PreTrainedModel, set_seed
 
 from trainer.adapters import Adapters, AdapterVerbs, first_adapter
 from trainer.batch_checks import PublishedVersions, find_refusal, nonfinite_datums
-from trainer.batching import MicroBatch, Packed, RankAssignment, Rows, ShardOutput, SummarizedOutput, collect, plan
+from trainer.batching import MicroBatch, RankAssignment, ShardOutput, SummarizedOutput, collect, plan
 from trainer.export import companion_files, own_part, write_weights
-from trainer.logprobs import token_logprobs
 from trainer.lora import adapter_files, adapter_mode, adapter_sums, adapter_units, published_adapters
 from trainer.losses import Metrics, backward, monitors, resolve_loss
+from trainer.merging import AdapterShare
 from trainer.mesh import Mesh
 from trainer.mfu import peak_flops, train_flops
 from trainer.model import Sharding, freed_after, gathered_units, published_units, shard_sums
+from trainer.passes import Passes
 from trainer.proof import prove_models
 from trainer.publish import compute_canary
 from trainer.state import Checkpointer, make_adam_state
+from trainer.together import Together
 from trireme.checkpoint.files import FileRecord
 from trireme.config import CommonConfig
 from trireme.config.model_facts import ModelFacts
@@ -88,6 +90,7 @@ class Shard(AdapterVerbs):
         self._model = self._sharding.shard_model(name, name, lora if lora.on else None, config.lora_seed)
         limit = facts.max_position_embeddings
         self._max_seq_len = min(limit, config.max_seq_len or limit)
+        self._passes = Passes(self._sharding, self._device)
         first = first_adapter(config, self._mesh)
         self._reference = self._load_reference()
         models = [self._model, *([self._reference] if self._reference else [])]
@@ -161,8 +164,8 @@ class Shard(AdapterVerbs):
         with self._sharding.accumulating(self._model) as next_pass, adapter_mode(self._model, dropout=True):
             for number, micro in enumerate(micro_batches, start=1):
                 next_pass(number == len(micro_batches))
-                rows = self._rows(part, micro)
-                p = self._logprobs(self._model, part, micro, rows)
+                rows = self._passes.rows(part, micro)
+                p = self._passes.logprobs(self._model, part, micro, rows)
                 p.retain_grad()
                 loss, loss_metrics, finite = backward(function, p, rows, loss_config)
                 all_finite = all_finite and finite
@@ -171,10 +174,37 @@ class Shard(AdapterVerbs):
                     watched: Metrics = monitors(p, rows) if "logprobs" in rows else {}
                     metrics.append({"loss:sum": loss, **watched, **loss_metrics})
         output = collect(part.lengths, logprobs, reduce_metrics(metrics))
-        flops = train_flops(self._facts, part.lengths[list(output.datums)], frozen=self._config.trainer.lora.on)
         suspects = () if all_finite else nonfinite_datums(part, output, function, loss_config)
-        output = replace(output, suspects=suspects, peak_s=flops / self._peak_flops / self._mesh.size)
+        output = replace(output, suspects=suspects, peak_s=self._peak_s(part.lengths[list(output.datums)]))
         return output if wants_logprobs else replace(output, logprobs=output.logprobs[:0])
+
+    def compute_together(self, data: BatchPart | TokenBatch, shares: Sequence[AdapterShare]) -> list[ShardOutput]:
+        """Does for several adapters, each with its datums in one batch, what `forward_backward` or `forward` do for the
+        one in use (`trainer.together`). Raises BadInput for all of them."""
+        fault_point("trainer.forward_backward")
+        part = self._checked(data)
+        outputs = self._together.run(part, self._micro_batches(part.lengths), shares)
+        return [
+            replace(output, peak_s=self._peak_s(part.lengths[share.first :][list(output.datums)]))
+            for output, share in zip(outputs, shares, strict=True)
+        ]
+
+    def together_terms(self) -> tuple[str, int]:
+        """Says why adapters cannot share a pass ("" if they can), and the size of the vocabulary. Collective."""
+        return self._why_in_turn, self._facts.vocab_size
+
+    @cached_property
+    def _why_in_turn(self) -> str:
+        return str(self._mesh.broadcast_object(self._together.why_in_turn(self._config, self._sharding.dtype)))
+
+    @cached_property
+    def _together(self) -> Together:
+        return Together(self._model, self._several(), self._passes, self._mesh)
+
+    def _peak_s(self, lengths: Numbers) -> float:
+        """Returns this rank's share of `ForwardBackwardOutput.peak_s` for datums of these lengths."""
+        flops = train_flops(self._facts, lengths, frozen=self._config.trainer.lora.on)
+        return flops / self._peak_flops / self._mesh.size
 
     @torch.no_grad()
     def forward(self, data: BatchPart | TokenBatch, which: Which = "policy") -> ShardOutput:
@@ -183,7 +213,7 @@ class Shard(AdapterVerbs):
         part = self._checked(data)
         with self._policy_or_reference(which) as model:
             micro_batches = self._micro_batches(part.lengths)
-            computed = [(m, self._logprobs(model, part, m, self._rows(part, m))) for m in micro_batches]
+            computed = [(m, self._passes.logprobs(model, part, m, self._passes.rows(part, m))) for m in micro_batches]
         return collect(part.lengths, computed, {})
 
     def forward_summarized(self, part: BatchPart, which: Which, name: str, summarize: Summary) -> SummarizedOutput:
@@ -368,33 +398,3 @@ class Shard(AdapterVerbs):
         size = self._config.trainer.micro_batch_size
         ranks = plan(lengths, self._mesh.dp_size, budget, by_attention, self._sharding.packed, size)
         return ranks[self._mesh.dp_rank]
-
-    def _rows(self, part: BatchPart, micro: MicroBatch) -> dict[str, Tensor]:
-        """Returns inputs (`tokens`) and columns as [B, L] on the device; a filler's mask is 0 everywhere."""
-        batch = part.batch
-        layout, columns = Rows(batch.offsets, part.places(micro.datums)), {**batch.columns, "tokens": batch.tokens}
-        rows = {name: self._to_device(layout.pad(column)) for name, column in columns.items()}
-        for name in ("mask", "weights"):
-            if micro.filler and name in rows:
-                rows[name].zero_()
-        return rows
-
-    def _logprobs(
-        self, model: PreTrainedModel, part: BatchPart, micro: MicroBatch, rows: Mapping[str, Tensor]
-    ) -> Tensor:
-        """Computes the log-probabilities of the rows' targets, [B, L]; those at the padding have no meaning."""
-        batch, places = part.batch, part.places(micro.datums)
-        temperatures = batch.temperatures[places]
-        if not self._sharding.packed:
-            tokens, targets = rows["tokens"].long(), rows["target_tokens"].long()
-            return token_logprobs(model, tokens, targets, self._to_device(temperatures)[:, None].expand(tokens.shape))
-        packed = Packed(batch.offsets, places)
-        columns = batch.tokens, batch.columns["target_tokens"]
-        tokens, targets = (self._to_device(column[packed.index])[None].long() for column in columns)
-        temperature, positions = self._to_device(temperatures[packed.datum]), self._to_device(packed.positions)
-        bounds = {"cu_seq_lens_q": self._to_device(packed.starts), "max_length_q": packed.longest}
-        p = token_logprobs(model, tokens, targets, temperature[None], position_ids=positions[None], **bounds)
-        return p[0][self._to_device(packed.rows.index)]
-
-    def _to_device(self, values: npt.NDArray[Any]) -> Tensor:
-        return torch.from_numpy(values).to(self._device)

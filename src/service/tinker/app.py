@@ -19,6 +19,7 @@ from service.errors import JsonReply, error_reply
 from service.guard import Limits, RequestGuard
 from service.keys import ServiceKeys
 from service.quotas import PATIENCE_S, QuotaUsed
+from service.tinker.asked import Creation, Loading, Saving, Update, Work
 from service.tinker.bodies import (
     BeatBody,
     CreateModelBody,
@@ -41,7 +42,6 @@ from service.tinker.owners import Caller
 from service.tinker.promises import Failure, GoneError, Promise, SampleWork, UnknownId, UserError
 from service.tinker.serving import TinkerServer
 from service.tinker.session_lists import SessionListRoutes
-from service.tinker.work import Creation, Loading, Saving, Update, Work
 from trireme.core.datum import ModelInput
 from trireme.core.errors import StorageFailed
 
@@ -98,8 +98,9 @@ class TinkerRoutes:
     # ---- the client
 
     async def health(self) -> JsonReply:
-        """Tells that the server answers."""
-        return JsonReply({"status": "ok"})
+        """Tells that the server answers, how many requests to train were done since it began, and how many of them in
+        a pass with requests of other models."""
+        return JsonReply({"status": "ok", "trained": self._server.done, "together": self._server.together})
 
     async def client_config(self) -> JsonReply:
         """Tells the client how to behave."""

@@ -16,9 +16,10 @@ from typing import Any
 
 from service.quotas import Quotas, QuotaUsed
 from service.tinker.adapter_turns import AdapterTurns
+from service.tinker.asked import Creation, Unusable, Work
 from service.tinker.catalog import Catalog
 from service.tinker.codec import ForwardBackwardCall
-from service.tinker.costs import tokens_of
+from service.tinker.costs import kind_of, tokens_of
 from service.tinker.journal import TinkerJournal
 from service.tinker.offer import TinkerOffer
 from service.tinker.owners import Caller
@@ -28,7 +29,6 @@ from service.tinker.replaying import Histories, records_of, replay
 from service.tinker.shelf import BASE, WeightShelf
 from service.tinker.state import ProtocolState
 from service.tinker.turns import WeightTurns
-from service.tinker.work import Creation, Unusable, Work
 from trireme.core.datum import ModelInput
 from trireme.process.faults import fault_point
 
@@ -60,7 +60,10 @@ class TinkerDesk:
 
     def _replay(self, records: Sequence[Record]) -> tuple[ProtocolState, Histories]:
         turns = partial(AdapterTurns[Promise], slots, BASE) if (slots := self.offer.slots) else WeightTurns[Promise]
-        state = ProtocolState(places=self.offer.places, cost=tokens_of, make_turns=turns)
+        together = self.offer.lora.together if self.offer.lora else 1
+        state = ProtocolState(
+            make_turns=turns, places=self.offer.places, together=together, cost=tokens_of, kind=kind_of
+        )
         return state, replay(state, records, self.now())
 
     def begin(self) -> bool:

@@ -18,11 +18,11 @@ from starlette.responses import FileResponse
 from service.asked import RequestRefused
 from service.errors import JsonReply
 from service.routes import SIGNED
+from service.tinker.asked import Saving
 from service.tinker.bodies import SaveExternalBody
 from service.tinker.callers import Asking, OwnThings
 from service.tinker.catalog import SCHEME, Catalog, SavedKind
 from service.tinker.serving import TinkerServer
-from service.tinker.work import Saving
 
 KIND: SavedKind = "external_weights"
 HOLDS_S = 3600

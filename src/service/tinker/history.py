@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from service.tinker.asked import Creation, Loading, Saving, Update, Work
 from service.tinker.codec import ForwardBackwardCall
 from service.tinker.promises import Failure, Outcome
-from service.tinker.work import Creation, Loading, Saving, Update, Work
 
 
 @dataclass(frozen=True)

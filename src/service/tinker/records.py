@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 
 from service.tinker.adapters import AdapterWish
+from service.tinker.asked import Creation, Loading, Saving, Unusable, Update, Work
 from service.tinker.codec import ForwardBackwardCall
 from service.tinker.owners import Caller
 from service.tinker.promises import Failure, Outcome, SampleWork, Success
-from service.tinker.work import Creation, Loading, Saving, Unusable, Update, Work
 from trireme.core.datum import ModelInput
 from trireme.core.finite_json import to_json
 from trireme.core.types import AdamParams, SamplingParams

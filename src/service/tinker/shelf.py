@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection
 
+from service.tinker.asked import Saving
 from service.tinker.catalog import path_of
-from service.tinker.work import Saving
 from trireme.core.weights import PublishedWeights
 
 BASE = "base"

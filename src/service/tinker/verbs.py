@@ -9,8 +9,10 @@ from typing import Protocol
 
 from trireme.checkpoint.files import FileRecord
 from trireme.core.datum import Datum, ModelInput
+from trireme.core.errors import BadInput
 from trireme.core.types import (
     AdamParams,
+    AdapterPass,
     ForwardBackwardOutput,
     OptimStepResponse,
     SampleResponse,
@@ -55,6 +57,8 @@ class TrainerVerbs(Protocol):
     def use_adapter(self, name: str) -> None: ...
 
     def drop_adapter(self, name: str) -> None: ...
+
+    def compute_together(self, passes: Sequence[AdapterPass]) -> Sequence[ForwardBackwardOutput | BadInput]: ...
 
 
 class SamplerVerbs(Protocol):

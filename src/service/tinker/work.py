@@ -3,87 +3,28 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from service.tinker.adapters import AdapterWish, record_of, recorded_spec, spec_of
+from service.tinker.adapters import record_of, recorded_spec, spec_of
+from service.tinker.asked import Creation, Loading, Saving, Unusable, Update, Work
 from service.tinker.catalog import Catalog, path_of
 from service.tinker.codec import ForwardBackwardCall, encode_output
-from service.tinker.owners import UNKNOWN, Caller
+from service.tinker.owners import Caller
 from service.tinker.promises import Failure, Outcome, Success, UserError
 from service.tinker.verbs import FilesToCome, TrainerVerbs
 from trireme.config.trainer import LoraConfig
 from trireme.core.datum import Datum
 from trireme.core.errors import RoomFailed, StorageFailed, TriremeError
-from trireme.core.types import AdamParams, ForwardBackwardOutput
+from trireme.core.types import AdapterPass, ForwardBackwardOutput, TokenBatch
 from trireme.core.weights import AdapterSpec, PublishedWeights
 from trireme.process.faults import fault_point
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Creation:
-    """Begins a model: with the base's weights, or with a saved state."""
-
-    base_model: str | None
-    """The base that the client asked for; None: that of the state."""
-    user_metadata: Mapping[str, Any] | None
-    optimizer: str
-    """The optimiser that it wants."""
-    path: str | None = None
-    """The state to begin with."""
-    with_optimizer: bool = False
-    """The optimiser's state is loaded too."""
-    wish: AdapterWish | None = None
-    """The adapter that it wants, which a server that trains the whole model does not look at."""
-    caller: Caller = UNKNOWN
-    """The client that asked."""
-
-
-@dataclass(frozen=True)
-class Loading:
-    """Has a model take a saved state."""
-
-    path: str
-    with_optimizer: bool
-    caller: Caller = UNKNOWN
-    """The client that asked."""
-
-
-@dataclass(frozen=True)
-class Update:
-    """Applies the gradients."""
-
-    adam: AdamParams
-
-
-@dataclass(frozen=True)
-class Saving:
-    """Saves a state, weights for samplers, or weights for download."""
-
-    kind: Literal["state", "snapshot", "inflight", "external"]
-    name: str | None
-    """None: the weights are for one sampler, and are not written."""
-    ttl_s: int | None
-    overwrite: bool
-    user_metadata: Mapping[str, str] | None
-    sampler_seq: int | None = None
-    """The number of the sampler that is to be made, in its session."""
-
-
-@dataclass(frozen=True)
-class Unusable:
-    """Takes the number of a request that was refused when it came: later ones wait for that number."""
-
-    error: str
-
-
-Work = Creation | Loading | ForwardBackwardCall | Update | Saving | Unusable
 
 
 @dataclass
@@ -149,8 +90,11 @@ class TrainingWorker:
         """Has a call that still runs, in a thread that nothing waits for, keep nothing: it is done again."""
         self._closed = True
 
-    def commit(self, directory: Path) -> None:
-        """Saves in a new directory what the trainer holds of the model that it worked for last. Raises TriremeError."""
+    def commit(self, model_id: str, directory: Path) -> None:
+        """Saves in a new directory what the trainer holds of a model: without adapters of the one that it worked for
+        last. Raises TriremeError."""
+        if self.lora:
+            self._trainer.use_adapter(model_id)
         self._trainer.save_state(directory).wait(self._save_s)
 
     def load_commit(self, model_id: str, directory: Path) -> None:
@@ -192,16 +136,49 @@ class TrainingWorker:
             if self.lora and not isinstance(work, Creation):
                 self._trainer.use_adapter(model_id)
             return self._do(model_id, work, request)
-        except (UserError, ValueError) as error:
-            failure = Failure(str(error), "user")
-        except RoomFailed as error:
-            self.failure = error
-            failure = Failure(f"the trainer failed while it worked on this request: {error}", "server")
-        except TriremeError as error:
-            failure = Failure(str(error), "server" if isinstance(error, StorageFailed) else "user")
         except Exception as error:  # else the client would wait for ever for this request, and for all behind it
-            log.exception("a request to train failed")
-            failure = Failure(f"an error of the server, which its log tells: {type(error).__name__}", "server")
+            return self._failed(model_id, work, error)
+
+    def run_together(self, asked: Sequence[tuple[str, ForwardBackwardCall]]) -> list[Done]:
+        """Does what the clients of several models asked for, all with a gradient or all without. Each fails alone,
+        unless the trainer does."""
+        given: dict[int, list[Datum]] = {}
+        passes: dict[int, AdapterPass] = {}
+        done: dict[int, Done] = {}
+        for number, (model_id, call) in enumerate(asked):
+            try:
+                parameters, data = call.parameters, self._data(call)
+                loss_fn = None if call.forward_only else call.loss_fn
+                passes[number] = AdapterPass(model_id, TokenBatch.of(data), loss_fn, parameters)
+                given[number] = data
+            except Exception as error:  # of what this client sent
+                done[number] = self._failed(model_id, call, error)
+        answers: Sequence[ForwardBackwardOutput | Exception]
+        try:
+            answers = self._trainer.compute_together(list(passes.values()))
+        except Exception as error:
+            answers = [error] * len(passes)
+        for number, answer in zip(passes, answers, strict=True):
+            model_id, call = asked[number]
+            if isinstance(answer, Exception):
+                done[number] = self._failed(model_id, call, answer)
+            else:
+                done[number] = Done(Success(encode_output(self._noted(model_id, call, given[number], answer))))
+        return [done[number] for number in range(len(asked))]
+
+    def _failed(self, model_id: str, work: Work, error: Exception) -> Done:
+        """Returns what a client is told of an error, and notes that a part of its gradients is missing."""
+        match error:
+            case RoomFailed():
+                self.failure = error
+                failure = Failure(f"the trainer failed while it worked on this request: {error}", "server")
+            case UserError() | ValueError():
+                failure = Failure(str(error), "user")
+            case TriremeError():
+                failure = Failure(str(error), "server" if isinstance(error, StorageFailed) else "user")
+            case _:
+                log.error("a request to train failed", exc_info=error)
+                failure = Failure(f"an error of the server, which its log tells: {type(error).__name__}", "server")
         if isinstance(work, ForwardBackwardCall) and not work.forward_only:
             self._gradients[model_id].failed = f"its request {work.seq_id} failed: {failure.error}"
         return Done(failure)
@@ -282,7 +259,25 @@ class TrainingWorker:
         self._gradients[model_id] = Gradient()
 
     def _pass(self, model_id: str, call: ForwardBackwardCall) -> ForwardBackwardOutput:
-        parameters, data = call.parameters, call.data()
+        parameters, data = call.parameters, self._data(call)
+        if call.forward_only:
+            output = self._trainer.forward(data)
+        else:
+            output = self._trainer.forward_backward(data, call.loss_fn, parameters)
+        return self._noted(model_id, call, data, output)
+
+    def _noted(
+        self, model_id: str, call: ForwardBackwardCall, data: Sequence[Datum], output: ForwardBackwardOutput
+    ) -> ForwardBackwardOutput:
+        """Notes that a pass was done; returns what its client is told."""
+        if call.forward_only:
+            return replace(output, metrics=_loss(data, output) if call.loss_fn == "cross_entropy" else {})
+        self._gradients[model_id].passes += 1
+        return output
+
+    def _data(self, call: ForwardBackwardCall) -> list[Datum]:
+        """Returns the datums of a pass. Raises UserError for those that the model cannot read."""
+        data = call.data()
         if not data:
             raise UserError("no datums; expected at least one")
         longest = max(range(len(data)), key=lambda number: data[number].model_input.length)
@@ -290,12 +285,7 @@ class TrainingWorker:
             raise UserError(
                 f"datum {longest} of {length} tokens; expected at most {self._max_len}, the model's context"
             )
-        if call.forward_only:
-            output = self._trainer.forward(data)
-            return replace(output, metrics=_loss(data, output) if call.loss_fn == "cross_entropy" else {})
-        output = self._trainer.forward_backward(data, call.loss_fn, parameters)
-        self._gradients[model_id].passes += 1
-        return output
+        return data
 
     def _update(self, model_id: str, work: Update) -> Done:
         """Applies the gradients, unless a part of them is missing: then all are dropped."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from service.tinker.asked import Saving, Update, Work
 from service.tinker.codec import ForwardBackwardCall
 from service.tinker.costs import LEAST, REMEMBERED, MeasuredCosts, tokens_of
 from service.tinker.messages import message_class
 from service.tinker.promises import Success
 from service.tinker.shares import QUANTUM
 from service.tinker.state import ProtocolState
-from service.tinker.work import Saving, Update, Work
 from trireme.core.types import AdamParams
 
 UPDATE = Update(AdamParams())

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tinker_posts import passing
 
 from service.tinker.adapters import AdapterWish
+from service.tinker.asked import Creation, Loading, Saving, Unusable, Update, Work
 from service.tinker.codec import ForwardBackwardCall
 from service.tinker.history import ModelHistory
 from service.tinker.promises import ClientSampler, Failure, GoneError, Outcome, Promise, SampleWork, Success, UnknownId
@@ -19,7 +20,6 @@ from service.tinker.records import Record, SampleAsked, TrainingAsked, decode, e
 from service.tinker.replaying import records_of, replay
 from service.tinker.state import CLONE, KEPT_S, ProtocolState
 from service.tinker.turns import StartSample
-from service.tinker.work import Creation, Loading, Saving, Unusable, Update, Work
 from trireme.core.datum import ModelInput
 from trireme.core.types import AdamParams, SamplingParams
 

@@ -1,0 +1,53 @@
+"""What a micro-batch is given, and the log-probabilities that it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from trainer.batching import MicroBatch, Packed, Rows
+from trainer.logprobs import token_logprobs
+from trainer.model import Sharding
+from trireme.core.batch import BatchPart
+
+
+class Passes:
+    """Computes micro-batches of a rank's part of a batch, in rows or packed, as `sharding` says at the time."""
+
+    def __init__(self, sharding: Sharding, device: torch.device) -> None:
+        self.sharding, self.device = sharding, device
+
+    def rows(self, part: BatchPart, micro: MicroBatch) -> dict[str, Tensor]:
+        """Returns inputs (`tokens`) and columns as [B, L] on the device; a filler's mask is 0 everywhere."""
+        batch = part.batch
+        layout, columns = Rows(batch.offsets, part.places(micro.datums)), {**batch.columns, "tokens": batch.tokens}
+        rows = {name: self._to_device(layout.pad(column)) for name, column in columns.items()}
+        for name in ("mask", "weights"):
+            if micro.filler and name in rows:
+                rows[name].zero_()
+        return rows
+
+    def logprobs(
+        self, model: PreTrainedModel, part: BatchPart, micro: MicroBatch, rows: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Computes the log-probabilities of the rows' targets, [B, L]; those at the padding have no meaning."""
+        batch, places = part.batch, part.places(micro.datums)
+        temperatures = batch.temperatures[places]
+        if not self.sharding.packed:
+            tokens, targets = rows["tokens"].long(), rows["target_tokens"].long()
+            return token_logprobs(model, tokens, targets, self._to_device(temperatures)[:, None].expand(tokens.shape))
+        packed = Packed(batch.offsets, places)
+        columns = batch.tokens, batch.columns["target_tokens"]
+        tokens, targets = (self._to_device(column[packed.index])[None].long() for column in columns)
+        temperature, positions = self._to_device(temperatures[packed.datum]), self._to_device(packed.positions)
+        bounds = {"cu_seq_lens_q": self._to_device(packed.starts), "max_length_q": packed.longest}
+        p = token_logprobs(model, tokens, targets, temperature[None], position_ids=positions[None], **bounds)
+        return p[0][self._to_device(packed.rows.index)]
+
+    def _to_device(self, values: npt.NDArray[Any]) -> Tensor:
+        return torch.from_numpy(values).to(self.device)
