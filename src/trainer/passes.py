@@ -1,4 +1,4 @@
-"""What a micro-batch is given, and the log-probabilities that it gives."""
+"""Computes micro-batches: what the model is given, and the log-probabilities that it gives."""
 
 from __future__ import annotations
 

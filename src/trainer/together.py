@@ -293,7 +293,7 @@ class Together:
 
 
 class _Work:
-    """What one share asks for, over the micro-batches of a rank."""
+    """Collects what one share asks for, over the micro-batches of a rank."""
 
     def __init__(self, share: AdapterShare) -> None:
         """Raises BadInput for an unknown loss, or a wrong configuration."""

@@ -217,7 +217,7 @@ class ForwardBackwardOutput:
 
 @dataclass(frozen=True)
 class AdapterPass:
-    """What one adapter is to compute, beside others."""
+    """Says what one adapter is to compute, beside others."""
 
     adapter: str
     batch: TokenBatch
