@@ -1,4 +1,4 @@
-"""The kinds of work that clients ask the trainer for. A pass (`service.tinker.codec.ForwardBackwardCall`) is one of it."""
+"""The kinds of work that clients ask the trainer for; passes are `service.tinker.codec.ForwardBackwardCall`."""
 
 from __future__ import annotations
 
