@@ -8,8 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ray.exceptions import RayActorError
-
 from trireme.config.run import CommonTimeouts
 from trireme.core.batch import StoredBatch
 from trireme.core.errors import RoomFailed
@@ -26,7 +24,11 @@ PROGRESS_S = 30.0
 class ShardCalls:
     """The shards' actors, and how they are called."""
 
-    def __init__(self, timeouts: CommonTimeouts, actors_R: Sequence[Any], log_dir: Path | None) -> None:
+    def __init__(
+        self, timeouts: CommonTimeouts, actors_R: Sequence[Any], log_dir: Path | None, death: type[Exception]
+    ) -> None:
+        """`death`: the error of a call whose actor has died."""
+        self._death = death
         self._timeouts, self._actors_R = timeouts, actors_R
         where = "" if log_dir is None else f" (log {log_dir}/trainer_{{rank}}.log)"
         self._names_R = [f"trainer shard {rank}" + where.format(rank=rank) for rank in range(len(actors_R))]
@@ -51,11 +53,11 @@ class ShardCalls:
         others see, and for a hang the place where each shard is, or those for which a collective waited too long."""
         if error.__cause__ is None:
             return RoomFailed(f"{verb}: {error}\n{''.join(self._whereabouts(range(len(refs_R))))}")
-        if isinstance(error.__cause__, RayActorError):
+        if isinstance(error.__cause__, self._death):
             return error
         answers = self._ask(dict(enumerate(refs_R)))
         failures = {rank: said for rank, said in answers if isinstance(said, RoomFailed)}
-        if dead := next((f for f in failures.values() if isinstance(f.__cause__, RayActorError)), None):
+        if dead := next((f for f in failures.values() if isinstance(f.__cause__, self._death)), None):
             return dead
         hung = [rank for rank, failure in failures.items() if failure.__cause__ is None]
         if not hung or not COLLECTIVE_TIMEOUT.search(str(getattr(error.__cause__, "cause", ""))):

@@ -15,6 +15,7 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 import ray
+from ray.exceptions import RayActorError
 
 from trainer.actor import ShardActor
 from trainer.batch_checks import find_refusal
@@ -75,7 +76,7 @@ class TrainerHandle(ShardCalls):
         log_dir: Path | None,
         attempt: int = 1,
     ) -> None:
-        super().__init__(config.timeouts, actors_R, log_dir)
+        super().__init__(config.timeouts, actors_R, log_dir, RayActorError)
         self._ready_R = ready_R
         self._transport, self._attempt = load_transport(config.transport), attempt
         self._trial = Trial() if config.transport == "auto" else None
