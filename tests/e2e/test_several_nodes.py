@@ -1,0 +1,83 @@
+"""One run on two nodes and then on three, which share no directory: shards on different nodes, replicas of two ranks,
+each of which is within a node, and both transports between nodes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from namespaces import Fabric, fabric, not_possible
+from nodes_support import NodesRun, assert_steps_once, own_disk, running
+from resume_support import rows_of
+from run_support import TINY, taken
+
+from trireme.checkpoint.manifest import Manifest
+
+# reason: a node is a set of namespaces, which need root and iproute2
+without = pytest.mark.skipif(bool(not_possible()), reason=not_possible())
+pytestmark = [pytest.mark.long, without]
+
+STEPS, BOUND = 4, 1
+"""Of the run on two nodes; on three it makes as many more."""
+CPUS = (5, 3, 3)
+"""Of each node. The replicas take two, the shards and the orchestrator one each: on the first two nodes Ray places both
+replicas on the larger one. With three on each of three nodes, no node has room for both."""
+SHM_MB = 1500
+"""The ranks of a replica talk through 240 MB of shared memory."""
+SIZES = ("--trainer.shards", "2", "--inference.replicas", "2", "--inference.tensor-parallel", "2")
+FLAGS = (*TINY, *SIZES, "--inference.memory-gb", "0.05", "--checkpoint.every", "2", "--resume", "auto")
+
+
+def versions(run: NodesRun, replica: int, attempt: int, how: str) -> set[int]:
+    return taken(run.disk / "logs" / f"attempt_{attempt}", replica, how)
+
+
+def followed(net: Fabric, directory: Path, steps: int, *flags: str) -> tuple[NodesRun, dict[str, str]]:
+    """Runs to this step. Returns the run, and the node of each part while it trained."""
+    with running(net, directory, *FLAGS, "--max-steps", str(steps), *flags) as run:
+        begun = len(run.rows())
+        run.at_step(begun + 1)
+        places = run.places(net)
+        run.end()
+    return run, places
+
+
+def assert_whole(run: NodesRun, steps: int, attempt: int, nodes: int) -> None:
+    rows = run.rows()
+    assert_steps_once(rows, steps, BOUND)
+    assert [row["attempt"] for row in rows[-STEPS:]] == [attempt] * STEPS
+    assert len({row["weights/digest"] for row in rows}) == steps, "each step has changed the weights"
+    assert len(rows_of(run.disk / "trained.jsonl")) == steps
+    assert f"rooms on {nodes} nodes ready" in run.out
+    assert re.search(r"files: .* do(es)? not see .* gathered here", run.out), run.out
+    newest = Manifest.verified(run.disk / "checkpoints" / f"step_{steps:06d}")
+    assert (newest.step, newest.shards) == (steps, 2)
+    assert run.incidents() == []
+
+
+def test_on_two_nodes_by_broadcasts_and_on_three_by_the_object_store(tmp_path: Path) -> None:
+    with fabric(len(CPUS), [tmp_path], shm_mb=SHM_MB) as net:
+        for node in net.nodes:
+            own_disk(node, tmp_path)
+        two = Fabric(net.nodes[:2])
+        for node, cpus in zip(two.nodes, CPUS, strict=False):
+            two.start_node(node, cpus)
+        two.await_nodes(2)
+        run, places = followed(two, tmp_path, STEPS, "--inference.transport", "broadcast")
+        assert places["trainer_0"] != places["trainer_1"], places
+        assert_whole(run, STEPS, attempt=1, nodes=2)
+        for replica in range(2):
+            assert versions(run, replica, 1, "as it was broadcast") & {2, 3, 4}, "over the wire to the other node"
+
+        for node in two.nodes:  # the same number of CPUs on each
+            net.stop_node(node)
+        net.start_ray(cpus=min(CPUS))
+        run, places = followed(net, tmp_path, 2 * STEPS, "--inference.transport", "object_store")
+        assert places["trainer_0"] != places["trainer_1"], places
+        assert places["inference_0"] != places["inference_1"], places
+        assert set(places.values()) == {node.address for node in net.nodes}
+        assert f"resumed from {run.root}/checkpoints/step_{STEPS:06d}" in run.out
+        assert_whole(run, 2 * STEPS, attempt=2, nodes=3)
+        for replica in range(2):
+            assert not versions(run, replica, 2, "as it was broadcast")
