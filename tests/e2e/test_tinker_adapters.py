@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import tinker
@@ -81,6 +82,26 @@ def sampled_alike(model: Any, text: str, sampler: Any = None) -> Any:
     datum = types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=target)
     np.testing.assert_allclose(logprobs_of(model, [datum])[-len(answer.tokens) :], answer.logprobs, atol=1e-4)
     return sampler
+
+
+def test_what_is_downloaded_opens_with_peft_and_is_the_model(server: Server, tmp_path: Path) -> None:
+    """By the addresses that the client gets, which need no key; the adapter has less than the server's rank."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    client = client_of(server)
+    model = client.create_lora_training_client(base_model=MODEL, rank=4, seed=3).result(LIMIT_S)
+    expected = trained(model, 0)
+    path = model.save_weights_external("adapter").result(LIMIT_S).path
+    for name, url in client.create_rest_client().get_external_weights_urls(path).result(LIMIT_S).urls.items():
+        (tmp_path / name).write_bytes(httpx.get(url).raise_for_status().content)
+    opened = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(MODEL), tmp_path)
+    tokens = torch.tensor(model.get_tokenizer().encode(TEXTS[0]))
+    with torch.no_grad():
+        logprobs = opened(tokens[None, :-1]).logits[0].log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
+    assert opened.peft_config["default"].r == 4
+    np.testing.assert_allclose(np.tile(logprobs.numpy(), 4), expected, atol=1e-5)
 
 
 def test_two_clients_at_once_learn_what_each_alone_learns(server: Server, alone: list[np.ndarray]) -> None:
