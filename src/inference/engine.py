@@ -24,6 +24,7 @@ from trireme.process.device import find_device
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
+    from vllm.config import SchedulerConfig
     from vllm.logprobs import FlatLogprobs, LogprobsOnePosition, SampleLogprobs
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -73,7 +74,18 @@ def start_engine(config: Config, who: str) -> AsyncLLM:
     # For a server vLLM chooses max_num_seqs and max_num_batched_tokens by the GPU (`EngineArgs.get_batch_defaults`);
     # for the engine alone it takes the same few on all of them.
     as_server = UsageContext.OPENAI_API_SERVER
-    return AsyncLLM.from_engine_args(arguments, usage_context=as_server, stat_loggers=[EngineStats])
+    engine = arguments.create_engine_config(as_server)
+    gather_outputs(engine.scheduler_config)
+    return AsyncLLM.from_vllm_config(
+        engine, usage_context=as_server, stat_loggers=[EngineStats], disable_log_stats=arguments.disable_log_stats
+    )
+
+
+def gather_outputs(config: SchedulerConfig) -> None:
+    """Has the engine send few messages (`inference.gathering`), unless `inference.engine_args` names a scheduler."""
+    if config.scheduler_cls is None:
+        name = "GatheringAsyncScheduler" if config.async_scheduling else "GatheringScheduler"
+        config.scheduler_cls = f"inference.gathering.{name}"
 
 
 def engine_args(config: Config, on_cpu: bool) -> dict[str, Any]:

@@ -30,8 +30,14 @@ ALLOWED = {
     "vllm.engine.arg_utils.AsyncEngineArgs()": "its keywords are looked up below, where they are collected",
     "vllm.inputs.llm.TokensPrompt()": "images, which it could have, are dicts of anything",
     "vllm.utils.system_utils.get_mp_context()": "a context of Python's own multiprocessing",
+    "vllm.v1.engine.EngineCoreOutput.ec_transfer_params": "only whether it is there",
+    "vllm.v1.engine.EngineCoreOutput.kv_transfer_params": "only whether it is there",
+    "vllm.v1.engine.EngineCoreOutput.new_logprobs": "arrays of numpy",
+    "vllm.v1.engine.EngineCoreOutput.new_sampling_mask": "only whether it is there",
+    "vllm.v1.engine.EngineCoreOutput.routed_experts": "only whether it is there",
     "vllm.v1.engine.async_llm.AsyncLLM.collective_rpc()": "answers of our own `WorkerExtension`",
     "vllm.v1.engine.async_llm.AsyncLLM.engine_core": "vLLM decorates what makes it; `_core` declares its type",
+    "vllm.v1.outputs.LogprobsLists()": "arrays of numpy",
 }
 """Uses, at one place each, to which vLLM gives no type, and why none of its objects escapes there."""
 SELECTED = "from vllm.engine.arg_utils import AsyncEngineArgs\nfrom vllm.v1.worker.gpu_worker import Worker\n"

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from vllm.config import SchedulerConfig
 from vllm.engine import arg_utils
 from vllm.logprobs import (
     FlatLogprobs,
@@ -20,6 +21,7 @@ from vllm.logprobs import (
     create_prompt_logprobs,
     create_sample_logprobs,
 )
+from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from inference import engine
@@ -105,14 +107,18 @@ def test_on_gpus_vllm_decides_as_for_its_server(
     """Not run on a GPU: vLLM's own table is asked for one that is made up."""
     asked: dict[str, Any] = {}
 
-    def start(arguments: dict[str, Any], **options: Any) -> None:
-        asked.update(arguments=arguments, **options)
+    def arguments(**given: Any) -> SimpleNamespace:
+        def create_engine_config(usage_context: UsageContext) -> SimpleNamespace:
+            asked.update(arguments=given, usage_context=usage_context)
+            return SimpleNamespace(scheduler_config=SchedulerConfig.default_factory())
+
+        return SimpleNamespace(create_engine_config=create_engine_config, disable_log_stats=True)
 
     monkeypatch.setattr(engine, "find_device", lambda config, who: "gpu")
     monkeypatch.setattr(engine, "import_engine", lambda on_cpu: None)
     monkeypatch.setattr(engine, "prepare_start", lambda on_cpu: None)
-    monkeypatch.setattr(arg_utils, "AsyncEngineArgs", lambda **arguments: arguments)
-    monkeypatch.setattr(AsyncLLM, "from_engine_args", start)
+    monkeypatch.setattr(arg_utils, "AsyncEngineArgs", arguments)
+    monkeypatch.setattr(AsyncLLM, "from_vllm_config", lambda _config, **_options: None)
     engine.start_engine(config(), "a test")
     assert asked["arguments"]["max_num_seqs"] is None
     assert "max_num_batched_tokens" not in asked["arguments"]

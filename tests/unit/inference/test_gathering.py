@@ -1,0 +1,178 @@
+"""A scheduler that keeps tokens back: nothing is lost, nothing waits for long, and no message crosses a pause."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm.config import SchedulerConfig
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
+from vllm.v1.outputs import LogprobsLists
+
+import inference.gathering
+from inference.engine import gather_outputs
+from inference.gathering import GATHER_S, GatheringAsyncScheduler, GatheringScheduler, HeldOutputs, can_wait, joined
+
+FINAL = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY)
+
+
+def logprobs_of(tokens: Sequence[int], columns: int = 1) -> LogprobsLists:
+    ids = np.array([[token, *range(columns - 1)] for token in tokens])
+    return LogprobsLists(ids, -ids.astype(np.float32), np.array(tokens) + 1)
+
+
+def output(name: str, tokens: Sequence[int], *, columns: int = 1, **more: Any) -> EngineCoreOutput:
+    return EngineCoreOutput(name, list(tokens), new_logprobs=logprobs_of(tokens, columns), **more)
+
+
+def contents(made: EngineCoreOutput) -> tuple[list[int], list[int], list[float]]:
+    assert made.new_logprobs is not None
+    return (
+        made.new_token_ids,
+        made.new_logprobs.logprob_token_ids[:, 0].tolist(),
+        made.new_logprobs.logprobs[:, 0].tolist(),
+    )
+
+
+class TestHeldOutputs:
+    @given(st.lists(st.lists(st.tuples(st.sampled_from("abc"), st.booleans(), st.integers(1, 3)), max_size=3)))
+    def test_all_tokens_come_in_order_each_once(self, steps: list[list[tuple[str, bool, int]]]) -> None:
+        held, sent, came, number = HeldOutputs(), {}, {}, 0
+        for step in steps:
+            outputs = []
+            for name, ends, columns in {name: (name, ends, columns) for name, ends, columns in step}.values():
+                number += 1
+                sent.setdefault(name, []).append(number)
+                reason = FinishReason.STOP if ends else None
+                outputs.append(output(name, [number], columns=columns, finish_reason=reason))
+            going = held.pass_on(outputs, lambda name: name != "c")
+            at_once = [each.request_id for each in outputs if each.finished or each.request_id == "c"]
+            assert [each.request_id for each in going] == at_once
+            for each in going:
+                came.setdefault(each.request_id, []).extend(contents(each)[0])
+        for each in held.take():
+            tokens, named, logprobs = contents(each)
+            assert named == tokens
+            assert logprobs == [-token for token in tokens]
+            came.setdefault(each.request_id, []).extend(tokens)
+        assert came == sent
+        assert not held
+
+    def test_what_came_with_a_first_token_is_kept(self) -> None:
+        held, prompt = HeldOutputs(), cast(Any, object())
+        events = [EngineCoreEvent.new_event(EngineCoreEventType.SCHEDULED, 1.0)]
+        first = output("a", [1], events=events, prefill_stats=PrefillStats(7), new_prompt_logprobs_tensors=prompt)
+        preempted = [EngineCoreEvent.new_event(EngineCoreEventType.PREEMPTED, 2.0)]
+        last = output("a", [2], finish_reason=FinishReason.STOP, stop_reason=5, events=preempted)
+        assert held.pass_on([first], lambda _: True) == []
+        (made,) = held.pass_on([last], lambda _: True)
+        assert contents(made) == ([1, 2], [1, 2], [-1, -2])
+        assert (made.prefill_stats, made.new_prompt_logprobs_tensors) == (PrefillStats(7), prompt)
+        assert (made.events, made.finish_reason, made.stop_reason) == ([*events, *preempted], FinishReason.STOP, 5)
+
+    def test_a_request_without_logprobs(self) -> None:
+        made = joined([EngineCoreOutput("a", [1]), EngineCoreOutput("a", [2], finish_reason=FinishReason.LENGTH)])
+        assert (made.new_token_ids, made.new_logprobs) == ([1, 2], None)
+
+    def test_each_field_of_vllm_is_joined_or_does_not_wait(self) -> None:
+        joined_fields = {"new_token_ids", "new_logprobs", "new_prompt_logprobs_tensors", "events", "prefill_stats"}
+        of_the_last = {"request_id", "stop_reason", "trace_headers", "num_nans_in_logits"}
+        ends = {"mm_cache_miss_hashes", "spec_decode_metrics"}  # vLLM gives them with a finish_reason alone
+        rest = set(EngineCoreOutput.__struct_fields__) - joined_fields - of_the_last - ends
+        assert {name for name in rest if can_wait(output("a", [1], **{name: object()}))} == set()
+        assert can_wait(output("a", [1]))
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(inference.gathering, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def scheduler(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> GatheringScheduler:
+    """vLLM's scheduler, whose steps return what they are given: a list of outputs."""
+
+    def step(self: Scheduler, _scheduled: object, outputs: list[EngineCoreOutput]) -> dict[int, EngineCoreOutputs]:
+        return {0: EngineCoreOutputs(outputs=outputs, scheduler_stats=SchedulerStats())}
+
+    monkeypatch.setattr(Scheduler, "__init__", lambda self: None)
+    monkeypatch.setattr(Scheduler, "update_from_output", step)
+    monkeypatch.setattr(Scheduler, "has_requests", lambda self: False)
+    made = GatheringScheduler()
+    made._pause_state, made._all_sent = PauseState.UNPAUSED, clock.now
+    stops = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, stop=["."])
+    params = {"a": FINAL, "b": FINAL, "stops": stops, "streams": SamplingParams()}
+    made.requests = cast(Any, {name: SimpleNamespace(sampling_params=each) for name, each in params.items()})
+    return made
+
+
+def step(scheduler: GatheringScheduler, *outputs: EngineCoreOutput) -> dict[str, list[int]] | None:
+    """Returns the tokens of a step's message; None if it sends none."""
+    made = scheduler.update_from_output(cast(Any, None), cast(Any, list(outputs)))
+    return {each.request_id: each.new_token_ids for each in made[0].outputs} if made else None
+
+
+class TestGathering:
+    def test_tokens_wait_for_others_but_not_for_long(self, scheduler: GatheringScheduler, clock: Clock) -> None:
+        assert step(scheduler, output("a", [1]), output("b", [11])) is None
+        clock.now += GATHER_S / 2
+        assert step(scheduler, output("a", [2]), output("b", [12])) is None
+        clock.now += GATHER_S
+        assert step(scheduler, output("a", [3])) == {"a": [1, 2, 3], "b": [11, 12]}
+        assert step(scheduler, output("a", [4])) is None
+
+    def test_an_end_is_said_at_once_and_alone(self, scheduler: GatheringScheduler) -> None:
+        step(scheduler, output("a", [1]), output("b", [11]))
+        assert step(scheduler, output("a", [2], finish_reason=FinishReason.STOP), output("b", [12])) == {"a": [1, 2]}
+
+    @pytest.mark.parametrize("name", ["stops", "streams"])
+    def test_what_is_read_token_by_token_does_not_wait(self, scheduler: GatheringScheduler, name: str) -> None:
+        assert step(scheduler, output("a", [1]), output(name, [11])) == {name: [11]}
+
+    def test_a_pause_waits_for_what_is_held(self, scheduler: GatheringScheduler) -> None:
+        step(scheduler, output("a", [1]))
+        assert not scheduler.has_requests()  # of itself, the engine has work as long as vLLM says so
+        scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        assert scheduler.has_requests()
+        assert step(scheduler) == {"a": [1]}
+        assert not scheduler.has_requests()
+
+    def test_the_last_step_before_a_pause_sends_all(self, scheduler: GatheringScheduler) -> None:
+        step(scheduler, output("a", [1]))
+        scheduler.set_pause_state(PauseState.PAUSED_ALL)  # while a step runs
+        assert step(scheduler, output("a", [2])) == {"a": [1, 2]}
+        assert not scheduler.has_requests()
+
+
+@pytest.mark.parametrize(("is_async", "ours"), [(False, GatheringScheduler), (True, GatheringAsyncScheduler)])
+def test_the_scheduler_is_the_one_that_vllm_would_choose(is_async: bool, ours: type[Scheduler]) -> None:
+    config = SchedulerConfig.default_factory(async_scheduling=is_async)
+    theirs = config.get_scheduler_cls()
+    gather_outputs(config)
+    assert config.get_scheduler_cls() is ours
+    assert issubclass(ours, theirs)
+
+
+def test_a_scheduler_of_the_users_stays() -> None:
+    config = SchedulerConfig.default_factory(scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler")
+    gather_outputs(config)
+    assert config.get_scheduler_cls() is Scheduler
