@@ -180,8 +180,9 @@ def run_rl(
     gone_s: float = 20.0,
     directory: bool = True,
     module: str = RL,
+    limit_s: float = DEADLINE_S,
 ) -> Ended:
-    """Runs to the end (at most DEADLINE_S). `on_line` sees each line of output as it comes, and may send signals.
+    """Runs to the end (at most `limit_s`). `on_line` sees each line of output as it comes, and may send signals.
     `directory`: whether configuration and run directory are given here, or by `flags`."""
     running = Running.start(
         *(in_directory(tmp_path, config) if directory else []), *flags, environ=environ, module=module
@@ -194,7 +195,7 @@ def run_rl(
         lines.append(line)
         if on_line:
             on_line(line, process)
-        if time.monotonic() - started > DEADLINE_S:
+        if time.monotonic() - started > limit_s:
             os.killpg(process.pid, signal.SIGKILL)
     code = process.wait(60)
     left = wait_until_gone(running.mark, gone_s)
