@@ -146,8 +146,8 @@ def make_service(directory: Path, seconds: float, places: int) -> Any:
         front.vocabulary,
     )
 
-    async def floor() -> int:
-        return 1
+    async def floor() -> WeightIdentity:
+        return WeightIdentity(1, 1, "d")
 
     registry.restore()
     return make_app(front, SessionDoor(registry, front, keys, sampling, floor, 10**6), keys, LIMITS)
