@@ -86,7 +86,7 @@ def gradients(shard: Shard, passes: list[AdapterPass]) -> list[torch.Tensor]:
     found = []
     for each in passes:
         shard.use_adapter(each.adapter)
-        found.append(torch.cat([p.grad.full_tensor().flatten() for p in shard._parameters]))  # type: ignore[union-attr]
+        found.append(torch.cat([p.grad.full_tensor().flatten() for p in shard._parameters]))
         shard.drop_gradients()
     return found
 
