@@ -117,8 +117,10 @@ def stand_in() -> list[str]:
     if "peft" in missing:
         import trainer.adapters
         import trainer.lora
+        import trainer.together
 
-        assert trainer.adapters.LoraLayer is trainer.lora.LoraLayer is sys.modules["peft.tuners.lora"].LoraLayer
+        taken = {module.LoraLayer for module in (trainer.adapters, trainer.lora, trainer.together)}
+        assert taken == {sys.modules["peft.tuners.lora"].LoraLayer}
         for name in _peft():  # transformers would take it for the real one
             del sys.modules[name]
     return missing

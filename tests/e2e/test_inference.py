@@ -349,7 +349,7 @@ def test_a_replica_says_what_it_has_to_do(pair: dict[str, Room]) -> None:
         await asyncio.gather(*running)
         while (await load_of()).running:
             pass
-        assert replace(await load_of(), kv_tokens=None, version=None) == ReplicaStats(0, 0, 0.0, 0, CPU_SEQUENCES)
+        assert replace(await load_of(), kv_tokens=None, weights=None) == ReplicaStats(0, 0, 0.0, 0, CPU_SEQUENCES)
 
     asyncio.run(asyncio.wait_for(run(), 60))
 

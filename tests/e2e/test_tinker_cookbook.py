@@ -1,7 +1,7 @@
 """Recipes of Tinker's cookbook against `trireme serve`: as they are, from the package index, each in its own process.
 
-`examples/cookbook.py` gives them local data and the tokenizer of the shipped model. All learn on one server, each an
-adapter. What a recipe has logged tells whether it learnt, and whether it continued after a kill.
+`examples/recipes/cookbook.py` gives them local data and the tokenizer of the shipped model. All learn on one server,
+each an adapter. What a recipe has logged tells whether it learnt, and whether it continued after a kill.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tinker_versions import installed
 pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[2]
-DRIVER = ROOT / "examples" / "cookbook.py"
+DRIVER = ROOT / "examples" / "recipes" / "cookbook.py"
 NAMED = "Qwen/Qwen3-8B-Base"
 PACKAGES = ("tinker-cookbook[math-rl]>=0.5", f"tinker=={version('tinker')}")
 """The newest cookbook that can be installed with the client that is tested; those before 0.5 have other recipes."""

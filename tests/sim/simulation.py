@@ -625,15 +625,17 @@ async def _simulate(outcome: Outcome, router: type[Router], beside: Sequence[Bes
     supervision = Supervision(pipeline, outcome)
     for replica, seconds in scenario.dies_at_s.items():
         loop.call_later(seconds, outcome.replicas[replica].die)
-    tasks = [asyncio.create_task(work) for work in [*supervision.work(), *(each(outcome) for each in beside)]]
+    besides = [asyncio.create_task(each(outcome)) for each in beside]
+    tasks = [*besides, *(asyncio.create_task(work) for work in supervision.work())]
     try:
         await drive(pipeline, outcome)
     finally:
         for task in tasks:
-            if task.done():
-                task.result()
             task.cancel()
         await pipeline.stop()
+    for task in besides:
+        if task.done() and not task.cancelled():
+            task.result()
 
 
 @dataclass(frozen=True)

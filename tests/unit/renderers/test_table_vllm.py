@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -39,9 +40,22 @@ _open = ExitStack()
 
 @pytest.fixture(scope="module", autouse=True)
 def _close() -> Iterator[None]:
+    """Removes what the endpoints leave behind: their directories, and that vLLM's app switches other loggers off."""
+    root = logging.getLogger()
+    levels, disable = (root.level, root.handlers[:]), root.manager.disable
+    before = {name: (each.disabled, each.propagate, each.level) for name, each in loggers().items()}
     yield
+    for name, each in loggers().items():
+        each.disabled, each.propagate, each.level = before.get(name, (False, each.propagate, each.level))
+    root.level, root.handlers[:], root.manager.disable = *levels, disable
+    root.manager._clear_cache()  # type: ignore[attr-defined]  what a logger is on for is kept
     endpoint.cache_clear()
     _open.close()
+
+
+def loggers() -> dict[str, logging.Logger]:
+    found = logging.getLogger().manager.loggerDict
+    return {name: each for name, each in found.items() if isinstance(each, logging.Logger)}
 
 
 @cache

@@ -1,7 +1,8 @@
 """Runs a recipe of Tinker's cookbook, as it is, on a sorting task and without a model hub: docs/tinker.md.
 
     uv run trireme serve @ examples/sort.toml --trainer.lora.rank 32 --service.tinker.names Qwen/Qwen3-8B-Base
-    python examples/cookbook.py tinker_cookbook.recipes.rl_loop model_name=Qwen/Qwen3-8B-Base log_path=/tmp/rl-loop ...
+    python examples/recipes/cookbook.py tinker_cookbook.recipes.rl_loop model_name=Qwen/Qwen3-8B-Base \\
+        log_path=/tmp/rl-loop ...
 
 The second command is for an environment that has the cookbook, with TINKER_BASE_URL and TINKER_API_KEY set.
 
@@ -20,7 +21,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-MODEL = Path(__file__).parents[1] / "assets" / "sort-base"
+MODEL = Path(__file__).parents[2] / "assets" / "sort-base"
 NAMED = "Qwen/Qwen3-8B-Base"  # a name for which the cookbook's table has the renderer `role_colon`
 PROBLEMS = {"train": 2048, "test": 32}
 
