@@ -149,4 +149,4 @@ class GatheringScheduler(Scheduler):
 
 
 class GatheringAsyncScheduler(GatheringScheduler, AsyncScheduler):
-    """The same where vLLM prepares a step while the one before is computed."""
+    """Gathers outputs where vLLM prepares a step while the one before it is computed."""

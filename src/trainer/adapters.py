@@ -156,7 +156,7 @@ class Adapters:
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """Those of the model that are an adapter's, by name."""
+        """Returns the parameters of the model that belong to the adapter, by name."""
         return self._parameters
 
     @property

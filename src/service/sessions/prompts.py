@@ -1,10 +1,10 @@
-"""Prompts that are no conversation: where one of `/v1/completions` finds its place in a session.
+"""Finds the place in a session of a prompt that is no conversation, such as one of `/v1/completions`.
 
     text    "Q: 2+2" "= 4" " Q: 3"      the longest beginning that the session has, as text, up to an answer
                |       |      |
     tokens  as kept, as sampled, and the tokenizer's for the rest
                |
-    place   the longest sampled answer with which these tokens begin; the prompt goes on behind it
+    place   the longest sampled answer with which these tokens begin; the prompt continues it
 
 A text is what its client wrote, to the letter: where it leaves out or changes a part of an answer, such as the token
 that ended it, only the tokens before that part are taken. The prompt then begins a branch of its own, and what was
@@ -62,9 +62,9 @@ def prompt_ids(tree: SessionTree, text: str, tokenizer: TextTokens) -> Ids:
 
 
 def match_ids(tree: SessionTree, ids: Ids) -> Match:
-    """Finds the answer behind which a prompt goes on: the one with most tokens before it and in it, and of equal ones
-    one that the client has. `known` of the match counts tokens. An answer whose last token alone is missing is sent
-    back too: clients do not see the token that ended it."""
+    """Finds the answer that a prompt continues. That is the one with most tokens up to its end; if several have as
+    many, it is one that the client has. `known` of the match counts tokens. An answer whose last token alone is
+    missing is sent back too: clients do not see the token that ended it."""
     best, known, cut = ROOT, 0, (0, ROOT)
     same: list[int] = []
     open_ends = [(node, 0) for node in _beginnings(tree)]

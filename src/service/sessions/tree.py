@@ -1,4 +1,4 @@
-"""Keeps the prompts and answers of a session as a tree, and finds the answer that a request continues.
+"""Holds the prompts and answers of a session in a tree, and finds the answer that a request continues.
 
     messages   system, user ----- assistant, tool ----- assistant, user ---- ...
     nodes      prompt 0 --- answer 1 --- prompt 3 --- answer 4               the same agent's next turn
