@@ -1,8 +1,9 @@
 """How much of a server the owner of a key may use: as words in a file of keys, and as what is left.
 
 Tokens come from buckets, of which one holds a minute's and one a day's, and which are filled evenly. A request is
-admitted while there is anything in them, and takes what it costs once that is known: so a bucket may owe something. All
-of this is in memory: a server that is started again begins with full buckets.
+admitted while there is anything in them, and takes what it costs once that is known: so a bucket may owe something.
+What is taken can be kept, with the time of day (`TokensTaken`), and taken `again` by a server that is started later:
+its buckets are then as full as if the first one had lived on.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from math import inf
 
 MINUTE_S, DAY_S = 60.0, 86400.0
 PATIENCE_S = 60.0
@@ -51,6 +53,18 @@ class Quota:
 UNLIMITED = Quota()
 
 
+@dataclass(frozen=True)
+class TokensTaken:
+    """Tokens that an owner has taken, for a journal."""
+
+    owner: str
+    what: str
+    """`sampled` or `trained`: from all buckets of these; the name of a quota: from its bucket."""
+    tokens: float
+    at_s: float
+    """When, in seconds since 1970: it outlives the machine's other clocks."""
+
+
 class QuotaUsed(Exception):
     """A quota is used up."""
 
@@ -63,14 +77,19 @@ class QuotaUsed(Exception):
 class TokenBucket:
     """The tokens that are left of so many in so many seconds."""
 
-    def __init__(self, most: int, seconds: float, now: float) -> None:
+    def __init__(self, most: int, seconds: float) -> None:
         self._rate, self._most = most / seconds, float(most)
-        self._left, self._then = float(most), now
+        self._left, self._then = float(most), -inf
 
-    def take(self, tokens: int, now: float) -> None:
+    def take(self, tokens: float, now: float) -> None:
         """Takes tokens, also such as are not there."""
         self._fill(now)
         self._left -= tokens
+
+    def missing(self, now: float) -> float:
+        """Returns how many tokens would make it full."""
+        self._fill(now)
+        return self._most - self._left
 
     def wait_s(self, now: float) -> float:
         """Returns the seconds until there is at least one token; 0: there is one."""
@@ -78,17 +97,24 @@ class TokenBucket:
         return max(0.0, (1.0 - self._left) / self._rate)
 
     def _fill(self, now: float) -> None:
-        self._left = min(self._most, self._left + (now - self._then) * self._rate)
-        self._then = now
+        if now > self._then:
+            self._left = min(self._most, self._left + (now - self._then) * self._rate)
+            self._then = now
 
 
 class Quotas:
     """The quotas of all owners, and what is left of them."""
 
-    def __init__(self, quotas: Mapping[str, Quota] | None = None, now: Callable[[], float] = time.monotonic) -> None:
-        self._quotas, self._now = dict(quotas or {}), now
+    def __init__(
+        self,
+        quotas: Mapping[str, Quota] | None = None,
+        now: Callable[[], float] = time.monotonic,
+        today: Callable[[], float] = time.time,
+    ) -> None:
+        """`today`: the time of day, in seconds since 1970."""
+        self._quotas, self._now, self._today = dict(quotas or {}), now, today
         self._buckets = {
-            (owner, name): TokenBucket(most, seconds, now()) for owner, name, most, seconds in self._token_quotas()
+            (owner, name): TokenBucket(most, seconds) for owner, name, most, seconds in self._token_quotas()
         }
 
     def _token_quotas(self) -> Iterator[tuple[str, str, int, float]]:
@@ -121,6 +147,25 @@ class Quotas:
         """Notes that tokens were `sampled` or `trained`."""
         for _, bucket in self._of(owner, what):
             bucket.take(tokens, self._now())
+
+    def note(self, owner: str, what: str, tokens: int) -> TokensTaken | None:
+        """Returns what a journal is to say of tokens that are to be taken now; None: nothing, as no quota counts
+        them."""
+        counted = tokens > 0 and any(self._of(owner, what))
+        return TokensTaken(owner, what, tokens, self._today()) if counted else None
+
+    def again(self, taken: TokensTaken) -> None:
+        """Takes what was taken before this server began. Call it in the order of time. Quotas that are there no more
+        are passed over."""
+        then = self._now() - max(0.0, self._today() - taken.at_s)
+        for _, bucket in self._of(taken.owner, taken.what):
+            bucket.take(taken.tokens, then)
+
+    def missing(self) -> Iterator[TokensTaken]:
+        """Yields what makes new buckets as full as these: at most one note for each."""
+        for (owner, name), bucket in self._buckets.items():
+            if missing := bucket.missing(self._now()):
+                yield TokensTaken(owner, name, missing, self._today())
 
     def _of(self, owner: str, what: str) -> Iterator[tuple[str, TokenBucket]]:
         for (whose, name), bucket in self._buckets.items():

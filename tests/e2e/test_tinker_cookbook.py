@@ -153,17 +153,19 @@ def test_rl_loop_learns_and_continues_where_it_was_killed(python: Path, server: 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_rl_train_learns(python: Path, server: Server, tmp_path: Path, mode: str) -> None:
-    """The synchronous one is killed and resumed. Under the asynchronous one the server is killed and started again."""
+    """The synchronous and the streaming one are killed and resumed. Under the asynchronous one the server is killed and
+    started again."""
     flags = ("env=gsm8k", "groups_per_batch=16", "max_steps=20", "behavior_if_log_dir_exists=resume", *SIZE)
     recipe = Recipe(python, server, tmp_path / mode, TRAIN, *flags, *MODES[mode])
     reward = "env/all/reward/total"
-    if mode == "synchronous":
-        assert_rises(recipe.killed_and_resumed(10, reward), 0.1)
+    if mode != "asynchronous":
+        series = recipe.killed_and_resumed(10, reward)
+        assert series[-1][0] == 19
+        assert_rises(series, 0.1)
         return
-    if mode == "asynchronous":
-        recipe.wait_until(lambda: len(recipe.series(reward)) >= 7, "seven steps")
-        server.kill_all()
-        server.start()
+    recipe.wait_until(lambda: len(recipe.series(reward)) >= 7, "seven steps")
+    server.kill_all()
+    server.start()
     recipe.end()
     series = recipe.series(reward)
     assert [step for step, _ in series] == list(range(20)), "no step was lost, and none came twice"

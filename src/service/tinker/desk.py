@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from service.quotas import Quotas, QuotaUsed
@@ -24,7 +25,7 @@ from service.tinker.journal import TinkerJournal
 from service.tinker.offer import TinkerOffer
 from service.tinker.owners import Caller
 from service.tinker.promises import Failure, Promise, SampleWork, Success, UnknownId, UserError
-from service.tinker.records import Record
+from service.tinker.records import Record, taken_in
 from service.tinker.replaying import Histories, records_of, replay
 from service.tinker.shelf import BASE, WeightShelf
 from service.tinker.state import ProtocolState
@@ -71,6 +72,8 @@ class TinkerDesk:
         StorageFailed."""
         replayed = self._journal.replay()
         self.state, self._histories = self._replay(replayed.records)
+        for taken in taken_in(replayed.records):
+            self.quotas.again(taken)
         if replayed.lost:  # what clients were told may not be known here, so they begin again
             for session_id in self.state.sessions:
                 self.state.finish(session_id, self.now())
@@ -82,7 +85,7 @@ class TinkerDesk:
         return bool(replayed.records)
 
     def rewrite(self) -> None:
-        self._journal.begin(records_of(self.state, self._histories))
+        self._journal.begin(chain(records_of(self.state, self._histories), self.quotas.missing()))
 
     @property
     def base_model(self) -> str:
@@ -161,9 +164,9 @@ class TinkerDesk:
             except QuotaUsed:
                 model.gap = None  # the client is there, and asks again: later requests wait for this one
                 raise
-        promise = self.state.train(model_id, seq_id, work)
-        if counts:
-            self.quotas.take(owner, "trained", tokens_of(work))
+        tokens = tokens_of(work) if counts else 0
+        promise = self.state.train(model_id, seq_id, work, self.quotas.note(owner, "trained", tokens))
+        self.quotas.take(owner, "trained", tokens)
         fault_point("tinker.asked")
         self.wake()
         return promise
@@ -177,12 +180,12 @@ class TinkerDesk:
     def sample(self, sampler_id: str, seq_id: int, work: SampleWork) -> Promise:
         """Accepts a sample. Raises UnknownId, QuotaUsed, and UserError where its weights are not held any more."""
         sampler = self.state.sampler(sampler_id)
+        owner = self.state.sessions[sampler.session_id].owner
         if is_new := not self.state.has_asked(sampler_id, seq_id):
-            owner = self.state.sessions[sampler.session_id].owner
             self._check_held(sampler.target)
             self.quotas.check_count(owner, "samples", self._sampling_of[owner], SAMPLE_WAIT_S)
             self.quotas.check_tokens(owner, "sampled")
-        promise = self.state.sample(sampler_id, seq_id, work)
+        promise = self.state.sample(sampler_id, seq_id, work, self.quotas.note(owner, "sampled", work.prompt.length))
         if is_new:
             self._sampling_of[owner] += 1
             self.quotas.take(owner, "sampled", work.prompt.length)

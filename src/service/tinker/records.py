@@ -4,6 +4,8 @@ The protocol's state follows from its records alone, in order. A running server 
 record says; one that reads a journal does the same again, so that both come to the same state. Some records are written
 only where a journal is begun anew (`service.tinker.replaying`): they say what many others said before.
 
+A record that costs its owner something of a quota says so itself (`taken`), so that neither is there without the other.
+
 A record's bytes are a head in JSON, with its length before it, and then the bytes of a request or of a result, if it
 has such.
 """
@@ -12,17 +14,18 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from math import inf
 from typing import Any
 
 import numpy as np
 
+from service.quotas import TokensTaken
 from service.tinker.adapters import AdapterWish
 from service.tinker.asked import Creation, Loading, Saving, Unusable, Update, Work
 from service.tinker.codec import ForwardBackwardCall
-from service.tinker.owners import Caller
+from service.tinker.owners import UNKNOWN, Caller
 from service.tinker.promises import Failure, Outcome, SampleWork, Success
 from trireme.core.datum import ModelInput
 from trireme.core.finite_json import to_json
@@ -71,6 +74,7 @@ class TrainingAsked:
     model: str
     seq: int
     work: Work | None
+    taken: TokensTaken | None = None
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,7 @@ class SampleAsked:
     sampler: str
     seq: int
     work: SampleWork | None
+    taken: TokensTaken | None = None
 
 
 @dataclass(frozen=True)
@@ -112,6 +117,7 @@ class OutcomeKnown:
 
     request: str
     outcome: Outcome
+    taken: TokensTaken | None = None
 
 
 @dataclass(frozen=True)
@@ -187,6 +193,7 @@ Record = (
     | StepKept
     | SamplerStands
     | AnswerKept
+    | TokensTaken
 )
 KINDS = {kind.__name__: kind for kind in Record.__args__}
 WORKS: Mapping[str, type[Any]] = {kind.__name__: kind for kind in (Saving, Unusable)}
@@ -196,6 +203,8 @@ def encode(record: Record) -> bytes:
     """Returns the bytes of a record."""
     head: dict[str, Any] = {each.name: getattr(record, each.name) for each in fields(record)}
     rest = b""
+    if (taken := head.pop("taken", None)) is not None:
+        head["taken"] = asdict(taken)
     if head.get("work") is not None:
         head["work"], rest = _work_head(head["work"])
     if isinstance(outcome := head.get("outcome"), Success | Failure):
@@ -215,8 +224,33 @@ def decode(payload: bytes) -> Record:
         head["outcome"] = _outcome_of(head["outcome"], rest)
     if "retired" in head:
         head["retired"] = tuple(head["retired"])
+    if "taken" in head:
+        head["taken"] = TokensTaken(**head["taken"])
     made: Record = kind(**head)
     return made
+
+
+def taken_in(records: Iterable[Record]) -> Iterator[TokensTaken]:
+    """Yields what records say of quotas."""
+    for record in records:
+        taken = record if isinstance(record, TokensTaken) else getattr(record, "taken", None)
+        if taken is not None:
+            yield taken
+
+
+def with_callers(records: Iterable[Record]) -> Iterator[Record]:
+    """Yields the records of a journal of format 1, which does not say who asked for a model or a state: that was
+    whoever began the session, and all states were open to all keys."""
+    owners = dict[str, str]()
+    for record in records:
+        if isinstance(record, SessionBegun):
+            owners[record.session] = record.owner
+        if isinstance(record, ModelAsked | TrainingAsked | StepKept) and isinstance(record.work, Creation | Loading):
+            session = record.session if isinstance(record, ModelAsked) else record.model.partition(":train:")[0]
+            work = replace(record.work, caller=Caller(owners[session], sees_all=True))
+            yield replace(record, work=work)
+        else:
+            yield record
 
 
 def _work_head(work: Any) -> tuple[dict[str, Any], bytes]:
@@ -243,13 +277,18 @@ def _work_of(head: dict[str, Any], rest: bytes) -> Any:
             adam = AdamParams(**{name: inf if value is None else value for name, value in head.items()})
             return Update(adam)
         case "Creation":
-            wish, caller = head.pop("wish"), Caller(**head.pop("caller"))
+            wish, caller = head.pop("wish"), _caller_of(head)
             return Creation(**head, wish=AdapterWish(**wish) if wish else None, caller=caller)
         case "Loading":
-            caller = Caller(**head.pop("caller"))
+            caller = _caller_of(head)
             return Loading(**head, caller=caller)
         case kind:
             return WORKS[kind](**head)
+
+
+def _caller_of(head: dict[str, Any]) -> Caller:
+    caller = head.pop("caller", None)  # of format 1: see with_callers
+    return Caller(**caller) if caller else UNKNOWN
 
 
 def _outcome_head(outcome: Outcome) -> tuple[dict[str, Any], bytes]:

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.quotas import Quota, Quotas, QuotaUsed
+from service.quotas import Quota, Quotas, QuotaUsed, TokensTaken
 
 
 class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
+    def __init__(self, now: float = 100.0) -> None:
+        self.now = now
 
     def __call__(self) -> float:
         return self.now
@@ -73,3 +73,62 @@ def test_over_any_time_no_more_is_admitted_than_the_quota_and_one_request(asked:
         found.take("a", "sampled", tokens)
         taken, largest = taken + tokens, max(largest, tokens)
     assert taken <= 600 + (clock.now - began) * 10 + largest
+
+
+MOST = Quota(trained_per_minute=600, trained_per_day=9000, sampled_per_day=500)
+
+
+def waits(found: Quotas) -> list[float]:
+    """How long an owner has to wait for each kind of tokens."""
+    waited = []
+    for what in ("trained", "sampled"):
+        try:
+            found.check_tokens("a", what)
+            waited.append(0.0)
+        except QuotaUsed as used:
+            waited.append(used.wait_s)
+    return waited
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(st.floats(0, 90), st.sampled_from(["trained", "sampled"]), st.integers(1, 800), st.booleans()))
+)
+def test_a_server_that_is_started_again_knows_what_was_taken(asked: list[tuple[float, str, int, bool]]) -> None:
+    """From the notes of all that was taken, or of what was missing when some of them were replaced. Its own clock
+    begins anew."""
+    clock, today, notes = Clock(), Clock(1e9), list[TokensTaken]()
+    first = Quotas({"a": MOST}, clock, today)
+    for seconds, what, tokens, replaced in asked:
+        clock.now, today.now = clock.now + seconds, today.now + seconds
+        if noted := first.note("a", what, tokens):
+            notes.append(noted)
+        first.take("a", what, tokens)
+        if replaced:
+            notes = list(first.missing())
+            assert len(notes) <= 3
+    clock.now, today.now = clock.now + 30, today.now + 30
+    second = Quotas({"a": MOST}, Clock(1.0), today)
+    for note in notes:
+        second.again(note)
+    assert waits(second) == pytest.approx(waits(first), abs=1e-3)
+
+
+def test_what_no_quota_counts_is_not_noted() -> None:
+    found, _ = quotas(trained_per_day=10)
+    assert found.note("a", "sampled", 5) is None
+    assert found.note("b", "trained", 5) is None
+    assert found.note("a", "trained", 0) is None
+    assert list(found.missing()) == []
+
+
+def test_notes_of_other_quotas_and_clocks_that_went_back() -> None:
+    """A quota that was changed meanwhile has its new size, and still lacks what was taken."""
+    today = Clock(1e9)
+    found = Quotas({"a": Quota(trained_per_day=86400)}, Clock(), today)
+    for name, tokens in (("trained_per_minute", 10), ("trained_per_day", 86500), ("sampled_per_day", 1)):
+        found.again(TokensTaken("a", name, tokens, today.now + 5000))
+    found.again(TokensTaken("b", "trained", 10**9, today.now))
+    with pytest.raises(QuotaUsed) as refused:
+        found.check_tokens("a", "trained")
+    assert refused.value.wait_s == pytest.approx(101)

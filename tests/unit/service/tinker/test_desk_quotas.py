@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -96,6 +97,26 @@ def test_what_was_accepted_is_never_refused_and_counts_once(tmp_path: Path) -> N
         for _ in range(2):
             assert post(served.url, "asample", sampling(sampler, 0)).status_code == 200
         assert post(served.url, "asample", sampling(sampler, 1)).status_code == 402
+
+
+def test_a_server_that_is_killed_and_started_again_forgives_nothing(tmp_path: Path) -> None:
+    """The second one begins with the files that the first one had at some moment. The third one has only what the
+    second one found."""
+    most = {"trained_per_day": 2 * 256, "sampled_per_day": 3}
+    with serving(tmp_path / "first", **most) as served:
+        session, model = begun(served.url)
+        for number in (1, 2, 2):
+            assert post(served.url, "forward_backward", passing(model, number)).status_code == 200
+        sampler = sampler_of(served.url, session, 0, base_model=BASE_MODEL)
+        asked = post(served.url, "asample", sampling(sampler, 0)).json()["request_id"]
+        post(served.url, "retrieve_future", {"request_id": asked})
+        shutil.copytree(tmp_path / "first", tmp_path / "second")
+    for _ in range(2):
+        with serving(tmp_path / "second", **most) as served:
+            assert post(served.url, "forward_backward", passing(model, 2)).status_code == 200, "it was accepted"
+            refused = post(served.url, "forward_backward", passing(model, 3))
+            assert "trained_per_day=512 tokens" in refused.json()["error"]["message"]
+            assert post(served.url, "asample", sampling(sampler, 1)).status_code == 402, "what was sampled counts too"
 
 
 def test_models_and_samples_at_the_same_time(tmp_path: Path) -> None:
