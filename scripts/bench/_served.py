@@ -37,6 +37,7 @@ from service.sessions.door import PlacedSampler, SessionDoor
 from service.sessions.journal import SessionJournal
 from service.sessions.registry import SessionRegistry
 from service.sessions.session import SessionLimits
+from trireme.core.tokenizer import one_text_at_a_time
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, VersionSpan, WeightIdentity
 from trireme.process.collector import spare_collector
 from trireme.renderers import make_renderer
@@ -212,6 +213,7 @@ def _child(pipe: Connection, core: int | None, bare: bool, seconds: float, place
     with tempfile.TemporaryDirectory(prefix="bench-") as directory:
         app = make_bare() if bare else make_service(Path(directory), seconds, places)
         spare_collector()  # as in the actor
+        one_text_at_a_time()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # the loop that Ray gives its actors
             runner.run(_serve(app, ready))
 

@@ -35,7 +35,7 @@ from service.sessions.session import SessionLimits
 from trireme.config import Config
 from trireme.core.errors import RoomFailed, TriremeError
 from trireme.core.sampler import Heartbeat, ReplicaStats
-from trireme.core.tokenizer import load_tokenizer
+from trireme.core.tokenizer import load_tokenizer, one_text_at_a_time
 from trireme.core.types import SampledSequence, SampleRequest, WeightIdentity
 from trireme.process.collector import spare_collector
 from trireme.process.environ import redirect_output
@@ -110,6 +110,7 @@ class ServiceActor:
         if self._adopt:
             await self._sampler.adopt(self._adopt)  # those that join take this name too
         await asyncio.to_thread(bring_models, self._config)
+        one_text_at_a_time()
         tokenizer = load_tokenizer(self._config.tokenizer_name)
         renderer = make_renderer(**own.model_dump(), tokenizer=tokenizer)
         self._places = Places(1, options.max_waiting, options.wait_s)

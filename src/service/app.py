@@ -40,23 +40,18 @@ class Service:
         self._sessions = sessions
 
     def routes(self, app: FastAPI) -> None:
-        """Adds all routes to the app."""
+        """Adds all routes to the app. A request is compared with each in turn, so that turns of sessions come first."""
+        of_session = "/sessions/{session}"
+        for prefix in (of_session, ""):
+            app.post(f"{prefix}/v1/chat/completions")(self.chat)
+            app.post(f"{prefix}/v1/completions")(self.completions)
+            app.post(f"{prefix}/v1/responses")(self.responses)
+            app.post(f"{prefix}/v1/messages")(self.messages)
+            app.get(f"{prefix}/v1/models")(self.models)
+            app.get(f"{prefix}/v1/models/{{name:path}}")(self.model)
         app.get("/health")(self.health)
-        app.get("/v1/models")(self.models)
-        app.get("/v1/models/{name:path}")(self.model)
-        app.post("/v1/chat/completions")(self.chat)
-        app.post("/v1/completions")(self.completions)
-        app.post("/v1/responses")(self.responses)
-        app.post("/v1/messages")(self.messages)
         app.get("/metrics")(self.metrics)
         self._sessions.routes(app)
-        of_session = "/sessions/{session}"
-        app.get(f"{of_session}/v1/models")(self.models)
-        app.get(f"{of_session}/v1/models/{{name:path}}")(self.model)
-        app.post(f"{of_session}/v1/chat/completions")(self.chat)
-        app.post(f"{of_session}/v1/completions")(self.completions)
-        app.post(f"{of_session}/v1/responses")(self.responses)
-        app.post(f"{of_session}/v1/messages")(self.messages)
 
     async def health(self) -> JsonReply:
         """Tells that the service answers."""

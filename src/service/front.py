@@ -166,19 +166,19 @@ class Front:
             prompt,
             sequence,
             reading.content,
-            self.finish(asked, reading, sequence),
+            self.finish(asked, bool(reading.tool_calls), reading.stopped_by, sequence),
             reading.thinking,
             tuple(reading.tool_calls),
             reading.stopped_by,
             stream.rest(sequence, reading) if stream else None,
         )
 
-    def finish(self, asked: Asked, reading: Reading, sequence: SampledSequence) -> Finish:
-        """Returns why an answer ended."""
-        if reading.tool_calls:
+    def finish(self, asked: Asked, calls: bool, stopped_by: str | None, sequence: SampledSequence) -> Finish:
+        """Returns why an answer ended. `calls`: it calls tools; `stopped_by`: the string that ended it, if one did."""
+        if calls:
             return "tool_calls"
         ended = asked.messages and self.renderer.ended(sequence.tokens.tolist())
-        return "stop" if reading.stopped_by or ended else sequence.stop_reason
+        return "stop" if stopped_by or ended else sequence.stop_reason
 
     def _reader(self, asked: Asked) -> AnswerReader:
         if asked.messages:

@@ -30,6 +30,9 @@ KEYED: tuple[Caller, ...] = ("client", "session", "admin")
 """Callers that need a key wherever they are."""
 KEYS_AT_FIRST = 1024
 """So many keys are counted before those whose bucket is full are looked for."""
+UNANNOUNCED = 10**6
+"""The largest body, in bytes, that does not say its length first. Clients that send chunks without end cost the others
+little then; those of OpenAI, Anthropic and Tinker always say it."""
 
 
 @dataclass(frozen=True)
@@ -141,18 +144,20 @@ class RequestGuard:
 
     async def _body(self, headers: Headers, receive: Receive, most: int) -> bytes:
         length = headers.get("content-length", "")
-        if length.isdigit() and int(length) > most:
+        said = length.isdigit()
+        if said and int(length) > most:
             raise _too_large(most)
         try:
             async with asyncio.timeout(self._limits.body_s):
-                return await self._read(receive, most)
+                return await self._read(receive, most, most if said else min(most, UNANNOUNCED))
         except TimeoutError:
             raise RequestRefused(
                 f"the body took longer than {self._limits.body_s:g} s (service.body_s)", status=408, code="body_timeout"
             ) from None
 
     @staticmethod
-    async def _read(receive: Receive, most: int) -> bytes:
+    async def _read(receive: Receive, most: int, here: int) -> bytes:
+        """Reads a body of at most `here` bytes, where one that says its length may have `most`."""
         parts, size = [], 0
         while True:
             message = await receive()
@@ -160,14 +165,16 @@ class RequestGuard:
                 raise RequestRefused("the client left before its body was whole", status=400)
             parts.append(part := message.get("body", b""))
             size += len(part)
-            if size > most:
-                raise _too_large(most)
+            if size > here:
+                raise _too_large(most, here)
             if not message.get("more_body", False):
                 return b"".join(parts)
 
 
-def _too_large(most: int) -> RequestRefused:
+def _too_large(most: int, unannounced: int | None = None) -> RequestRefused:
     allowed = f"more than {most:,} bytes (service.max_body_mb)" if most else "a request that takes none"
+    if unannounced is not None and unannounced < most:
+        allowed = f"more than {unannounced:,} bytes in chunks; say its length first (Content-Length)"
     return RequestRefused(f"a body of {allowed}", status=413, code="body_too_large")
 
 

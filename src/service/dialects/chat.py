@@ -56,6 +56,8 @@ ROLES_OF = {
     "tool_call_id": ("tool",),
 }
 """Fields of a message, and the roles of messages that may have them."""
+USUAL_FIELDS = frozenset({"role", "content"})
+"""Those of nearly all messages of a long conversation, which comes whole with each request."""
 
 
 class ChatToolCall(Body):
@@ -86,9 +88,11 @@ class ChatMessage(Body):
 
     def message(self) -> Message:
         """Returns the message as renderers take it. Raises RequestRefused."""
-        self._check_fields()
         role = "system" if self.role == "developer" else self.role
         found: Message = {"role": role, "content": text_of(self.content)}
+        if self.model_fields_set <= USUAL_FIELDS:
+            return found
+        self._check_fields()
         if self.reasoning_content:
             found["thinking"] = self.reasoning_content
         if self.tool_calls:

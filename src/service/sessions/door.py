@@ -21,7 +21,7 @@ from service.front import RETRY_AFTER_S, ChatSampler, Front
 from service.keys import ServiceKeys
 from service.places import Places
 from service.sessions.registry import SessionRegistry
-from service.sessions.turns import BadTurn, ServedAnswer, ServedTurn, SessionClosed, TurnRequest
+from service.sessions.turns import BadTurn, ServedAnswer, ServedTurn, SessionClosed, TurnRequest, all_of
 from trireme.core.errors import BadInput, ProvenanceError, StorageFailed, TriremeError
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, WeightIdentity
 
@@ -105,13 +105,7 @@ class SessionDoor:
         if not retry:  # a stored answer takes no place
             self._front.places.check(len(requests) * asked.n)
         self._count_overruled(session, asked.params)
-        tasks = [asyncio.ensure_future(self._turn(session, request)) for request in requests]
-        try:
-            turns = list(await asyncio.gather(*tasks))
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        turns = await all_of([self._turn(session, request) for request in requests])
         pairs = [
             (turn, request, answer) for turn, request in zip(turns, requests, strict=True) for answer in turn.answers
         ]
@@ -178,7 +172,10 @@ class SessionDoor:
     ) -> ServiceAnswer:
         """Returns an answer in the form that dialects write."""
         sequence = SampledSequence(served.tokens, served.logprobs, served.stop_reason, served.spans)
-        reading = self.registry.read(served.tokens, request)
+        calls, stopped_by = (
+            tuple(served.message.get("tool_calls", ())),
+            self.registry.stopped_by(served.tokens, request),
+        )
         thinking, content = served.message.get("thinking", ""), served.message["content"]
         version, tokens = served.spans[-1].identity.version, served.tokens.tolist()
         rest = Delta(number, thinking, content, tokens, served.logprobs.tolist(), version, len(turn.prompt))
@@ -187,10 +184,10 @@ class SessionDoor:
             turn.prompt,
             sequence,
             content,
-            self._front.finish(asked, reading, sequence),
+            self._front.finish(asked, bool(calls), stopped_by, sequence),
             thinking,
-            tuple(served.message.get("tool_calls", ())),
-            reading.stopped_by if reading.stopped_by in asked.stop else None,
+            calls,
+            stopped_by if stopped_by in asked.stop else None,
             rest if asked.stream else None,
             served.node,
         )

@@ -48,6 +48,7 @@ from service.sessions.turns import (
     ServedTurn,
     SessionClosed,
     TurnRequest,
+    all_of,
     asked_as,
     check_request,
     check_sample,
@@ -288,12 +289,7 @@ class SessionRegistry:
         self, session: AgentSession, given: TurnGiven, requests: Sequence[SampleRequest], request: TurnRequest
     ) -> tuple[int, ...]:
         """Samples all answers of a turn and records them. Where one fails, none is recorded."""
-        tasks = [asyncio.ensure_future(self._sampler.sample(each)) for each in requests]
-        try:
-            sampled = await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
+        sampled = await all_of([self._sampler.sample(each) for each in requests])
         floor = session.opened.floor
         answers = tuple(self._answer(each, request, floor) for each in sampled)
         record = TurnAnswered(session.opened.session, self._clock(), replace(given, answers=answers))
@@ -305,7 +301,7 @@ class SessionRegistry:
         check_sample(sampled, floor)
         if why := self._history.of(span.identity for span in sampled.spans):  # a replica that has no newer weights yet
             raise ProvenanceError(f"an answer is of weights that were given up: {why}")
-        reading = self.read(sampled.tokens, request)
+        reading = self._read(sampled.tokens, request)
         message: Message = {"role": "assistant", "content": reading.content}
         if reading.thinking:
             message["thinking"] = reading.thinking
@@ -313,12 +309,19 @@ class SessionRegistry:
             message["tool_calls"] = list(reading.tool_calls)
         return SampledAnswer(message, sampled.tokens, sampled.logprobs, sampled.spans, sampled.stop_reason)
 
-    def read(self, tokens: npt.NDArray[np.int32], request: TurnRequest) -> Reading:
+    def stopped_by(self, tokens: npt.NDArray[np.int32], request: TurnRequest) -> str | None:
+        """Returns the string that ended an answer to a request, if one did."""
+        return self._read(tokens, request).stopped_by if self._strings(request) else None
+
+    def _read(self, tokens: npt.NDArray[np.int32], request: TurnRequest) -> Reading:
         """Reads an answer to a request as its client does."""
-        ends = [end for end in (*self._sampling.stop_strings, *request.stop) if isinstance(end, str)]
+        ends = self._strings(request)
         if request.is_prompt:
             return TextReader(self._tokenizer, ends).read(tokens.tolist(), True)
         return MessageReader(self._renderer, request.tools, ends).read(tokens.tolist(), True)
+
+    def _strings(self, request: TurnRequest) -> list[str]:
+        return [end for end in (*self._sampling.stop_strings, *request.stop) if isinstance(end, str)]
 
     async def _wait(self, session: AgentSession, running: _Running) -> tuple[int, ...]:
         """Waits for a turn that may have other callers too. Raises SessionClosed if it was cancelled."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +16,7 @@ from trireme.core.finite_json import to_json
 from trireme.core.types import SampledSequence, SampleRequest, StopReason, VersionSpan
 from trireme.renderers import Message, ToolSpec
 
+T = TypeVar("T")
 RewardSource = Literal["call", "harness", "environment"]
 REWARD_SOURCES: tuple[RewardSource, ...] = ("call", "harness", "environment")
 
@@ -125,3 +128,17 @@ def check_sample(sampled: SampledSequence, floor: int) -> None:
         )
     if (oldest := min(span.identity.version for span in sampled.spans)) < floor:
         raise ProvenanceError(f"an answer has tokens of version {oldest}; its session was promised {floor} or later")
+
+
+async def all_of(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Returns the results of all works, which run at the same time. Where one fails, or the caller is cancelled, the
+    others end first."""
+    if len(works) == 1:  # as nearly always: it needs no task
+        return [await works[0]]
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

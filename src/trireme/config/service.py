@@ -53,7 +53,7 @@ class ServiceConfig(Section):
     wait_s: PositiveFloat = 300.0
     """Seconds for which an answer waits for a place; then 429."""
     max_body_mb: PositiveFloat = 16.0
-    """Largest body of a request, in megabytes."""
+    """Largest body of a request, in megabytes; of one that comes in chunks without its length, at most 1."""
     body_s: PositiveFloat = 30.0
     """Seconds in which the body of a request must have come."""
     requests_per_minute: PositiveInt | None = None

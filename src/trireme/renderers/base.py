@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trireme.core.stop_strings import first_of
+from trireme.core.tokenizer import encode_text
 from trireme.renderers.history import HistoryRule, without_thinking
 from trireme.renderers.qwen_tags import THINK, THINK_END, parse_text
 from trireme.renderers.types import Message, Renderer, ToolSpec, TrainOn
@@ -77,7 +78,7 @@ class TextRenderer(Renderer):
         return self._rule.boundary(messages[:-1] if speaks else messages)
 
     def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        return encode_text(self._tokenizer, text)
 
     # ---- prompts
 
@@ -108,7 +109,7 @@ class TextRenderer(Renderer):
         last = max((i for i, m in enumerate(messages) if "tokens" in m), default=None)
         if last is None or cut != self._cut_turns(messages[:last]):
             return None
-        return self._followed_by(list(messages[last]["tokens"]), self._around(messages, last, tools, True)[1])
+        return self._followed_by(list(messages[last]["tokens"]), self.text_behind(messages, last, tools))
 
     def _cut_turns(self, messages: Sequence[Message]) -> list[int]:
         """Returns the places of the sampled messages whose thinking the next prompt leaves out, or the empty block
@@ -126,6 +127,11 @@ class TextRenderer(Renderer):
         tokens = self.encode(after)
         ends_itself = own and own[-1] in self._stop and tokens[:1] == own[-1:]
         return own + (tokens[1:] if ends_itself else tokens)
+
+    def text_behind(self, messages: Sequence[Message], i: int, tools: Sequence[ToolSpec]) -> str:
+        """Returns the text of a prompt behind the content of message `i`. A format that writes its messages one by one
+        need not write those before it."""
+        return self._around(messages, i, tools, True)[1]
 
     def _around(
         self, messages: Sequence[Message], i: int, tools: Sequence[ToolSpec], generate: bool

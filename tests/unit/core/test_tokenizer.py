@@ -7,12 +7,13 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM
+from renderer_support import CONVERSATIONS, bpe
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from orchestrator.envs.answerers import _loaded
 from trainer.model import load_source
 from trireme.core.errors import BadInput
-from trireme.core.tokenizer import load_tokenizer
+from trireme.core.tokenizer import encode_text, load_tokenizer
 from trireme.renderers import make_renderer
 
 SORT = Path(__file__).parents[3] / "assets" / "sort-base"
@@ -88,3 +89,27 @@ def test_a_chat_template_is_in_a_sandbox(evil: Path, template: str, monkeypatch:
     tokenizer.chat_template = template
     with pytest.raises((SecurityError, UndefinedError)):
         make_renderer("chat_template", tokenizer)
+
+
+@pytest.mark.parametrize("left", ["as it was", "truncating", "padding", "splitting special tokens"])
+def test_a_text_has_the_tokens_that_the_tokenizers_own_verb_gives(left: str) -> None:
+    tokenizer = bpe()
+    texts = [message["content"] for messages, _ in CONVERSATIONS.values() for message in messages]
+    text = "<|im_end|>\n<|im_start|>user\n".join(["", *texts, ""])
+    wanted = tokenizer.encode(text, add_special_tokens=False)
+    if left == "truncating":
+        tokenizer(text, truncation=True, max_length=2)
+    if left == "padding":
+        tokenizer.backend_tokenizer.enable_padding(length=2000)
+    if left == "splitting special tokens":
+        tokenizer.encode(text, split_special_tokens=True)
+    assert encode_text(tokenizer, text) == wanted
+    assert len(wanted) > 100
+
+
+def test_a_tokenizer_that_encodes_in_its_own_way_does_so() -> None:
+    class Own(PreTrainedTokenizerFast):
+        def encode(self, text: str, **options: object) -> list[int]:
+            return [7]
+
+    assert encode_text(Own(tokenizer_object=bpe().backend_tokenizer), "a") == [7]

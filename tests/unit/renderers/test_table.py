@@ -18,6 +18,7 @@ from renderer_support import CALCULATOR, CONVERSATIONS, OPENS_THINKING, QWEN3, S
 
 from trireme.core.errors import BadInput
 from trireme.renderers import Message, ToolSpec, kinds, make_renderer, unknown_renderer
+from trireme.renderers.history import HistoryRule
 from trireme.renderers.kinds.chat_template import ChatTemplateRenderer
 from trireme.renderers.kinds.qwen3 import Qwen3Renderer
 from trireme.renderers.kinds.role_colon import RoleColonRenderer
@@ -159,6 +160,32 @@ def test_with_thinking_kept_each_prompt_goes_on_from_the_sampled_tokens(
         chat.hear([*scattered(tokenizer(), THOUGHT, turn), end_of(renderer)], said("user", f"and {turn}?"))
     assert chat.extends == [True] * 4
     assert chat.prompts[-1][-12:] == chat.prompts[1][-12:], "what follows is rendered anew each time"
+
+
+@pytest.mark.parametrize("enable_thinking", [None, False])
+@pytest.mark.parametrize("rule", [{}, KEEPING, {"compact_every": 2}])
+def test_what_a_format_writes_behind_a_message_is_the_end_of_the_whole(
+    rule: dict[str, Any], enable_thinking: bool | None
+) -> None:
+    renderer: Any = make_renderer("qwen3", bpe(QWEN3), enable_thinking=enable_thinking, **rule)
+    looked = 0
+    for messages, tools in CONVERSATIONS.values():
+        for i in range(len(messages)):
+            assert renderer.text_behind(messages, i, tools) == renderer._around(messages, i, tools, True)[1]
+            looked += messages[i]["role"] == "assistant"
+    assert looked > 8
+
+
+class LoudRenderer(Qwen3Renderer):
+    """Writes all messages in another way."""
+
+    def text(self, messages: Sequence[Message], tools: Sequence[ToolSpec], generate: bool) -> str:
+        return super().text(messages, tools, generate).replace("user", "USER")
+
+
+def test_a_format_that_was_made_from_another_writes_its_own_text_behind_a_message() -> None:
+    messages = [said("user", "a"), said("assistant", "b"), said("user", "c")]
+    assert "USER" in LoudRenderer(bpe(QWEN3), HistoryRule()).text_behind(messages, 1, ())
 
 
 @pytest.mark.parametrize("name", ["qwen3", "chat_template"])

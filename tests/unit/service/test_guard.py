@@ -1,11 +1,19 @@
-"""The rate of a key. (test_app.py tests the guard before real routes.)"""
+"""The rate of a key, and bodies in chunks. (test_app.py tests the guard before real routes.)"""
 
 from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
 
 import pytest
 
 from service.asked import RequestRefused
-from service.guard import Rates
+from service.guard import UNANNOUNCED, Limits, Rates, RequestGuard
+from service.keys import ServiceKey, ServiceKeys
+
+KEY = "tr-client-0123456789abcdef"
+PARTS = 16
 
 
 def test_a_bucket_is_filled_evenly() -> None:
@@ -47,3 +55,38 @@ def test_keys_that_were_not_used_for_a_minute_are_not_kept() -> None:
         rates.take("steady")
     with pytest.raises(RequestRefused):
         rates.take("steady")
+
+
+def sent(size: int, *, says_so: bool) -> tuple[int, str, int]:
+    """The status of a request with a body of PARTS parts, what was said of it, and how many parts were read."""
+    told: list[Any] = []
+    read = 0
+
+    async def receive() -> Any:
+        nonlocal read
+        read += 1
+        return {"type": "http.request", "body": b" " * (size // PARTS), "more_body": read < PARTS}
+
+    async def send(message: Any) -> None:
+        told.append(message)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        body = (await receive())["body"]
+        await send({"type": "http.response.start", "status": 200 if len(body) == size else 500})
+
+    length = [(b"content-length", str(size).encode())] if says_so else [(b"transfer-encoding", b"chunked")]
+    headers = [(b"authorization", f"Bearer {KEY}".encode()), *length]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
+    guard = RequestGuard(app, ServiceKeys([ServiceKey("client", KEY)]), Limits(4 * UNANNOUNCED, 5.0, None), None)
+    asyncio.run(guard(scope, receive, send))
+    said = json.loads(told[1]["body"])["error"]["message"] if len(told) > 1 else ""
+    return told[0]["status"], said, read
+
+
+def test_a_body_that_does_not_say_its_length_may_be_small_alone() -> None:
+    assert sent(UNANNOUNCED, says_so=False) == (200, "", PARTS)
+    assert sent(4 * UNANNOUNCED, says_so=True) == (200, "", PARTS)
+    status, said, read = sent(2 * UNANNOUNCED, says_so=False)
+    assert (status, read) == (413, PARTS // 2 + 1), "it is refused while it comes"
+    assert "1,000,000 bytes in chunks; say its length first (Content-Length)" in said
+    assert sent(5 * UNANNOUNCED, says_so=True)[::2] == (413, 0)

@@ -38,9 +38,20 @@ class Qwen3Renderer(TextRenderer):
         self.no_thinking = thinking_block("") if enable_thinking is False else ""
 
     def text(self, messages: Sequence[Message], tools: Sequence[ToolSpec], generate: bool) -> str:
+        opening = _opening(messages, tools) if messages else ""
+        return opening + self._from(messages, 0, generate)
+
+    def text_behind(self, messages: Sequence[Message], i: int, tools: Sequence[ToolSpec]) -> str:
+        if type(self).text is not Qwen3Renderer.text or messages[i]["role"] != "assistant":
+            return super().text_behind(messages, i, tools)
+        return f"{END}\n{self._from(messages, i + 1, True)}"
+
+    def _from(self, messages: Sequence[Message], first: int, generate: bool) -> str:
+        """Writes the messages from `first` on."""
         boundary, query = self.thinking_from(messages, generate), last_query(messages)
-        blocks = [_opening(messages, tools)] if messages else []
-        for i, message in enumerate(messages):
+        blocks = []
+        for i in range(first, len(messages)):
+            message = messages[i]
             if message["role"] == "assistant":
                 blocks.append(_assistant(message, i >= boundary, i == len(messages) - 1 > query))
             elif message["role"] == "tool":
