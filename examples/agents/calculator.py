@@ -8,16 +8,9 @@ import random
 
 from openai import AsyncOpenAI
 
-TURNS = 4
-TOOL = {
-    "name": "multiply",
-    "description": "Multiplies two whole numbers.",
-    "parameters": {
-        "type": "object",
-        "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
-        "required": ["a", "b"],
-    },
-}
+FACTORS = {name: {"type": "integer"} for name in "ab"}
+PARAMETERS = {"type": "object", "properties": FACTORS, "required": ["a", "b"]}
+TOOL = {"name": "multiply", "description": "Multiplies two whole numbers.", "parameters": PARAMETERS}
 
 
 def problems(split: str, seed: int, count: int = 1000) -> list[tuple[int, int]]:
@@ -27,28 +20,21 @@ def problems(split: str, seed: int, count: int = 1000) -> list[tuple[int, int]]:
 
 
 async def play(run):
-    """Answers one question. Returns the reward, and how often the tool was called."""
-    (a, b), calls = run.problem, 0
+    """Answers one question in at most four turns. Returns the reward."""
+    a, b = run.problem
     messages = [{"role": "user", "content": f"What is {a} * {b}? Use the tool, and then say the number alone."}]
+    own = {"model": run.model, "messages": messages, "tools": [{"type": "function", "function": TOOL}]}
     async with AsyncOpenAI(base_url=run.base_url, api_key=run.api_key) as client:
-        for _ in range(TURNS):
-            answer = await client.chat.completions.create(
-                model=run.model, messages=messages, tools=[{"type": "function", "function": TOOL}]
-            )
-            said = answer.choices[0].message
+        for _ in range(4):
+            said = (await client.chat.completions.create(**own)).choices[0].message
             messages.append(said.model_dump(exclude_none=True))
             if not said.tool_calls:
-                return float(said.content.strip() == str(a * b)), {"tool_calls": calls}
+                return float(said.content.strip() == str(a * b))
             for call in said.tool_calls:
-                calls += 1
-                messages.append({"role": "tool", "tool_call_id": call.id, "content": multiply(call.function.arguments)})
-    return 0.0, {"tool_calls": calls}
-
-
-def multiply(arguments: str) -> str:
-    """Returns the product, or what is wrong with the arguments."""
-    try:
-        given = json.loads(arguments)
-        return str(int(given["a"]) * int(given["b"]))
-    except (KeyError, TypeError, ValueError) as error:
-        return f"error: {error!r}"
+                try:
+                    given = json.loads(call.function.arguments)
+                    result = str(int(given["a"]) * int(given["b"]))
+                except (KeyError, TypeError, ValueError) as error:
+                    result = f"error: {error!r}"
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+    return 0.0

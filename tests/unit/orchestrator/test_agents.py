@@ -231,7 +231,7 @@ def test_the_example_plays_with_its_tool(monkeypatch: pytest.MonkeyPatch) -> Non
     async def check() -> None:
         async with rollout(call, str(a * b)) as run:
             trajectory = await run.play_env(env)
-            assert (trajectory.reward, trajectory.turns[-1].metrics["tool_calls"]) == (1.0, 1)
+            assert (trajectory.reward, trajectory.turns[-1].metrics["session/turns"]) == (1.0, 2)
             assert trajectory.num_segments == 1
             assert trained(trajectory) == run.sampled
             asked = run.sampler.tokenizer.decode(run.sampler.requests[1].prompt)
@@ -274,7 +274,7 @@ def test_the_example_asks_helpers_and_shortens_its_history(monkeypatch: pytest.M
     [
         ("agent:calculator", r"has no function \(none is named\)"),
         ("agent:calculator:nothing", "has no function nothing"),
-        ("agent:calculator:multiply", "a coroutine that takes one AgentRun"),
+        ("agent:delegating:user", "a coroutine that takes one AgentRun"),
         ("agent:not_there:play", "cannot be imported"),
         ("agent:", "no module"),
     ],

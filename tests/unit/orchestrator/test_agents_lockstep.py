@@ -76,6 +76,7 @@ def config(env: dict[str, Any], deterministic: bool = True, limit_s: float = 30.
 
 async def played(env: dict[str, Any], jitter: int = 0, **options: Any) -> Run:
     """A whole run, after which its port is closed."""
+    guessing_agent.shared.cache_clear()  # its connections are of the event loop of another run
     own = config(env, **options)
     context = EnvContext(TOKENIZER, own.seed, group_size=2, rendering=own.renderer)
     models = ServedModels(("policy",), MAX_LEN, len(TOKENIZER))
