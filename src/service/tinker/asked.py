@@ -70,3 +70,8 @@ class Unusable:
 
 
 Work = Creation | Loading | ForwardBackwardCall | Update | Saving | Unusable
+
+
+def origin_of(work: object) -> str:
+    """Returns the path of the state with which a creation begins; "": it begins with none."""
+    return (work.path or "") if isinstance(work, Creation) else ""

@@ -17,7 +17,7 @@ from typing import Any
 
 from service.quotas import Quotas, QuotaUsed
 from service.tinker.adapter_turns import AdapterTurns
-from service.tinker.asked import Creation, Unusable, Work
+from service.tinker.asked import Creation, Unusable, Work, origin_of
 from service.tinker.catalog import Catalog
 from service.tinker.codec import ForwardBackwardCall
 from service.tinker.costs import kind_of, tokens_of
@@ -63,7 +63,12 @@ class TinkerDesk:
         turns = partial(AdapterTurns[Promise], slots, BASE) if (slots := self.offer.slots) else WeightTurns[Promise]
         together = self.offer.lora.together if self.offer.lora else 1
         state = ProtocolState(
-            make_turns=turns, places=self.offer.places, together=together, cost=tokens_of, kind=kind_of
+            make_turns=turns,
+            places=self.offer.places,
+            together=together,
+            cost=tokens_of,
+            kind=kind_of,
+            origin=origin_of,
         )
         return state, replay(state, records, self.now())
 
@@ -167,6 +172,7 @@ class TinkerDesk:
         tokens = tokens_of(work) if counts else 0
         promise = self.state.train(model_id, seq_id, work, self.quotas.note(owner, "trained", tokens))
         self.quotas.take(owner, "trained", tokens)
+        self.state.heard(promise, self.now())
         fault_point("tinker.asked")
         self.wake()
         return promise
@@ -210,6 +216,7 @@ class TinkerDesk:
 
     async def outcome(self, promise: Promise) -> Success | Failure | None:
         """Returns the outcome of a promise, or None if there is none after HOLD_S."""
+        self.state.heard(promise, self.now())
         if promise.outcome is None and not promise.forgotten and not self._closing:
             event = self._outcomes.setdefault(promise.request_id, asyncio.Event())
             await _within(event, HOLD_S)

@@ -1,9 +1,10 @@
-"""The promises of the protocol's state, and those whom they belong to."""
+"""The promises of the protocol's state, and those whom they belong to: sessions, and their models and samplers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from service.quotas import TokensTaken
 from service.tinker.promises import (
@@ -16,7 +17,7 @@ from service.tinker.promises import (
     RetiredNumbers,
     UnknownId,
 )
-from service.tinker.records import OutcomeKnown, Record
+from service.tinker.records import OutcomeKnown, Record, SessionBegun, SessionTold
 
 KEPT_S = 600.0
 """Seconds for which an outcome is kept after it was given, as the answer may not have arrived, or after the session."""
@@ -28,7 +29,7 @@ CLONE = 1_000_000_000
 
 @dataclass(eq=False)
 class PromiseBook:
-    """All promises that are kept, and the numbers of those that are not any more."""
+    """All sessions, all promises that are kept, and the numbers of those that are not any more."""
 
     sessions: dict[str, ClientSession] = field(default_factory=dict)
     models: dict[str, ClientModel] = field(default_factory=dict)
@@ -37,6 +38,41 @@ class PromiseBook:
     """Takes each record before what it says is done. Raises StorageFailed; then nothing is done."""
     _promises: dict[str, Promise] = field(default_factory=dict)
     _settled: list[Promise] = field(default_factory=list)
+
+    # ---- sessions
+
+    def begin_session(
+        self, session_id: str, now: float, owner: str = "", metadata: Mapping[str, Any] | None = None
+    ) -> None:
+        """Begins a session of the key `owner`."""
+        self.write(SessionBegun(session_id, owner, metadata or {}))
+        self.sessions[session_id] = ClientSession(session_id, now, owner, metadata or {})
+
+    def tell(self, session_id: str, told: Mapping[str, Any]) -> None:
+        """Notes more of what a client says of its session. Raises UnknownId."""
+        if (session := self.sessions.get(session_id)) is None:
+            raise UnknownId(f"the session {session_id!r}")
+        self.write(SessionTold(session_id, told))
+        session.metadata = {**session.metadata, **told}
+
+    def session(self, session_id: str) -> ClientSession:
+        """Returns a session that has not ended. Raises UnknownId, GoneError."""
+        if (session := self.sessions.get(session_id)) is None:
+            raise UnknownId(f"the session {session_id!r}; expected one that create_session gave since the server began")
+        if session.ended_s is not None:
+            raise GoneError(f"the session {session_id!r} has ended; begin another one with a new ServiceClient")
+        return session
+
+    def beat(self, session_id: str, now: float) -> None:
+        """Notes that the client of a session is there. Raises UnknownId, GoneError."""
+        self.session(session_id).beat_s = now
+
+    def heard(self, promise: Promise, now: float) -> None:
+        """Notes that a client asked for something of a model. Samplers may be used by other processes than its own."""
+        if not promise.is_sample and (session := self.sessions.get(promise.session_id)):
+            session.beat_s = now
+
+    # ---- promises
 
     def retire(self, promise: Promise) -> None:
         """Forgets a promise that has its outcome. Its number is kept, so that it is never done again."""

@@ -5,7 +5,8 @@ its number there, so a repeated post gets the same promise, and nothing is done 
 order of their numbers, however they arrive: one whose predecessor has not come waits. The trainer has places for so
 many models, of which those that have a request take turns (`service.tinker.shares`). Further models wait in the order
 in which they came, until the session of one that has a place ends: its client finishes it, or is silent for SESSION_S
-seconds.
+seconds. A model that waits and begins with a state of one that has a place is the same program, started again: then
+HEIR_S seconds of silence are enough.
 
 All that changes is first told to `write`, as records (`service.tinker.records`), from which the same state can be made
 again (`service.tinker.replaying`). What is not written is when outcomes were given: that only lets them be forgotten.
@@ -14,9 +15,8 @@ again (`service.tinker.replaying`). What is not written is when outcomes were gi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any
 
 from service.quotas import TokensTaken
 from service.tinker.adapter_turns import AdapterTurns
@@ -24,9 +24,7 @@ from service.tinker.promise_book import CLONE, KEPT_S, UNASKED_S, PromiseBook
 from service.tinker.promises import (
     ClientModel,
     ClientSampler,
-    ClientSession,
     Failure,
-    GoneError,
     Outcome,
     Position,
     Promise,
@@ -39,9 +37,7 @@ from service.tinker.records import (
     ModelOver,
     SampleAsked,
     SamplerBegun,
-    SessionBegun,
     SessionOver,
-    SessionTold,
     TrainingAsked,
 )
 from service.tinker.shares import TokenShares
@@ -51,6 +47,9 @@ TOGETHER_TOKENS = 2048
 """Tokens of all requests that are done together, at most: larger ones keep the trainer busy alone, and gain nothing."""
 SESSION_S = 120.0
 """Seconds of silence after which a session has ended. A client beats every 10 s."""
+HEIR_S = 45.0
+"""Seconds of silence after which a model ends whose owner continues it in another session. A client's beat is given up
+after 10 s, so between two that arrive are 30 s if one in between is lost; its questions for results count too."""
 GAP_S = 300.0
 """Seconds for which requests of a model wait for one before them that has not come. The client posts for that long."""
 
@@ -67,6 +66,8 @@ class ProtocolState(PromiseBook):
     """The most models whose requests the trainer may do together."""
     cost: Callable[[object], int] = lambda _: 1
     """Tells for how many tokens a request counts before it runs."""
+    origin: Callable[[object], str] = lambda _: ""
+    """Tells the path of the state with which a creation begins; "": it begins with none."""
     kind: Callable[[object], str | None] = lambda _: None
     """Tells what requests that can be done together have in common; None: this one cannot."""
     holders: list[ClientModel] = field(default_factory=list)
@@ -86,32 +87,6 @@ class ProtocolState(PromiseBook):
 
     # ---- sessions
 
-    def begin_session(
-        self, session_id: str, now: float, owner: str = "", metadata: Mapping[str, Any] | None = None
-    ) -> None:
-        """Begins a session of the key `owner`."""
-        self.write(SessionBegun(session_id, owner, metadata or {}))
-        self.sessions[session_id] = ClientSession(session_id, now, owner, metadata or {})
-
-    def tell(self, session_id: str, told: Mapping[str, Any]) -> None:
-        """Notes more of what a client says of its session. Raises UnknownId."""
-        if (session := self.sessions.get(session_id)) is None:
-            raise UnknownId(f"the session {session_id!r}")
-        self.write(SessionTold(session_id, told))
-        session.metadata = {**session.metadata, **told}
-
-    def session(self, session_id: str) -> ClientSession:
-        """Returns a session that has not ended. Raises UnknownId, GoneError."""
-        if (session := self.sessions.get(session_id)) is None:
-            raise UnknownId(f"the session {session_id!r}; expected one that create_session gave since the server began")
-        if session.ended_s is not None:
-            raise GoneError(f"the session {session_id!r} has ended; begin another one with a new ServiceClient")
-        return session
-
-    def beat(self, session_id: str, now: float) -> None:
-        """Notes that the client of a session is there. Raises UnknownId, GoneError."""
-        self.session(session_id).beat_s = now
-
     def finish(self, session_id: str, now: float) -> None:
         """Ends a session, and fails what its models wait for. A second call does nothing. Raises UnknownId."""
         if (session := self.sessions.get(session_id)) is None:
@@ -128,6 +103,7 @@ class ProtocolState(PromiseBook):
         for session in self.sessions.values():
             if session.ended_s is None and now - session.beat_s > SESSION_S:
                 self.finish(session.session_id, now)
+        self._end_continued(now)
         self._end_stuck(now)
         for promise in [each for each in self._promises.values() if each.outcome]:
             ended_s = self.sessions[promise.session_id].ended_s
@@ -136,6 +112,14 @@ class ProtocolState(PromiseBook):
             given_s = ended_s if promise.given_s is None else promise.given_s
             if now - promise.settled_s > UNASKED_S or (given_s is not None and now - given_s > KEPT_S):
                 self.retire(promise)
+
+    def _end_continued(self, now: float) -> None:
+        for heir in list(self._line):
+            before = next((each for each in self.holders if heir.origin.startswith(f"tinker://{each.model_id}/")), None)
+            session = before and self.sessions[before.session_id]
+            owner = self.sessions[heir.session_id].owner
+            if before and session and session.owner == owner and now - session.beat_s > HEIR_S:
+                self._end(before, f"its client was silent for {HEIR_S:g} s, and {heir.model_id} continues it")
 
     def _end_stuck(self, now: float) -> None:
         for model in [each for each in self.holders if each.waiting and not each.ready]:
@@ -202,7 +186,7 @@ class ProtocolState(PromiseBook):
         if model_id in self.models and (known := self._known(model_id, 0)):
             return known
         self.write(ModelAsked(session_id, model_seq, work))  # type: ignore[arg-type]  # work is not looked into here
-        model = self.models[model_id] = ClientModel(model_id, session_id)
+        model = self.models[model_id] = ClientModel(model_id, session_id, origin=self.origin(work))
         session.models.append(model_id)
         self._line.append(model)
         promise = model.waiting[0] = self.make_promise(f"{model_id}/0", session_id, work)

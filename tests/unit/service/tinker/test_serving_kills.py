@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,11 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import tinker
+from tinker import types
 from tinker_posts import passing, post, sampling
 from tinker_process import ServerProcess, ServerStarter, patiently, server_starter
-from tinker_support import BASE_MODEL, DEADLINE_S
+from tinker_support import BASE_MODEL, DEADLINE_S, KEY
 
 ROOT = Path(__file__).parents[4]
 POINTS = {
@@ -198,3 +201,69 @@ def test_killed_at_random_times(seed: int, starter: ServerStarter, tmp_path: Pat
 
     assert played(starter, tmp_path, {}, kill) == expected
     assert len(killed) > 1
+
+
+OUTAGE_S, PATIENCE_S = 90.0, 240.0
+STEP = types.AdamParams(learning_rate=0.1)
+PROMPT, PARAMS = types.ModelInput.from_ints([1, 2]), types.SamplingParams(max_tokens=4)
+
+
+def datum(target: int) -> types.Datum:
+    inputs: Any = {"target_tokens": types.TensorData(data=[2, target], dtype="int64")}
+    return types.Datum(model_input=types.ModelInput.from_ints([1, 1]), loss_fn_inputs=inputs)
+
+
+@pytest.mark.long
+def test_the_real_client_outlives_a_server_that_is_away_for_a_while(
+    starter: ServerStarter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it was promised before comes, and what it asks for meanwhile. Only a sampler that is opened by its path is
+    given up, after about a minute."""
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    port = free_port()
+    server = starter.start(tmp_path, port)
+
+    def client_of() -> tinker.ServiceClient:
+        return tinker.ServiceClient(base_url=f"http://127.0.0.1:{port}", api_key=KEY)
+
+    client = client_of()
+    model: Any = client.create_lora_training_client(base_model=BASE_MODEL, rank=8).result(DEADLINE_S)
+    sampler = model.save_weights_and_get_sampling_client().result(DEADLINE_S)
+    start = sampler.compute_logprobs(PROMPT).result(DEADLINE_S)
+    promised = [model.forward_backward([datum(3)], "cross_entropy"), sampler.sample(PROMPT, 1, PARAMS)]
+    wait = time.monotonic() + 1.0
+    while time.monotonic() < wait:  # both are posted, and perhaps done
+        time.sleep(0.1)
+    server.kill()
+
+    def train() -> Any:
+        passed, updated = model.forward_backward([datum(4)], "cross_entropy"), model.optim_step(STEP)
+        saved, kept = model.save_weights_and_get_sampling_client(), model.save_state("s")
+        for each in (passed, updated, kept):
+            each.result(PATIENCE_S)
+        return saved.result(PATIENCE_S).compute_logprobs(PROMPT).result(PATIENCE_S)
+
+    def begin() -> Any:
+        return client_of().create_sampling_client(base_model=BASE_MODEL).result(PATIENCE_S)
+
+    with ThreadPoolExecutor() as threads:
+        trained = threads.submit(train)
+        sampled = threads.submit(lambda: sampler.sample(PROMPT, 2, PARAMS).result(PATIENCE_S))
+        opened = threads.submit(lambda: client.create_sampling_client(base_model=BASE_MODEL).result(PATIENCE_S))
+        begun = threads.submit(begin)
+        with pytest.raises(tinker.APIConnectionError):
+            opened.result(OUTAGE_S)
+        time.sleep(max(0.0, wait + OUTAGE_S - time.monotonic()))
+        server = starter.start(tmp_path, port)
+        assert len(sampled.result(PATIENCE_S).sequences) == 2
+        after = trained.result(PATIENCE_S)
+        assert begun.result(PATIENCE_S).compute_logprobs(PROMPT).result(DEADLINE_S) == start
+    assert len(promised[1].result(PATIENCE_S).sequences) == 1
+    assert promised[0].result(PATIENCE_S).metrics["loss:sum"] > 0
+    again = client.create_lora_training_client(base_model=BASE_MODEL, rank=8).result(DEADLINE_S)
+    for target in (3, 4):
+        again.forward_backward([datum(target)], "cross_entropy").result(DEADLINE_S)
+    again.optim_step(STEP).result(DEADLINE_S)
+    alone = again.save_weights_and_get_sampling_client().result(DEADLINE_S)
+    assert alone.compute_logprobs(PROMPT).result(DEADLINE_S) == after, "all was applied, and once"
+    server.kill()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.tinker.promises import Failure, GoneError, Promise, Success, UnknownId, UserError
-from service.tinker.state import CLONE, GAP_S, KEPT_S, SESSION_S, UNASKED_S, ProtocolState
+from service.tinker.state import CLONE, GAP_S, HEIR_S, KEPT_S, SESSION_S, TOGETHER_TOKENS, UNASKED_S, ProtocolState
 from service.tinker.turns import LoadWeights, StartSample
 
 DONE = Success({})
@@ -97,6 +98,92 @@ def test_the_end_of_a_session_gives_the_trainer_to_the_next(silent: bool) -> Non
     with pytest.raises(GoneError, match="has ended"):
         state.beat("s", SESSION_S + 2)
     assert isinstance(state.train("s:train:0", 1, None).outcome, Failure)
+
+
+@pytest.mark.parametrize(
+    ("path", "owner", "gives_up"),
+    [
+        ("tinker://s:train:0/weights/x", "alice", True),
+        ("tinker://s:train:0/weights/x", "bob", False),
+        ("tinker://s:train:01/weights/x", "alice", False),
+        ("", "alice", False),
+    ],
+)
+def test_a_silent_client_gives_its_place_to_itself_started_again(path: str, owner: str, gives_up: bool) -> None:
+    """That is what begins with a state of its model, with a key of the same owner."""
+    state = ProtocolState(origin=lambda work: str(work or ""))
+    state.begin_session("s", 0.0, "alice")
+    state.begin_session("t", 0.0, owner)
+    state.create_model("s", 0, None)
+    state.create_model("t", 0, path)
+    run_all(state)
+    last = state.train("s:train:0", 1, None)
+    state.heard(last, 10.0)
+    assert run_all(state) == ["s:train:0/1"]
+    state.beat("t", SESSION_S)
+    state.expire(10.0 + HEIR_S)
+    assert run_all(state) == []
+    state.expire(10.0 + HEIR_S + 1)
+    assert run_all(state) == (["t:train:0/0"] if gives_up else [])
+    refused = state.train("s:train:0", 2, None).outcome
+    assert ("t:train:0 continues it" in getattr(refused, "error", "")) == gives_up
+    state.beat("s", 60.0)  # its session is there: it may have another model, and samplers
+
+
+def test_what_is_asked_of_a_sampler_is_no_sign_of_its_models_client() -> None:
+    """A process that was given the sampler may ask on when the client is dead."""
+    state = new_state("s")
+    state.create_model("s", 0, None)
+    sampler = state.create_sampler("s", 0, "base")
+    state.heard(state.sample(sampler.sampler_id, 0, None), SESSION_S)
+    state.expire(SESSION_S + 1)
+    assert state.sessions["s"].ended_s is not None
+
+
+@pytest.mark.parametrize(
+    ("asked", "alone", "beside"),
+    [
+        ([600, 600, 600, 600], [], [1, 2]),
+        ([256] * 8, [], [1, 2, 3, 4, 5]),
+        ([2048, 256], [], []),
+        ([1792, 256, 256], [], [1]),
+        ([1793, 256, 255], [], [2]),
+        ([300, -300, 300], [], [2]),
+        ([300, 300, 300], ["c1:train:0/1"], [2]),
+        ([300, 300, 300], ["c0:train:0/1"], []),
+        ([0, 300, 300], [], []),
+    ],
+)
+def test_small_requests_of_a_kind_are_done_together_up_to_a_number_of_tokens(
+    asked: list[int], alone: list[str], beside: list[int]
+) -> None:
+    """At most 2,048 tokens and six models; others of a kind (here: by their sign), and those that are to be done alone,
+    wait. 0: it can only be done alone."""
+    names = [f"c{number}" for number in range(len(asked))]
+    kinds = {1: "train", -1: "forward"}
+    state = ProtocolState(
+        places=8,
+        together=6,
+        cost=lambda work: abs(int(str(work or 0))),
+        kind=lambda work: kinds.get(int(np.sign(int(str(work or 0))))),
+    )
+    for name in (*names[1:], names[0]):  # the one that was served last is the first again
+        state.begin_session(name, 0.0)
+        state.create_model(name, 0, None)
+    run_all(state)
+    for name, tokens in zip(names, asked, strict=True):
+        state.train(f"{name}:train:0", 1, tokens)
+    found = state.next_training()
+    assert found
+    assert found[1].request_id == "c0:train:0/1"
+    taken = state.take_beside(alone)
+    assert [promise.request_id for _, promise in taken] == [f"c{number}:train:0/1" for number in beside]
+    assert sum(abs(asked[number]) for number in [0, *beside]) <= TOGETHER_TOKENS == 2048
+    assert state.next_training() is None, "all of them first"
+    for promise in [found[1], *(promise for _, promise in taken)]:
+        state.trained(DONE, promise=promise)
+    rest = [f"c{number}:train:0/1" for number in range(1, len(asked)) if number not in beside]
+    assert sorted(run_all(state)) == rest
 
 
 def test_what_the_trainer_works_on_is_finished_though_its_session_ends() -> None:
