@@ -35,14 +35,15 @@ def _adapters(context: Context) -> Figures:
 def _sleep(context: Context) -> Figures:
     """Has vLLM free the GPU and take it again; its greedy answers must be the same."""
     import torch
-    from vllm import LLM, SamplingParams
+    from vllm import LLM, EngineArgs, SamplingParams
     from vllm.inputs import TokensPrompt
 
     model = make_model(context.directory / "sleeps", "0.6b", context.device)
-    engine = LLM(
-        model, dtype="bfloat16", max_model_len=512, skip_tokenizer_init=True, enforce_eager=True,
+    args = EngineArgs(
+        model=model, dtype="bfloat16", max_model_len=512, skip_tokenizer_init=True, enforce_eager=True,
         enable_sleep_mode=True, gpu_memory_utilization=GPU_SHARE,
     )  # fmt: skip
+    engine = LLM.from_engine_args(args)
 
     def answer() -> list[int]:
         params = SamplingParams(max_tokens=16, temperature=0.0, detokenize=False)

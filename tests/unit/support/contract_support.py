@@ -51,7 +51,12 @@ from mypy.types import (
 )
 
 ROOT = Path(__file__).parents[3]
-PACKAGES = ("trireme", "trainer", "orchestrator", "inference")
+GPU_CHECK = {
+    ".".join(path.relative_to(ROOT / "scripts").with_suffix("").parts).removesuffix(".__init__"): str(path)
+    for path in (ROOT / "scripts" / "gpu_check").glob("*.py")
+}
+"""The modules of the check that people run on their GPUs, and their files."""
+PACKAGES = ("trireme", "trainer", "orchestrator", "inference", "service", "gpu_check")
 
 ELSEWHERE = {"node", "info", "original_def", "expanded", "analyzed", "setter"}
 """Fields of a node that lead to other trees, or to the same one again. (mypy raises an AssertionError for the setter of
@@ -80,8 +85,8 @@ def _fill_cache() -> None:
 
 
 def checked(replaced: Mapping[str, str] | None = None) -> BuildResult:
-    """Checks our source with the settings of pyproject.toml, and keeps trees and types. `replaced`: other source text
-    of some modules."""
+    """Checks our source and the check of GPUs with the settings of pyproject.toml, and keeps trees and types.
+    `replaced`: other source text of some modules."""
     with chdir(ROOT), TemporaryDirectory() as directory:  # settings are read there
         _fill_cache()
         sources, options = process_options([])
@@ -89,6 +94,7 @@ def checked(replaced: Mapping[str, str] | None = None) -> BuildResult:
         copied = shutil.copytree(options.cache_dir, Path(directory, "cache"))  # it must not learn the replaced text
         options.cache_dir = str(copied)
         paths = {source.module: source.path for source in sources if source.path and Path(source.path).is_file()}
+        paths |= GPU_CHECK
         texts = {module: Path(path).read_text() for module, path in paths.items()} | dict(replaced or {})
         return build([BuildSource(paths.get(module), module, text) for module, text in texts.items()], options)
 
