@@ -31,10 +31,9 @@ from trireme.config import CommonConfig
 from trireme.config.model_facts import ModelFacts
 from trireme.config.trainer import LoraConfig
 from trireme.core.base_digest import stored_dtypes, stored_shapes
-from trireme.core.class_tensors import Differences, differences, saved_tensors
+from trireme.core.class_tensors import Differences, differences, refuse_kinds, saved_tensors
 from trireme.core.errors import BadInput
 from trireme.core.model_places import place_of
-from trireme.core.refusals import Refusal
 from trireme.plan.memory import shard_memory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -206,14 +205,8 @@ def load_source(name: str) -> PreTrainedModel:
         "has in addition": report["unexpected_keys"],
         "has in another shape": {*(key[0] for key in report["mismatched_keys"]), *own.reshaped},
     }
-    wrong = [f"{what} {len(names)}: {', '.join(sorted(names)[:3])}" for what, names in found.items() if names]
-    if wrong:
-        raise Refusal(
-            f"model.name = {name}, whose files differ from what {type(source).__name__} computes with and writes: of "
-            f"these tensors it {'; it '.join(wrong)}",
-            "a model whose files have the tensors of its class, so that what is trained is written like them",
-            "save it again with save_pretrained of the installed transformers, or train another model",
-        ).error()
+    advice = "save it again with save_pretrained of the installed transformers, or train another model"
+    refuse_kinds(f"model.name = {name}", source, found, advice)
     return source
 
 

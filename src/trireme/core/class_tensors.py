@@ -6,7 +6,7 @@ exports and evaluations compare names and shapes before they use the files.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -78,6 +78,19 @@ def differences(model: PreTrainedModel, stored: Mapping[str, tuple[int, ...]]) -
     )
 
 
+def refuse_kinds(what: str, model: PreTrainedModel, kinds: Mapping[str, Collection[str]], advice: str) -> None:
+    """Raises BadInput if any of `kinds` names a tensor: what `model`, or its files, have otherwise, and the tensors'
+    names. `what` says which files they are, and `advice` what to do."""
+    wrong = [f"{kind} {len(names)}: {', '.join(sorted(names)[:NAMED])}" for kind, names in kinds.items() if names]
+    if wrong:
+        raise Refusal(
+            f"{what}, whose files differ from what {type(model).__name__} computes with and saves: of these tensors it "
+            f"{'; it '.join(wrong)}",
+            "the tensors of its class, by name and shape; what is missing would be computed with initial values",
+            advice,
+        ).error()
+
+
 def refuse_other_tensors(name: str, what: str, advice: str) -> None:
     """Raises BadInput, which names `what` and gives `advice`, unless the files of the model `name`, a directory or a
     name on the hub, hold the tensors of its class by name and shape. Files other than safetensors are not looked into.
@@ -92,12 +105,4 @@ def refuse_other_tensors(name: str, what: str, advice: str) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", trust_remote_code=False)
     found = differences(model, stored)
-    kinds = {"lacks": found.lacking, "has in another shape": found.reshaped}
-    wrong = [f"{kind} {len(names)}: {', '.join(sorted(names)[:NAMED])}" for kind, names in kinds.items() if names]
-    if wrong:
-        raise Refusal(
-            f"{what}, whose files differ from what {type(model).__name__} computes with: of these tensors it "
-            f"{'; it '.join(wrong)}",
-            "the tensors of its class, by name and shape; what is missing would be computed with initial values",
-            advice,
-        ).error()
+    refuse_kinds(what, model, {"lacks": found.lacking, "has in another shape": found.reshaped}, advice)

@@ -144,6 +144,6 @@ def test_a_commit_without_the_buffers_that_its_class_saves_is_refused_by_name(tm
     del tensors["model.layers.1.mlp.gate.e_score_correction_bias"]
     file.write_bytes(save(tensors, metadata={"format": "pt"}))
     with pytest.raises(
-        BadInput, match=r"Glm4MoeForCausalLM computes with: .* lacks 1: model.layers.1.mlp.gate.e_score"
+        BadInput, match=r"Glm4MoeForCausalLM computes with and saves: .* lacks 1: model.layers.1.mlp.gate.e_score"
     ):
         refuse_incomplete(tmp_path)
