@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -24,7 +25,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from trainer.lora import ADAPTER
+from trainer.lora import ADAPTER, read_adapter
 from trainer.mesh import Mesh
 from trainer.snapshot import MOMENTS
 from trainer.state import Checkpointer
@@ -69,9 +70,10 @@ class Adapters:
         self.name, self.adapter = FIRST, first
         """The adapter in use."""
 
-    def add(self, name: str, spec: AdapterSpec) -> None:
-        """Makes an adapter, which waits to be used: at first it changes nothing. Raises BadInput for a name that is
-        taken, and for a `spec` that does not fit into the model's LoRA layers."""
+    def add(self, name: str, spec: AdapterSpec, start: Path | None = None) -> None:
+        """Makes an adapter, which waits to be used: at first it changes nothing, or is the one in the directory
+        `start`, in peft's form. Raises BadInput for a name that is taken, and for a `spec` that does not fit into the
+        model's LoRA layers, or to `start`."""
         if name == self.name or name in self._waiting:
             raise BadInput(f"an adapter {name!r} is there already: give another name, or drop it first")
         rank, targets = self.adapter.rank, self._lora.target_modules
@@ -82,7 +84,7 @@ class Adapters:
         if other := sorted(set(spec.targets) - set(targets)) or ([] if spec.targets else ["no layers"]):
             raise BadInput(f"an adapter of {', '.join(other)}; expected some of {', '.join(targets)} (trainer.lora)")
         alpha = spec.alpha / spec.rank * rank
-        values = [self._of_rank(parameter, whole) for parameter, whole in self._start_values(spec)]
+        values = [self._of_rank(parameter, whole) for parameter, whole in self._start_values(spec, start)]
         state = [
             tensor
             for value in values
@@ -171,16 +173,25 @@ class Adapters:
                 yield cast(DTensor, tensor.detach()).to_local()
             yield state["step"]
 
-    def _start_values(self, spec: AdapterSpec) -> Iterator[tuple[DTensor, Tensor]]:
+    def _start_values(self, spec: AdapterSpec, start: Path | None) -> Iterator[tuple[DTensor, Tensor]]:
         """Yields each parameter and its first values, whole: those of an adapter of this rank alone, and zeros."""
-        generator = torch.Generator().manual_seed(spec.seed)
+        generator, wholes = torch.Generator().manual_seed(spec.seed), dict[str, Tensor]()
+        own = dict[str, Tensor]()  # the parts of these that are the adapter's
         for name, parameter in self._parameters.items():
             layer, _, which = name.partition(".lora_")
-            whole = torch.zeros(parameter.shape, dtype=parameter.dtype)
-            if layer.rpartition(".")[2] in spec.targets and which.startswith("A"):
-                own = torch.empty(spec.rank, whole.shape[1])
-                whole[: spec.rank] = nn.init.kaiming_uniform_(own, a=math.sqrt(5), generator=generator)
-            yield cast(DTensor, parameter), whole
+            whole = wholes[name] = torch.zeros(parameter.shape, dtype=parameter.dtype)
+            if layer.rpartition(".")[2] in spec.targets:
+                own[name] = whole[: spec.rank] if which.startswith("A") else whole[:, : spec.rank]
+        shapes = {name: tuple(part.shape) for name, part in own.items()}
+        given = read_adapter(start, spec, self.adapter.base, shapes) if start else None
+        for name, part in own.items():
+            if given is not None:
+                part.copy_(given[name])
+            elif ".lora_A." in name:
+                first = torch.empty(part.shape)
+                part.copy_(nn.init.kaiming_uniform_(first, a=math.sqrt(5), generator=generator))
+        for name, parameter in self._parameters.items():
+            yield cast(DTensor, parameter), wholes[name]
 
     @staticmethod
     def _of_rank(parameter: DTensor, whole: Tensor) -> Tensor:
@@ -200,10 +211,11 @@ class AdapterVerbs:
         """The adapter in use."""
         return self._adapters.adapter if self._adapters else None
 
-    def add_adapter(self, name: str, spec: AdapterSpec) -> None:
-        """Makes an adapter beside those that there are. It waits to be used, and changes nothing at first. Raises
-        BadInput for one that this model cannot have, and for a name that is taken."""
-        self._several().add(name, spec)
+    def add_adapter(self, name: str, spec: AdapterSpec, start: Path | None = None) -> None:
+        """Makes an adapter beside those that there are. It waits to be used, and changes nothing at first, or is the
+        one in the directory `start`, in peft's form. Raises BadInput for one that this model cannot have, and for a
+        name that is taken."""
+        self._several().add(name, spec, start)
 
     def use_adapter(self, name: str) -> None:
         """Has all other verbs work with this adapter, from where it was left; FIRST is the one that the model began

@@ -268,10 +268,11 @@ class TrainerHandle(ShardCalls):
         """Sets AdamW's moments and its count of steps to 0, as at the start; the weights stay."""
         self._call("reset_optimizer")
 
-    def add_adapter(self, name: str, spec: AdapterSpec) -> None:
-        """Makes a LoRA adapter beside those that there are, which changes nothing at first (`trainer.adapters`). Raises
-        BadInput for one that the model cannot have."""
-        self._call("add_adapter", name, spec)
+    def add_adapter(self, name: str, spec: AdapterSpec, start: Path | None = None) -> None:
+        """Makes a LoRA adapter beside those that there are, which changes nothing at first (`trainer.adapters`), or is
+        the one in the directory `start`, in peft's form, which all shards see. Raises BadInput for one that the model
+        cannot have."""
+        self._call("add_adapter", name, spec, start)
 
     def use_adapter(self, name: str) -> None:
         """Has all verbs work with this adapter from where it was left: its weights, AdamW's state, and gradients. ""

@@ -9,15 +9,19 @@ With adapters off the model is its base: a reference policy that takes no memory
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import cast
 
 import torch
 from peft import LoraConfig as PeftConfig
 from peft import TaskType, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -26,12 +30,16 @@ from trainer.shard_sums import ShardSums
 from trireme.config.trainer import LoraConfig
 from trireme.core.errors import BadInput
 from trireme.core.finite_json import to_json
-from trireme.core.weights import Adapter
+from trireme.core.weights import Adapter, AdapterSpec
 
 ADAPTER = "default"
 """peft's name for a model's first adapter; it is part of the parameters' names."""
 PREFIX = "base_model.model."
 """Begins every tensor's name in a file of peft's."""
+CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base.json"
+"""The files of an adapter: peft's two, and what it was trained on, which we add."""
+OTHER_FORMULAS = ("use_dora", "use_rslora", "fan_in_fan_out", "alpha_pattern", "rank_pattern", "modules_to_save")
+"""Options of peft with which an adapter adds something else than B A x alpha / rank to its layers."""
 
 
 def peft_config(lora: LoraConfig) -> PeftConfig:
@@ -125,5 +133,41 @@ def adapter_files(lora: LoraConfig, adapter: Adapter, base: str) -> dict[str, by
         lora = lora.model_copy(update=own)
     config = peft_config(lora).to_dict() | {"base_model_name_or_path": base, "inference_mode": True}
     config["target_modules"] = sorted(lora.target_modules)
-    files = {"adapter_config.json": config, "base.json": {"name": base, "digest": adapter.base}}
+    files = {CONFIG: config, BASE: {"name": base, "digest": adapter.base}}
     return {name: (to_json(values, indent=2, sort_keys=True) + "\n").encode() for name, values in files.items()}
+
+
+def read_adapter(
+    directory: Path, spec: AdapterSpec, base: str, shapes: Mapping[str, Sequence[int]]
+) -> dict[str, Tensor]:
+    """Returns the tensors of an adapter in peft's form by the names of parameters, which are to have these `shapes`.
+    Raises BadInput for one that is not what `spec` says, or was trained on another base than that of the digest
+    `base`, if it says on which."""
+    try:
+        config = json.loads((directory / CONFIG).read_text())
+        tensors = load_file(directory / WEIGHTS)
+        of = json.loads((directory / BASE).read_text()) if (directory / BASE).exists() else {"digest": base}
+    except (OSError, ValueError, SafetensorError) as error:
+        raise BadInput(
+            f"{directory} is no adapter that can be read ({error}); expected {CONFIG} and {WEIGHTS}"
+        ) from None
+    if of["digest"] != base:
+        raise BadInput(
+            f"the adapter {directory} was trained on another base, {of['name']}; expected the model of this run"
+        )
+    if (rank := config["r"]) != spec.rank or config["lora_alpha"] != spec.alpha:
+        raise BadInput(
+            f"the adapter {directory} has rank {rank} and alpha {config['lora_alpha']:g}; expected {spec.rank} and "
+            f"{spec.alpha:g}"
+        )
+    if others := [name for name in OTHER_FORMULAS if config.get(name)]:
+        raise BadInput(f"the adapter {directory} has {', '.join(others)}; expected plain LoRA, B A x alpha / rank")
+    names = {PREFIX + name.replace(f".{ADAPTER}.", "."): name for name in shapes}
+    found = {names.get(name, name): tensor for name, tensor in tensors.items()}
+    wrong = [name for name in {**shapes, **found} if name not in found or shapes.get(name) != tuple(found[name].shape)]
+    if wrong:
+        raise BadInput(
+            f"the adapter {directory} does not have the tensors of one of rank {spec.rank} for "
+            f"{', '.join(spec.targets)} of this model; the first that differs: {sorted(wrong)[0]}"
+        )
+    return found

@@ -10,6 +10,8 @@ from service.tinker.promises import UserError
 from trireme.config.trainer import ATTENTION, MLP, UNEMBED, LoraConfig
 from trireme.core.weights import AdapterSpec
 
+STATES = "tinker://<model>/weights/<name>"
+
 
 @dataclass(frozen=True)
 class AdapterWish:
@@ -47,6 +49,14 @@ def spec_of(wish: AdapterWish | None, lora: LoraConfig) -> AdapterSpec:
 def record_of(spec: AdapterSpec, lora: LoraConfig) -> dict[str, Any]:
     """Returns what is kept of an adapter beside its files: what it is, and of which rank and layers its states are."""
     return {**asdict(spec), "of_rank": lora.rank, "of_targets": list(lora.target_modules)}
+
+
+def exported_spec(path: str, record: Mapping[str, Any] | None) -> AdapterSpec:
+    """Returns the adapter whose weights were saved for samplers, or for download. Raises UserError for those of a whole
+    model. They are as large as the adapter itself, so they fit into any server with its rank and layers, or more."""
+    if record is None:
+        raise UserError(f"{path} has the weights of a whole model; expected a state ({STATES}) to train from")
+    return AdapterSpec(record["rank"], record["alpha"], tuple(record["targets"]), record["seed"])
 
 
 def recorded_spec(path: str, record: Mapping[str, Any] | None, lora: LoraConfig | None) -> AdapterSpec | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from service.tinker.adapters import record_of, recorded_spec, spec_of
+from service.tinker.adapters import STATES, exported_spec, record_of, recorded_spec, spec_of
 from service.tinker.asked import Creation, Loading, Saving, Unusable, Update, Work
 from service.tinker.catalog import Catalog, path_of
 from service.tinker.codec import ForwardBackwardCall, encode_output
@@ -214,7 +214,8 @@ class TrainingWorker:
         self._gradients[model_id] = Gradient()
         created: dict[str, object] = {"model_id": model_id}
         if work.path is not None:
-            self._load(model_id, work.path, work.with_optimizer, work.caller)
+            if not self._is_exported(work.path, work.caller):
+                self._load(model_id, work.path, work.with_optimizer, work.caller)
             created |= {"path": work.path, "type": "load_weights"}
         else:
             if not self.lora:
@@ -227,11 +228,33 @@ class TrainingWorker:
         """Makes and uses the adapter of a new model, and returns what is to be kept of it. `forget` drops it, also if
         the rest of the creation fails."""
         assert self.lora
-        spec = self._saved_spec(work.path, work.caller) if work.path is not None else spec_of(work.wish, self.lora)
+        start = None
+        if work.path is None:
+            spec: AdapterSpec | None = spec_of(work.wish, self.lora)
+        elif self._is_exported(work.path, work.caller):
+            spec, start = self._exported(work.path, work.with_optimizer, work.caller)
+        else:
+            spec = self._saved_spec(work.path, work.caller)
         assert spec
-        self._trainer.add_adapter(model_id, spec)
+        self._trainer.add_adapter(model_id, spec, start)
         self._trainer.use_adapter(model_id)
         return record_of(spec, self.lora)
+
+    def _is_exported(self, path: str, caller: Caller) -> bool:
+        """Tells whether a path is that of an adapter's weights in peft's form, with which another one may begin."""
+        return self.lora is not None and self._catalog.find(path, None, caller)[1].kind != "weights"
+
+    def _exported(self, path: str, with_optimizer: bool, caller: Caller) -> tuple[AdapterSpec, Path]:
+        directory, saved = self._catalog.find(path, None, caller)
+        if with_optimizer:
+            raise UserError(f"{path} has no state of the optimiser; load it without, or load a state ({STATES})")
+        run = self._catalog.run(saved.model_id)
+        self._check_base(path, run.base_model)
+        return exported_spec(path, run.lora), directory
+
+    def _check_base(self, path: str, base_model: str) -> None:
+        if base_model not in self.bases:
+            raise UserError(f"{path} belongs to the base {base_model}; expected a state of {self.bases[0]}")
 
     def _saved_spec(self, path: str, caller: Caller) -> AdapterSpec | None:
         _, saved = self._catalog.find(path, "weights", caller)
@@ -250,8 +273,7 @@ class TrainingWorker:
     def _load(self, model_id: str, path: str, with_optimizer: bool, caller: Caller) -> None:
         directory, saved = self._catalog.find(path, "weights", caller)
         run = self._catalog.run(saved.model_id)
-        if run.base_model not in self.bases:
-            raise UserError(f"{path} belongs to the base {run.base_model}; expected a state of {self.bases[0]}")
+        self._check_base(path, run.base_model)
         recorded_spec(path, run.lora, self.lora)
         self._trainer.load_state(directory, [])
         if not with_optimizer:

@@ -92,12 +92,13 @@ class UnigramTrainer:
     waiting: dict[str, tuple[Any, Any, Any]] = field(default_factory=dict)
     base: npt.NDArray[np.float64] | None = None
 
-    def add_adapter(self, name: str, spec: AdapterSpec) -> None:
+    def add_adapter(self, name: str, spec: AdapterSpec, start: Path | None = None) -> None:
         if self.base is None:
             self.base = self.theta.copy()
         assert name not in self.specs
         self.specs[name] = spec
-        self.waiting[name] = self.base.copy(), np.zeros(VOCABULARY), np.zeros(VOCABULARY)
+        first = np.frombuffer((start / "model.bin").read_bytes()) if start else self.base
+        self.waiting[name] = first.copy(), np.zeros(VOCABULARY), np.zeros(VOCABULARY)
 
     def use_adapter(self, name: str) -> None:
         if name != self.used:

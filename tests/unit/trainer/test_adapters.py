@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from peft import PeftModel
 from ranks_support import run_ranks
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 # The tiny models and batches are the end-to-end tests' too.
@@ -198,6 +198,69 @@ def test_peft_opens_what_is_written(make: Make, model: str, tmp_path: Path, name
         own = scaled.log_softmax(-1).gather(-1, targets[start:end, None])[:, 0]
         np.testing.assert_allclose(own.detach().numpy(), wanted[start:end], atol=1e-5)
         start = end
+
+
+def exported(shard: Shard, name: str, path: Path) -> None:
+    """Adds an adapter, trains it, and writes it in peft's form."""
+    shard.add_adapter(name, SPECS[name])
+    shard.use_adapter(name)
+    for step in range(2):
+        add_gradient(shard, step)
+        shard.optim_step(RATE, 10.0)
+    written(shard, path)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_an_adapter_begins_with_what_was_exported(make: Make, tmp_path: Path, name: str) -> None:
+    """Also in a model whose adapters have more rank and layers: it computes the same, and learns as a new one of its
+    kind would from there, with moments of 0."""
+    shard, batch = make(), make_batch(LENGTHS)
+    exported(shard, name, tmp_path)
+    wanted = logprobs(shard, batch)
+    shard.reset_optimizer()
+    add_gradient(shard, 3)
+    shard.optim_step(RATE, 10.0)
+    learnt = logprobs(shard, batch)
+    shard.add_adapter("again", SPECS[name], tmp_path)
+    shard.use_adapter("again")
+    np.testing.assert_array_equal(logprobs(shard, batch), wanted)
+    add_gradient(shard, 3)
+    shard.optim_step(RATE, 10.0)
+    np.testing.assert_array_equal(logprobs(shard, batch), learnt)
+    wider = make({"rank": 16, "alpha": 4})
+    wider.add_adapter("again", SPECS[name], tmp_path)
+    wider.use_adapter("again")
+    np.testing.assert_allclose(logprobs(wider, batch), wanted, atol=1e-5)
+    add_gradient(wider, 3)
+    wider.optim_step(RATE, 10.0)
+    np.testing.assert_allclose(logprobs(wider, batch), learnt, atol=1e-5)
+
+
+def change(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda path: change(path / "adapter_config.json", r=4), "has rank 4 and alpha 32; expected 3 and 32"),
+        (lambda path: change(path / "adapter_config.json", lora_alpha=7), "rank 3 and alpha 7"),
+        (lambda path: change(path / "adapter_config.json", use_dora=True), "has use_dora; expected plain LoRA"),
+        (lambda path: change(path / "base.json", digest="0" * 32), "was trained on another base"),
+        (lambda path: (path / "adapter_config.json").unlink(), "expected adapter_config.json and adapter_model"),
+        (lambda path: (path / "adapter_model.safetensors").write_bytes(b"x"), "no adapter that can be read"),
+        (lambda path: save_file({"y": torch.zeros(1)}, path / "adapter_model.safetensors"), "the first that differs: "),
+    ],
+)
+def test_what_is_no_such_adapter_is_refused(
+    make: Make, tmp_path: Path, damage: Callable[[Path], Any], said: str
+) -> None:
+    shard = make()
+    exported(shard, "small", tmp_path)
+    damage(tmp_path)
+    with pytest.raises(BadInput, match=said):
+        shard.add_adapter("again", SPECS["small"], tmp_path)
+    shard.add_adapter("again", SPECS["small"])
 
 
 def test_a_state_is_of_the_adapter_in_use_though_another_is_used_while_it_is_written(

@@ -245,6 +245,39 @@ def test_a_state_is_resumed_beside_its_own_model_with_what_it_is(served: Served)
             client.create_training_client_from_state(state).result(DEADLINE_S)
 
 
+def test_a_model_begins_with_weights_that_were_saved_for_samplers_or_for_download(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are those of its adapter, without the optimiser's state, also on a server with more rank."""
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    with serving(tmp_path) as served, client_of(served) as client:
+        model = model_of(client, rank=4, seed=9, train_mlp=False)
+        learn(model, 4)
+        then = trained(model)
+        paths = [model.save_weights_for_sampler("w").result(DEADLINE_S).path]
+        paths.append(model.save_weights_external("d").result(DEADLINE_S).path)
+        learn(model, 6)
+        for path in paths:
+            again = client.create_training_client_from_state(path).result(DEADLINE_S)
+            np.testing.assert_array_equal(trained(again), then)
+            assert list(served.trainer.specs.values())[-1] == AdapterSpec(4, 32.0, ATTENTION, 9)
+            assert not served.trainer.momentum.any()
+            with pytest.raises(tinker.RequestFailedError, match="has no state of the optimiser"):
+                client.create_training_client_from_state_with_optimizer(path).result(DEADLINE_S)
+            with pytest.raises(tinker.RequestFailedError, match="expected tinker://<model>/weights/<name>"):
+                again.load_state(path).result(DEADLINE_S)
+    with serving(tmp_path, LORA.model_copy(update={"rank": 32})) as served, client_of(served) as client:
+        again = client.create_training_client_from_state(paths[0]).result(DEADLINE_S)
+        np.testing.assert_array_equal(trained(again), then)
+    with serving(tmp_path, None) as served, client_of(served) as client:
+        with pytest.raises(tinker.RequestFailedError, match="expected tinker://<model>/weights/<name>"):
+            client.create_training_client_from_state(paths[0]).result(DEADLINE_S)
+        whole = model_of(client).save_weights_for_sampler("w").result(DEADLINE_S).path
+    refused = pytest.raises(tinker.RequestFailedError, match="the weights of a whole model; expected a state")
+    with serving(tmp_path) as served, client_of(served) as client, refused:
+        client.create_training_client_from_state(whole).result(DEADLINE_S)
+
+
 def test_a_failed_part_drops_the_gradients_of_its_own_model_alone(served: Served) -> None:
     with client_of(served) as one, client_of(served) as other:
         broken, whole = model_of(one), model_of(other)
