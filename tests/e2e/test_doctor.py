@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.metadata import distribution, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,9 @@ pytestmark = [pytest.mark.long, without]
 
 PORTS, FIRST, MASK = "20480-20991", 20480, 0xFE00
 """A range of ports that one mask of bits describes."""
+OTHER = "safetensors"
+"""A package of which the third node has another version: a copy of this one's, which comes first in its path."""
+OTHER_VERSION = "0.0.1"
 AHEAD = "import time\nreal = time.time\ntime.time = lambda: real() + 60\n"
 """Makes the clock of Python's processes a minute ahead. (Under libfaketime 0.9.10 Python's waits fail or never end.)"""
 OPEN_FILES = 1000
@@ -93,12 +99,38 @@ def test_planted_faults_are_found_with_their_nodes(net: Fabric, shared: Path) ->
     }
 
 
+def test_a_model_that_a_node_lacks_and_cannot_be_sent_is_found(net: Fabric, shared: Path) -> None:
+    """The head has it without its weights. The second node has nothing in its place, the third another model."""
+    head, second, third = net.nodes
+    model = Path("/tmp/half")
+    for node in (head, third):
+        assert node.run("cp", "-r", str(ROOT / "assets" / "sort-base"), str(model)).returncode == 0
+    assert head.run("bash", "-c", f"rm {model}/*.safetensors").returncode == 0
+    told = doctor(net, output_dir=shared / "runs", model=model)
+    assert told.code == EXIT_BAD_INPUT
+    assert told.checks() == {(second.address, "model"), (third.address, "model")}
+    found = {each["node"]: each["found"] for each in told.values["findings"]}
+    assert found[second.address] == f"it has no model {model}"
+    assert "model.safetensors" in found[third.address]
+
+
 def plant(net: Fabric, node: NamespaceNode) -> None:
-    """Starts the Ray of a node again: with few open files, a clock that is a minute ahead, which takes another
-    PYTHONPATH, gloo told to use docker0, and a small /dev/shm."""
+    """Starts the Ray of a node again: with few open files, a clock that is a minute ahead and another version of a
+    package, which take another PYTHONPATH, gloo told to use docker0, and a small /dev/shm."""
     net.stop_node(node)
     net.await_nodes(2)
-    assert node.run("bash", "-c", f"mkdir /tmp/ahead; echo '{AHEAD}' > /tmp/ahead/sitecustomize.py").returncode == 0
+    code, metadata = find_spec(OTHER), distribution(OTHER).read_text("METADATA")
+    assert code is not None
+    assert code.submodule_search_locations
+    assert metadata
+    told = metadata.replace(f"Version: {version(OTHER)}", f"Version: {OTHER_VERSION}", 1)
+    other = f"/tmp/ahead/{OTHER}-{OTHER_VERSION}.dist-info"
+    for command in (
+        f"mkdir -p {other}; cp -r {code.submodule_search_locations[0]} /tmp/ahead",
+        f"echo {shlex.quote(told)} > {other}/METADATA; echo {shlex.quote(AHEAD)} > /tmp/ahead/sitecustomize.py",
+    ):
+        done = node.run("bash", "-c", command)
+        assert done.returncode == 0, done.stderr
     environ = {"GLOO_SOCKET_IFNAME": "docker0", "PYTHONPATH": f"/tmp/ahead:{node.environ['PYTHONPATH']}"}
     assert node.run("mount", "-o", "remount,size=100m", "/dev/shm").returncode == 0
     net.start_node(node, environ=environ, before=["prlimit", f"--nofile={OPEN_FILES}:{OPEN_FILES}"])
@@ -106,9 +138,9 @@ def plant(net: Fabric, node: NamespaceNode) -> None:
 
 
 def test_faults_of_a_node_itself_are_found(net: Fabric) -> None:
-    """The third node has another limit, clock, path, interface and memory. No node shares the directory of runs, which
-    is on a full disk there, and only the head has the model, which is sent. The others do not reach
-    what listens at its docker0."""
+    """The third node has another limit, clock, package, path, interface and memory. No node shares the directory of
+    runs, which is on a full disk there, and only the head has the model, which is sent. The others do not reach what
+    listens at its docker0."""
     head, _, third = net.nodes
     runs, model = Path("/tmp/runs"), Path("/tmp/model")
     assert head.run("cp", "-r", str(ROOT / "assets" / "sort-base"), str(model)).returncode == 0
@@ -118,7 +150,9 @@ def test_faults_of_a_node_itself_are_found(net: Fabric) -> None:
     told = doctor(net, output_dir=runs, model=model)
     assert told.code == EXIT_BAD_INPUT
     mine = {check for node, check in told.checks() if node == third.address}
-    assert mine == {"open files", "shm", "disk", "unshared directory", "interface", "clock", "variable"}
+    assert mine == {"open files", "package", "shm", "disk", "unshared directory", "interface", "clock", "variable"}
+    packages = [each["found"] for each in told.values["findings"] if each["check"] == "package"]
+    assert packages == [f"{OTHER} is {OTHER_VERSION}"]
     assert told.checks() - {(third.address, check) for check in mine} == {
         (net.nodes[1].address, "unshared directory"),
         (head.address, "port"),

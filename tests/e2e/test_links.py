@@ -1,4 +1,4 @@
-"""A run over four nodes whose wires are cut: for some seconds, and for good.
+"""A run over four nodes whose wires are cut, for some seconds and for good, and of which one is killed.
 
 Each node has one CPU, so the two shards, the orchestrator and the replica are on nodes of their own. No directory is
 shared: each node has an empty disk in the place of the run's.
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from namespaces import Fabric, fabric, not_possible
-from nodes_support import DEADLINE_S, assert_steps_once, own_disk, running
+from nodes_support import DEADLINE_S, assert_steps_once, lose, own_disk, running
 from run_support import TINY
 
 # reason: a node is a set of namespaces, which need root and iproute2
@@ -56,15 +56,20 @@ def test_a_wire_that_is_cut_for_seconds_costs_these_seconds_alone(part: str, tmp
         assert run.incidents() == [], "nothing was started again"
 
 
-def test_a_wire_that_is_cut_for_good_is_a_node_that_is_lost(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["cut", "killed"])
+def test_a_node_whose_wire_is_cut_for_good_or_that_is_killed_is_lost(how: str, tmp_path: Path) -> None:
     """The shard's successor waits for a node, which joins later, and the run goes back to its newest commit."""
     with cluster(tmp_path, SPARE) as net, running(net, tmp_path, *FLAGS) as run:
         run.at_step(5)
         node = run.where("trainer_1", net)
         if node.number == 0:
             node = run.where("trainer_0", net)
-        node.cut()
-        joining = threading.Thread(target=net.start_node, args=(net.nodes[NODES],), kwargs={"cpus": 1})
+        added = net.nodes[NODES]
+        if how == "cut":
+            node.cut()
+        else:
+            lose(net, node)
+        joining = threading.Thread(target=net.start_node, args=(added,), kwargs={"cpus": 1})
         joining.start()
         run.end()
         joining.join(DEADLINE_S)

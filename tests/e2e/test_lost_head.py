@@ -4,9 +4,7 @@ from the copy of the newest commit on a second node, and from a store of objects
 from __future__ import annotations
 
 import functools
-import os
 import re
-import signal
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,7 +14,16 @@ from typing import Any
 import pytest
 from chaos_support import PROBLEMS_A_BATCH, started
 from namespaces import Fabric, NamespaceNode, address, fabric, not_possible
-from nodes_support import DEADLINE_S, NodesRun, assert_steps_once, own_disk, running, start_store, store_environ
+from nodes_support import (
+    DEADLINE_S,
+    NodesRun,
+    assert_steps_once,
+    lose,
+    own_disk,
+    running,
+    start_store,
+    store_environ,
+)
 from resume_support import rows_of
 
 from trireme.core.errors import EXIT_OK
@@ -58,12 +65,6 @@ def alone(place: Path, seed: int) -> Rows:
         running.files_left()
     assert code == EXIT_OK, (place / "out.txt").read_text()
     return rows_of(place / "run" / "metrics.jsonl")
-
-
-def lose(net: Fabric, node: NamespaceNode) -> None:
-    """Kills each process of a node at once; its network and its /tmp are gone with them."""
-    os.kill(node.pid, signal.SIGKILL)  # the first process in its namespaces, with which the kernel kills the others
-    net.nodes.remove(node)
 
 
 def start_again(net: Fabric, nodes: Sequence[NamespaceNode]) -> Fabric:

@@ -4,6 +4,7 @@ each of which is within a node, and both transports between nodes."""
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -20,13 +21,17 @@ pytestmark = [pytest.mark.long, without]
 
 STEPS, BOUND = 4, 1
 """Of the run on two nodes; on three it makes as many more."""
-CPUS = (5, 3, 3)
-"""Of each node. The replicas take two, the shards and the orchestrator one each: on the first two nodes Ray places both
-replicas on the larger one. With three on each of three nodes, no node has room for both."""
+ON_TWO, ON_THREE = (5, 4), (3, 3, 3)
+"""CPUs of each node. The replicas take two, the shards and the orchestrator one each. Ray places the replicas first and
+fills one node before the next: two of them and a shard on the larger of two nodes, and one on each of three."""
 SHM_MB = 1500
-"""The ranks of a replica talk through 240 MB of shared memory."""
-SIZES = ("--trainer.shards", "2", "--inference.replicas", "2", "--inference.tensor-parallel", "2")
+REPLICAS = 3
+SIZES = ("--trainer.shards", "2", "--inference.replicas", str(REPLICAS), "--inference.tensor-parallel", "2")
 FLAGS = (*TINY, *SIZES, "--inference.memory-gb", "0.05", "--checkpoint.every", "2", "--resume", "auto")
+
+
+def nodes_of_replicas(places: Mapping[str, str]) -> set[str]:
+    return {places[f"inference_{replica}"] for replica in range(REPLICAS)}
 
 
 def versions(run: NodesRun, replica: int, attempt: int, how: str) -> set[int]:
@@ -57,27 +62,27 @@ def assert_whole(run: NodesRun, steps: int, attempt: int, nodes: int) -> None:
 
 
 def test_on_two_nodes_by_broadcasts_and_on_three_by_the_object_store(tmp_path: Path) -> None:
-    with fabric(len(CPUS), [tmp_path], shm_mb=SHM_MB) as net:
+    with fabric(len(ON_THREE), [tmp_path], shm_mb=SHM_MB) as net:
         for node in net.nodes:
             own_disk(node, tmp_path)
         two = Fabric(net.nodes[:2])
-        for node, cpus in zip(two.nodes, CPUS, strict=False):
+        for node, cpus in zip(two.nodes, ON_TWO, strict=True):
             two.start_node(node, cpus)
         two.await_nodes(2)
         run, places = followed(two, tmp_path, STEPS, "--inference.transport", "broadcast")
         assert places["trainer_0"] != places["trainer_1"], places
+        assert nodes_of_replicas(places) == {node.address for node in two.nodes}, places
         assert_whole(run, STEPS, attempt=1, nodes=2)
-        for replica in range(2):
+        for replica in range(REPLICAS):
             assert versions(run, replica, 1, "as it was broadcast") & {2, 3, 4}, "over the wire to the other node"
 
-        for node in two.nodes:  # the same number of CPUs on each
+        for node in two.nodes:  # with other numbers of CPUs
             net.stop_node(node)
-        net.start_ray(cpus=min(CPUS))
+        net.start_ray(cpus=ON_THREE[0])
         run, places = followed(net, tmp_path, 2 * STEPS, "--inference.transport", "object_store")
         assert places["trainer_0"] != places["trainer_1"], places
-        assert places["inference_0"] != places["inference_1"], places
-        assert set(places.values()) == {node.address for node in net.nodes}
+        assert nodes_of_replicas(places) == {node.address for node in net.nodes}, places
         assert f"resumed from {run.root}/checkpoints/step_{STEPS:06d}" in run.out
         assert_whole(run, 2 * STEPS, attempt=2, nodes=3)
-        for replica in range(2):
+        for replica in range(REPLICAS):
             assert not versions(run, replica, 2, "as it was broadcast")

@@ -154,6 +154,6 @@ def test_a_job_before_its_time_limit_commits_and_the_same_file_on_other_nodes_co
         assert code == EXIT_OK, said[-3000:]
         assert "2 nodes have joined 10.77.0.3:" in said
         assert f"resumed from {commit}" in said
-        assert "the driver ended with code 0 after no signal" in said
+        assert "the job ended with code 0 after no signal" in said
         assert_steps_once(rows_of(run / "metrics.jsonl"), STEPS, bound=1)
         assert sum(call.startswith("scontrol requeue") for call in slurm.calls) == 1

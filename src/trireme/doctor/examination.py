@@ -127,6 +127,8 @@ class Expected:
     """How many commits are kept."""
     memory: Mapping[str, int] = field(default_factory=dict)
     """Bytes of memory that the plan takes of nodes, by their names."""
+    shm_free: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that have to be free in /dev/shm of nodes, by their names, when the run starts."""
     output_dir: str = ""
     """Where runs are written; "" if it is not known."""
     model: str = ""
@@ -138,10 +140,9 @@ class Expected:
     grace_s: float = 0.0
     """Seconds that a run has to commit when it is stopped; 0 if nothing stops it by `ray job stop`."""
 
-    @property
-    def shm_bytes(self) -> int:
-        """Bytes that /dev/shm should have at least."""
-        return SHM_BYTES + VERSIONS * self.version_bytes
+    def shm_bytes(self, node: str) -> int:
+        """Returns how many bytes /dev/shm should have at least on a node."""
+        return SHM_BYTES + VERSIONS * self.version_bytes + self.shm_free.get(node, 0)
 
     @classmethod
     def of(cls, config: CommonConfig, plan: Plan) -> Expected:
@@ -153,6 +154,7 @@ class Expected:
             commit_bytes=COMMIT_BYTES * parameters + LOG_BYTES,
             kept=config.checkpoint.keep_last,
             memory={machine.node.name: sum(machine.host.values()) for machine in plan.machines},
+            shm_free={machine.node.name: machine.shm_free for machine in plan.machines},
             output_dir=absolute(config.run.directory),
             model=config.model.name,
             ports=config.cluster.port_range,

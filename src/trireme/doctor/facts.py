@@ -44,6 +44,7 @@ UNLIMITED = 2**40
 """Stands for a limit that there is not."""
 UNPACKED = "/runtime_resources/"
 """Part of the path of each directory where Ray unpacks code for its workers."""
+SHM = Path("/dev/shm")
 KERNEL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
@@ -81,6 +82,8 @@ class NodeFacts:
     """Cores, memory, /dev/shm and the GPUs that its driver shows."""
     available_bytes: int
     """Memory that is free, or can be freed at once."""
+    shm_free: int
+    """Free bytes in /dev/shm."""
     open_files: int
     """How many files a process of a run may open."""
     processes: int
@@ -121,6 +124,7 @@ def collect(asked: Questions) -> NodeFacts:
         versions=_versions(),
         machine=this_machine(),
         available_bytes=psutil.virtual_memory().available,
+        shm_free=shutil.disk_usage(SHM).free if SHM.is_dir() else 0,
         open_files=_limit(resource.RLIMIT_NOFILE),
         processes=min(_limit(resource.RLIMIT_NPROC), _left_in_group()),
         disk_free=_disk_free(Path(asked.output_dir)) if asked.output_dir else -1,

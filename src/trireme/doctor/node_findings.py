@@ -57,21 +57,26 @@ def _memory(node: Declared, facts: NodeFacts, expected: Expected) -> Iterator[Fi
 
 
 def _shm(node: Declared, facts: NodeFacts, expected: Expected) -> Iterator[Finding]:
-    has = facts.machine.shm_bytes
-    store = node.store_bytes
-    if has >= max(expected.shm_bytes, store):
+    has, needed, store = facts.machine.shm_bytes, expected.shm_bytes(node.name), node.store_bytes
+    free = expected.shm_free.get(node.name, 0)
+    no_start, small = facts.shm_free < free, has < needed
+    if has >= store and not no_start and not small:
         return
-    size = -(-max(expected.shm_bytes, store) // GIB)
-    small = has < expected.shm_bytes  # NCCL's and vLLM's processes crash there; on CPUs most runs work
-    need = f"{gib(expected.shm_bytes)} for two versions of the weights and the libraries"
+    size = -(-max(needed, store) // GIB)
+    if no_start:
+        need = f"{gib(free)}, without which vLLM starts no replica of several ranks"
+    elif small:
+        need = f"{gib(needed)} for two versions of the weights and the libraries"
+    else:
+        need = f"{gib(store)}, the size of its Ray's object store, which is a file on a disk otherwise"
+    grow = f"`mount -o remount,size={size}G /dev/shm` (Docker: --shm-size {size}g), and start its Ray again"
     yield Finding(
         node.name,
         "shm",
-        f"/dev/shm has {gib(has)}",
-        need if small else f"{gib(store)}, the size of its Ray's object store, which is a file on a disk otherwise",
-        f"on {node.name}: `mount -o remount,size={size}G /dev/shm` (Docker: --shm-size {size}g), and start its Ray "
-        "again",
-        fatal=small and expected.on_gpus,
+        f"/dev/shm has {gib(has)}" + (f", of which {gib(facts.shm_free)} are free" if no_start else ""),
+        need,
+        f"on {node.name}: `ls -lS /dev/shm` shows what fills it; {grow}" if no_start else f"on {node.name}: {grow}",
+        fatal=no_start or (small and expected.on_gpus),  # what is small makes NCCL crash; most runs on CPUs work
     )
 
 

@@ -19,7 +19,7 @@ from trireme.config.model_facts import ModelFacts
 from trireme.config.run import READ_BYTES_PER_S
 from trireme.config.schema import CommonConfig
 from trireme.core.refusals import Refusal
-from trireme.plan.needs import GPU_TOLERANCE, HOST_TOLERANCE, Need, NodeNeeds, distribute, gib
+from trireme.plan.needs import GPU_TOLERANCE, HOST_TOLERANCE, Need, NodeNeeds, check_shm, distribute, gib
 from trireme.plan.ways import ways_out
 from trireme.process.environ import Resources, cluster_address
 from trireme.process.worker_environment import travels_text
@@ -268,9 +268,10 @@ class Plan:
 
     def check_resources(self) -> None:
         """Raises BadInput when the run needs more GPUs than there are, has more processes than Ray can place on the
-        cores, or needs far more memory than there is; and when it has replicas and the installed build of vLLM is not
-        for its devices. Too few cores, and somewhat too little memory, are only warnings."""
+        cores, or needs far more memory, or more of /dev/shm, than there is; and when it has replicas and the installed
+        build of vLLM is not for its devices. Too few cores, and somewhat too little memory, are only warnings."""
         self._check_places()
+        check_shm(self.machines)
         if short := self.shortages(hopeless=True):
             ways = "; or ".join(ways_out(self)[:NAMED_WAYS])
             raise Refusal(
@@ -334,8 +335,7 @@ class Plan:
         found: dict[str, str] = {}
         for what, text in [*self._common_rows(), *(row for part in self.parts for row in part.rows(each))]:
             found[what] = f"{found[what]}; {text}" if what in found else text
-        rows = sorted(found.items(), key=lambda row: ORDER.index(row[0]))
-        return [*rows, *(("warning", text) for text in self.warnings)]
+        return [*sorted(found.items(), key=lambda row: ORDER.index(row[0])), *(("warning", w) for w in self.warnings)]
 
     def render(self, *, whole: bool) -> Table:
         """Returns the plan as a table for rich, `whole` or what matters most."""

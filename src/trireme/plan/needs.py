@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+from trireme.core.refusals import Refusal
 from trireme.plan.memory import GIB, GPU_ALLOWANCES
 from trireme.process.machine import Gpu, Node
 
@@ -46,6 +47,8 @@ class Need:
     """Its part of what others have in `shared`: parts of one name add up, and are in the whole where that is too."""
     gpu_share: float = 0.0
     """The share of all memory of each of its GPUs that must be free when it starts."""
+    shm_free: int = 0
+    """Bytes that must be free in its machine's /dev/shm when it starts."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,11 @@ class NodeNeeds:
         return found
 
     @property
+    def shm_free(self) -> int:
+        """Bytes that must be free in /dev/shm when its actors start."""
+        return max((need.shm_free for need in self.actors.values()), default=0)
+
+    @property
     def _beside(self) -> int:
         """Bytes that are probably taken of a replica's GPU before vLLM looks how much is free: by the context of its
         own process, and by the state of a shard on the same GPU, which starts at the same time."""
@@ -129,6 +137,17 @@ class NodeNeeds:
             has = f"where {gib(gpu.free_bytes)} are free" if gpu else "whose size no driver told"
             text += f", and {gib(used)} on the fullest GPU, {has}"
         return f"{text} ({', '.join(f'{what} {gib(n)}' for what, n in _largest(self.host))})"
+
+
+def check_shm(machines: Sequence[NodeNeeds]) -> None:
+    """Raises BadInput for a machine whose /dev/shm has no room for what must be free there."""
+    for machine in machines:
+        if machine.shm_free > machine.node.shm_bytes:
+            raise Refusal(
+                f"{machine.node.name}, which has {gib(machine.node.shm_bytes)} in /dev/shm",
+                f"{gib(machine.shm_free)} that are free there: without, vLLM starts no replica of several ranks",
+                "`mount -o remount,size=1G /dev/shm` there (Docker: --shm-size 1g), or --inference.tensor-parallel 1",
+            ).error()
 
 
 def _parts_text(parts: Mapping[str, int]) -> str:

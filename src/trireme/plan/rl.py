@@ -20,6 +20,9 @@ ENGINE_BYTES = 3 * GIB
 allowance: nothing was measured on a GPU."""
 RANK_GIB = 0.35
 """Measured memory of each of several ranks of a replica, with its part of shared pages, without weights and cache."""
+QUEUE_BYTES = 10 * (24 * 2**20 + 2)
+"""What vLLM asks to be free in /dev/shm for the answers of each of several ranks: ten chunks of 24 MiB. It touches few
+pages of them, so that ranks that have started leave as much free for the next ones."""
 SPARE_GIB = 0.6
 """Measured memory of a spare that it does not share with other processes."""
 
@@ -87,16 +90,17 @@ class InferencePart(Part):
         arriving = {} if self._transport == "object_store" else {ARRIVING: self.published_bytes}
         stored = {} if self._transport == "broadcast" else {VERSIONS: KEPT_VERSIONS * self.published_bytes}
         shared = {**stored, **spare}
+        queues = QUEUE_BYTES if self.ranks > 1 else 0
         if self.on_gpus:
             cuda = (1 + self.ranks) * int(HOST_OF_CUDA_GIB * GIB)  # the actor, and each process of its engine
             cache = self._gpu_cache(self.facts)
             gpu = {"a replica's weights": weights // self.ranks, "its workspaces": ENGINE_BYTES, "its KV cache": cache}
             share = self.config.inference.gpu_memory_utilization
-            each = Need({"processes": cuda, **arriving}, gpu, shared, gpu_share=share)
+            each = Need({"processes": cuda, **arriving}, gpu, shared, gpu_share=share, shm_free=queues)
             return [each] * self.config.inference.replicas
         base, cache = int(self._base_gib * GIB), int(self.config.inference.memory_gb * GIB)
         host = {"processes": base, "the replicas' weights": weights, "KV caches": cache, **arriving}
-        return [Need(host, {}, shared)] * self.config.inference.replicas
+        return [Need(host, {}, shared, shm_free=queues)] * self.config.inference.replicas
 
     def _gpu_cache(self, facts: ModelFacts) -> int:
         """Bytes of KV cache on each GPU of a replica: what `gpu_cache_gb` says, else what its share of the GPU leaves,

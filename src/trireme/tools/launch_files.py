@@ -100,7 +100,7 @@ def _fits(plan: Plan, gpus: int) -> bool:
 def _request(plan: Plan, gpus: int, cpus: int) -> NodeRequest:
     versions = max(machine.host.get(VERSIONS, 0) for machine in plan.machines)
     host = max(sum(machine.host.values()) for machine in plan.machines)
-    return NodeRequest(gpus, cpus, math.ceil(host / GIB) + 2, math.ceil(1.1 * versions / GIB) + 1)
+    return NodeRequest(gpus, cpus, math.ceil(host / GIB) + 2, max(math.ceil(1.1 * versions / GIB), 1) + 1)
 
 
 def launch_file(

@@ -4,6 +4,7 @@ from doctor_support import NAMES, healthy
 from plan_support import cluster, machines, plan
 
 from trireme.doctor.examination import LOG_BYTES, SHM_BYTES, Expected
+from trireme.plan.rl import QUEUE_BYTES
 
 
 def test_expectations_follow_from_the_plan() -> None:
@@ -12,10 +13,18 @@ def test_expectations_follow_from_the_plan() -> None:
     facts = given.facts
     assert facts is not None
     assert expected.commit_bytes == 16 * facts.num_parameters + LOG_BYTES
-    assert expected.shm_bytes == SHM_BYTES + 2 * 4 * facts.num_parameters
+    assert expected.shm_bytes("node 0") == SHM_BYTES + 2 * 4 * facts.num_parameters
     assert set(expected.memory) <= {node.name for node in given.resources.nodes}
     assert expected.kept == given.config.checkpoint.keep_last
     assert not expected.on_gpus
+
+
+def test_replicas_of_several_ranks_need_room_for_their_queues() -> None:
+    given = plan(shards=1, resources=cluster(machines(8)), inference={"tensor_parallel": 2})
+    expected = Expected.of(given.config, given)
+    assert expected.shm_free == {"node 0": QUEUE_BYTES}
+    assert expected.shm_bytes("node 0") == SHM_BYTES + 2 * expected.version_bytes + QUEUE_BYTES
+    assert expected.shm_bytes("a node without replicas") == SHM_BYTES + 2 * expected.version_bytes
 
 
 def test_the_nodes_of_an_examination_are_those_of_a_plan() -> None:

@@ -38,6 +38,7 @@ FAULTS = {
     "full disk": (changed(THIRD, disk_free=GIB), THIRD, "1.00 GiB are free where run.output_dir", True),
     "disk for few commits": (changed(THIRD, disk_free=9 * GIB), THIRD, "9.00 GiB are free where", False),
     "small /dev/shm": (changed(THIRD, machine=replace(MACHINE, shm_bytes=2**26)), THIRD, "/dev/shm has 0.06 GiB", True),
+    "full /dev/shm": (changed(THIRD, shm_free=GIB // 2), THIRD, "of which 0.50 GiB are free", True),
     "store on disk": (changed(THIRD, machine=replace(MACHINE, shm_bytes=4 * GIB)), THIRD, "/dev/shm has 4.0", False),
     "clock": (SLOW_CLOCK, THIRD, "its clock is 60.0 s behind", False),
     "unshared directory": (changed(THIRD, nonce_seen=""), THIRD, "does not see what the command wrote", False),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import inspect
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from vllm import envs
 from vllm.config import SchedulerConfig
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, ShmRingBuffer
 from vllm.engine import arg_utils
 from vllm.logprobs import (
     FlatLogprobs,
@@ -30,6 +33,7 @@ from trireme.config import Config
 from trireme.config.schema import SamplingConfig
 from trireme.core.errors import BadInput, RoomFailed
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, WeightIdentity
+from trireme.plan.rl import QUEUE_BYTES
 
 
 def config(deterministic: bool = False, **inference: Any) -> Config:
@@ -142,6 +146,14 @@ def test_ranks_are_processes_of_vllms_own_and_share_the_kv_cache_of_a_replica() 
         assert [args[key] for key in keys] == [ranks, executor, 2**29 // ranks]
     with pytest.raises(BadInput, match="tensor_parallel_size"):
         engine_args(config(engine_args={"tensor_parallel_size": 2}), on_cpu=True)
+
+
+def test_a_plan_knows_what_vllm_asks_to_be_free_for_the_answers_of_a_rank() -> None:
+    parameters = inspect.signature(MessageQueue.__init__).parameters
+    chunk, chunks = parameters["max_chunk_bytes"].default, parameters["max_chunks"].default
+    assert ShmRingBuffer(1, chunk, chunks).total_bytes_of_buffer == QUEUE_BYTES, "with one reader"
+    questions, group = chunks * envs.VLLM_MQ_MAX_CHUNK_BYTES_MB * 2**20, 6 * 2**22
+    assert max(questions, group) < QUEUE_BYTES, "the other queues are smaller"
 
 
 def test_every_sampling_parameter_of_the_configuration_reaches_the_engine() -> None:

@@ -84,6 +84,11 @@ class TestRequest:
         assert versions < request.store_bytes < request.shm_gib * 2**30 < 1.3 * versions
         assert request.memory_gib > request.shm_gib, VERSIONS
 
+    def test_where_weights_are_broadcast_the_object_store_has_room_for_the_rest(self) -> None:
+        config = load(["@", "configs/quickstart.toml", "--inference.transport", "broadcast"], {}).config
+        facts = ModelFacts.from_json(config.model.name, json.dumps(QWEN3_8B))
+        assert node_request(config, facts, RL_ROOMS, 2, None).store_bytes == 2**30
+
 
 def test_without_gpus_none_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     for kind in KINDS:

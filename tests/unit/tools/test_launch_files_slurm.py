@@ -22,7 +22,11 @@ STUBS = {
 shift
 case "$1" in
     ray) echo $$ >> services; exec sleep 1000 ;;
-    python) echo "joining $*" >> calls; exit "${JOINING:-0}" ;;
+    python)  # both nodes have started Ray when it ends, as the real one waits for them
+        for _ in {1..600}; do [ "$(wc -l < services)" -ge 2 ] && break; sleep 0.05; done
+        echo "joining $*" >> calls
+        if [ "${JOINING:-0}" = waits ]; then touch started; exec sleep 1000; fi
+        exit "${JOINING:-0}" ;;
     rl) echo "driver $*" >> calls
         trap 'echo "driver got TERM" >> calls; sleep 0.2; exit "$STOPPED"' TERM
         touch started
@@ -114,6 +118,14 @@ def test_without_a_commit_it_is_not_queued_again(job: dict[str, str]) -> None:
     code, calls = run(job, signal.SIGTERM, STOPPED="1")
     assert code == 1
     assert calls[-1] == "driver got TERM"
+
+
+@pytest.mark.parametrize(("number", "again"), [(signal.SIGTERM, True), (signal.SIGINT, False)])
+def test_while_it_waits_for_nodes_it_ends_at_once(job: dict[str, str], number: signal.Signals, again: bool) -> None:
+    code, calls = run(job, number, JOINING="waits")
+    assert code == 128 + signal.SIGTERM
+    assert not any(call.startswith("driver") for call in calls)
+    assert calls[-1].startswith("scontrol requeue 1234" if again else "joining")
 
 
 def test_a_missing_node_ends_it_before_the_driver_starts(job: dict[str, str]) -> None:
