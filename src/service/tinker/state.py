@@ -5,8 +5,8 @@ its number there, so a repeated post gets the same promise, and nothing is done 
 order of their numbers, however they arrive: one whose predecessor has not come waits. The trainer has places for so
 many models, of which those that have a request take turns (`service.tinker.shares`). Further models wait in the order
 in which they came, until the session of one that has a place ends: its client finishes it, or is silent for SESSION_S
-seconds. A model that waits and begins with a state of one that has a place is the same program, started again: then
-HEIR_S seconds of silence are enough.
+seconds. HEIR_S seconds are enough if the next one has the same owner, and either begins with a state of the model that
+has the place (it is the same program, started again), or that model has done nothing yet.
 
 All that changes is first told to `write`, as records (`service.tinker.records`), from which the same state can be made
 again (`service.tinker.replaying`). What is not written is when outcomes were given: that only lets them be forgotten.
@@ -48,8 +48,9 @@ TOGETHER_TOKENS = 2048
 SESSION_S = 120.0
 """Seconds of silence after which a session has ended. A client beats every 10 s."""
 HEIR_S = 45.0
-"""Seconds of silence after which a model ends whose owner continues it in another session. A client's beat is given up
-after 10 s, so between two that arrive are 30 s if one in between is lost; its questions for results count too."""
+"""Seconds of silence after which a model ends whose owner continues it in another session, or waits while it does
+nothing. A client's beat is given up after 10 s, so between two that arrive are 30 s if one in between is lost; its
+questions for results count too."""
 GAP_S = 300.0
 """Seconds for which requests of a model wait for one before them that has not come. The client posts for that long."""
 
@@ -115,11 +116,16 @@ class ProtocolState(PromiseBook):
 
     def _end_continued(self, now: float) -> None:
         for heir in list(self._line):
-            before = next((each for each in self.holders if heir.origin.startswith(f"tinker://{each.model_id}/")), None)
-            session = before and self.sessions[before.session_id]
-            owner = self.sessions[heir.session_id].owner
-            if before and session and session.owner == owner and now - session.beat_s > HEIR_S:
-                self._end(before, f"its client was silent for {HEIR_S:g} s, and {heir.model_id} continues it")
+            for model in self.holders:
+                session, idle = self.sessions[model.session_id], model.next_seq == 1 and not model.waiting
+                own = session.owner == self.sessions[heir.session_id].owner
+                continued = heir.origin.startswith(f"tinker://{model.model_id}/")
+                if own and (idle or continued) and now - session.beat_s > HEIR_S:
+                    does = "continues it" if continued else "waits, while it has done nothing"
+                    self._end(model, f"its client was silent for {HEIR_S:g} s, and {heir.model_id} {does}")
+                    self._line.remove(heir)
+                    self.holders.append(heir)  # a program that is started again keeps its place
+                    break
 
     def _end_stuck(self, now: float) -> None:
         for model in [each for each in self.holders if each.waiting and not each.ready]:

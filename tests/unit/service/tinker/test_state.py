@@ -117,7 +117,7 @@ def test_a_silent_client_gives_its_place_to_itself_started_again(path: str, owne
     state.create_model("s", 0, None)
     state.create_model("t", 0, path)
     run_all(state)
-    last = state.train("s:train:0", 1, None)
+    last = state.train("s:train:0", 1, None)  # after which it has done something, so that only its heir takes its place
     state.heard(last, 10.0)
     assert run_all(state) == ["s:train:0/1"]
     state.beat("t", SESSION_S)
@@ -128,6 +128,31 @@ def test_a_silent_client_gives_its_place_to_itself_started_again(path: str, owne
     refused = state.train("s:train:0", 2, None).outcome
     assert ("t:train:0 continues it" in getattr(refused, "error", "")) == gives_up
     state.beat("s", 60.0)  # its session is there: it may have another model, and samplers
+
+
+def test_a_silent_client_whose_model_has_done_nothing_gives_its_place_to_the_same_owner() -> None:
+    """It was started again after it had failed at its beginning. It keeps its place, and takes no second one."""
+    state = ProtocolState(places=2)
+    for session, owner in (("s", "alice"), ("t", "alice"), ("u", "bob"), ("v", "alice")):
+        state.begin_session(session, 0.0, owner)
+        state.create_model(session, 0, None)
+    run_all(state)
+    for session in "uv":
+        state.beat(session, HEIR_S)
+    for late_s in (0, 1, 2):
+        state.expire(HEIR_S + late_s)
+        assert run_all(state) == (["v:train:0/0"] if late_s == 1 else [])
+    assert "v:train:0 waits, while it has done nothing" in state.models["s:train:0"].ended
+    state.train("v:train:0", 1, None)
+    assert run_all(state) == ["v:train:0/1"]
+    state.begin_session("w", 2 * HEIR_S, "alice")
+    state.create_model("w", 0, None)
+    state.beat("t", HEIR_S + 3)
+    state.beat("u", 2 * HEIR_S)
+    state.expire(2 * HEIR_S + 2)
+    assert run_all(state) == [], "one has done something, the other one's client is there"
+    state.finish("t", 2 * HEIR_S + 2)
+    assert run_all(state) == ["u:train:0/0"]
 
 
 def test_what_is_asked_of_a_sampler_is_no_sign_of_its_models_client() -> None:
