@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
-from run_support import TINY, assert_bound_and_conservation, run_rl
+import pytest
+from resume_support import comparable, contents, rows_of
+from run_support import ROOT, TINY, Ended, assert_bound_and_conservation, run_rl
+
+SUPPORT = [ROOT / "examples" / "agents", ROOT / "tests" / "unit" / "support"]
+GAMES = [
+    *("--deterministic", "--orchestrator.max-steps-off-policy", "0", "--max-steps", "3", "--renderer.name"),
+    *("guessing:Bare", "--orchestrator.batch-size", "4", "--orchestrator.group-size", "4"),
+]
 
 
 def test_an_agent_is_trained(tmp_path: Path) -> None:
@@ -24,3 +33,30 @@ def test_an_agent_is_trained(tmp_path: Path) -> None:
         assert row["env/all/session/undelivered"] == row["env/all/session/retries"] == 0
         assert 0 < row["env/all/letters"] <= 18
     ended.assert_nothing_left()
+
+
+def games(tmp_path: Path, env: str) -> Ended:
+    environ = {"PYTHONPATH": os.pathsep.join([*map(str, SUPPORT), os.environ.get("PYTHONPATH", "")])}
+    named = ["--env", f'[{{name = "game", {env}}}]']
+    ended = run_rl(tmp_path, *GAMES, *named, environ=environ, config=ROOT / "configs" / "guess.toml")
+    assert ended.code == 0, ended.out
+    return ended
+
+
+def outcome(ended: Ended) -> list[Any]:
+    """What was sampled, rewarded and trained; but for the counts that only sessions have."""
+    rows = comparable(rows_of(ended.root / "metrics.jsonl"))
+    shared = [{name: value for name, value in row.items() if "/session/" not in name} for row in rows]
+    commits = sorted((ended.root / "checkpoints").iterdir())
+    return [shared, comparable(rows_of(ended.root / "trained.jsonl")), [contents(commit) for commit in commits]]
+
+
+@pytest.mark.long
+def test_in_deterministic_mode_an_agent_gives_the_run_of_the_environment_bit_for_bit(tmp_path: Path) -> None:
+    """With real engines and shards. So tokens, log-probabilities and rewards are the same too: the weights are."""
+    built_in = games(tmp_path / "built_in", 'id = "guess", args = {max_turns = 4, batch_size = 4}')
+    agent = games(tmp_path / "agent", 'id = "agent:guessing_agent:play", args = {batch_size = 4}')
+    for given, wanted in zip(outcome(agent), outcome(built_in), strict=True):
+        assert given == wanted
+    assert sum(row["env/game/session/turns"] for row in agent.rows) > 3, "it played, in sessions"
+    assert any(0 < row["reward/total"] < 1 for row in agent.rows)
