@@ -78,6 +78,7 @@ def config_of(model: Path, shape: Shape, groups: int, steps: int, max_steps_off_
             "max_steps_off_policy": max_steps_off_policy,
             "max_concurrent": (max_steps_off_policy + 1) * groups * GROUP_SIZE,
         },
+        "trainer": {"num_minibatches": 1},
         "inference": {"sampling": {"max_tokens": ANSWER}},
         "rollouts": {"every": 0},
         "cluster": {"device": "cpu"},

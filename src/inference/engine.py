@@ -5,7 +5,9 @@ vLLM is imported inside the functions: importing this module must stay cheap for
 
 from __future__ import annotations
 
+import hashlib
 import os
+import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, cast
 
@@ -70,27 +72,36 @@ def start_engine(config: Config, who: str) -> AsyncLLM:
 
     from inference.engine_stats import EngineStats
 
-    arguments = AsyncEngineArgs(**engine_args(config, on_cpu))
+    arguments = AsyncEngineArgs(**engine_args(config, on_cpu, start=f"{who}/{time.time_ns()}"))
     # For a server vLLM chooses max_num_seqs and max_num_batched_tokens by the GPU (`EngineArgs.get_batch_defaults`);
     # for the engine alone it takes the same few on all of them.
     as_server = UsageContext.OPENAI_API_SERVER
     engine = arguments.create_engine_config(as_server)
-    gather_outputs(engine.scheduler_config)
+    coalesce_outputs(engine.scheduler_config)
     return AsyncLLM.from_vllm_config(
         engine, usage_context=as_server, stat_loggers=[EngineStats], disable_log_stats=arguments.disable_log_stats
     )
 
 
-def gather_outputs(config: SchedulerConfig) -> None:
-    """Has the engine send few messages (`inference.gathering`), unless `inference.engine_args` names a scheduler."""
+def coalesce_outputs(config: SchedulerConfig) -> None:
+    """Has the engine send few messages (`inference.coalescing`), unless `inference.engine_args` names a scheduler."""
     if config.scheduler_cls is None:
-        name = "GatheringAsyncScheduler" if config.async_scheduling else "GatheringScheduler"
-        config.scheduler_cls = f"inference.gathering.{name}"
+        name = "CoalescingAsyncScheduler" if config.async_scheduling else "CoalescingScheduler"
+        config.scheduler_cls = f"inference.coalescing.{name}"
 
 
-def engine_args(config: Config, on_cpu: bool) -> dict[str, Any]:
-    """Returns the arguments of vLLM's AsyncEngineArgs. Raises BadInput for `inference.engine_args` that are decided
-    here."""
+def engine_seed(config: Config, start: str) -> int:
+    """Returns the seed of an engine, from which requests without one are sampled: the run's in deterministic mode, else
+    one for each `start`. With the same one, two replicas would draw the same numbers for their requests, and an engine
+    that starts again those which the lost one has drawn."""
+    if config.deterministic:
+        return config.seed
+    return int.from_bytes(hashlib.blake2b(f"{config.seed}/{start}".encode(), digest_size=4).digest())  # as numpy takes
+
+
+def engine_args(config: Config, on_cpu: bool, start: str = "") -> dict[str, Any]:
+    """Returns the arguments of vLLM's AsyncEngineArgs. `start` names one start of an engine. Raises BadInput for
+    `inference.engine_args` that are decided here."""
     lora, ranks = config.trainer.lora, config.inference.tensor_parallel
     args: dict[str, Any] = {
         "model": place_of(config.model.name),
@@ -107,7 +118,7 @@ def engine_args(config: Config, on_cpu: bool) -> dict[str, Any]:
         "distributed_executor_backend": "uni" if ranks == 1 else "mp",
         "enable_log_requests": False,
         "disable_log_stats": True,
-        "seed": config.seed,
+        "seed": engine_seed(config, start),
     }
     if lora.on:  # adapters on the layers that `inference.adapter` does not merge
         layers = [name for name in lora.target_modules if name not in UNEMBED]

@@ -5,7 +5,8 @@
     reward          turns, branch by branch --> Trajectory: a segment for each branch, each sampled token once
 
 An agent may ask for several answers at once; they are sampled one after the other, as the places of a run are those of
-rollouts. Seeds follow from the order of the requests, so that a linear agent is sampled as an `Env` would be.
+rollouts. Seeds follow from the order of the requests, if they have any, so that a linear agent is sampled as an `Env`
+would be.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class SessionTurns:
         key: RolloutKey,
         limits: RolloutLimits,
         sampling: SamplingConfig,
-        run_seed: int,
+        run_seed: int | None,
         progress: RolloutProgress,
     ) -> None:
         self._sample, self._key, self._limits = sample, key, limits
@@ -120,7 +121,7 @@ async def play_session(
     key: RolloutKey,
     limits: RolloutLimits,
     sampling: SamplingConfig,
-    run_seed: int,
+    run_seed: int | None,
     progress: RolloutProgress | None = None,
 ) -> Trajectory:
     """Lets an agent play one episode to its end, and closes its session, however it ended. Raises RolloutError, what

@@ -76,6 +76,12 @@ class GroupRunner:
         return self.config.eval_sampling if self.evaluates else self.config.inference.sampling
 
     @property
+    def _seed(self) -> int | None:
+        """The seed from which those of its requests follow. None: they have none, with which vLLM draws for all
+        sequences of a step at once, and not for one after the other."""
+        return self.config.seed if self.evaluates or self.config.deterministic else None
+
+    @property
     def _needed(self) -> int:
         """Rollouts that must succeed; in training two, as one alone in its group has advantage 0."""
         share = self.config.orchestrator.min_viable_group
@@ -206,8 +212,8 @@ class GroupRunner:
             return sampled
 
         if isinstance(env, AgentEnv):
-            return await play_session(env, sample, key, self.limits, self.sampling, self.config.seed, progress)
-        return await run_rollout(env, sample, key, self.limits, self.sampling, self.config.seed, progress)
+            return await play_session(env, sample, key, self.limits, self.sampling, self._seed, progress)
+        return await run_rollout(env, sample, key, self.limits, self.sampling, self._seed, progress)
 
     async def _answer(self, request: SampleRequest, key: RolloutKey) -> SampledSequence:
         limit_s = self.config.inference.answer_s

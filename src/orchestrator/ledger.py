@@ -215,6 +215,13 @@ class Ledger:
         self.consumed.setdefault(step, []).extend(groups)
         return groups, self._cut() if count == lacking else []
 
+    def takeable(self, most: int) -> int:
+        """Returns how many groups to take now, at most `most`: as many as have finished, and if those are fewer than
+        `most`, only as many as leave room in the batch for the running groups of older weights."""
+        count = len(self._takeable(most))
+        older = sum(not group.finished and group.floor < self.floor for group in self.active.values())
+        return count if count == most else max(min(count, self.batch_size - self.assembled - older), 0)
+
     def _takeable(self, count: int) -> list[Group]:
         """Returns at most `count` finished groups in order of dispatch, up to the first protected running one."""
         groups: list[Group] = []

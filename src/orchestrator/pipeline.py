@@ -166,26 +166,24 @@ class Pipeline:
         return await self._background.spawn(self.evaluator.evaluate(identity.version), "evaluation")
 
     async def next_minibatch(self, step: int, substep: int) -> Minibatch:
-        """Returns the next minibatch of a substep, as soon as its groups are finished.
-
+        """Returns the next minibatch of a substep, as soon as its groups are finished, or the least that it may have.
         Raises RoomFailed after `timeouts.batch_s`, saying what is missing, and the error of any loop.
         """
         fault_point("orchestrator.minibatch")
-        count = self._config.groups_per_minibatch
-        per_substep = self._options.batch_size // self._config.trainer.num_substeps
-        done = self._ledger.assembled
+        per_substep, done = self._config.groups_per_substep, self._ledger.assembled
+        least, most = (min(n, per_substep - done % per_substep) for n in self._config.groups_per_minibatch)
         if (step, substep) != (self._ledger.batch, done // per_substep):
             raise ValueError(
                 f"asked for step {step}, substep {substep}; next is {self._ledger.batch}, {done // per_substep}"
             )
         try:
             async with asyncio.timeout(self._config.batch_deadline_s):
-                with trace.span("wait", "minibatches", step=step, groups=count):
-                    groups, evicted = await self._take(step, count)
+                with trace.span("wait", "minibatches", step=step, groups=least):
+                    groups, evicted = await self._take(step, least, most)
         except TimeoutError:
             lacks = missing(self._ledger, self._requests.in_training, self._sampler)
             raise RoomFailed(
-                f"waited {self._config.batch_deadline_s:g} s (timeouts.batch_s) for {count} finished groups of batch "
+                f"waited {self._config.batch_deadline_s:g} s (timeouts.batch_s) for {least} finished groups of batch "
                 f"{step}; {lacks}; first failed rollout: {self._run_limits.first_failure}"
             ) from None
         scored_P = [self._finished.pop(group.index) for group in groups]
@@ -193,7 +191,7 @@ class Pipeline:
             self._cut_wait.note_cut()
         self._evict(evicted)
         self._meter.trained += scored_P
-        last = (done + count) % per_substep == 0
+        last = (done + len(groups)) % per_substep == 0
         normalization = self._config.normalization
         return await self._build_on(partial(build_minibatch, step, scored_P, self._options, normalization, last))
 
@@ -295,13 +293,16 @@ class Pipeline:
 
     # ---- taking
 
-    async def _take(self, step: int, count: int) -> tuple[list[Group], list[Group]]:
+    async def _take(self, step: int, least: int, most: int) -> tuple[list[Group], list[Group]]:
+        """Waits for `least` groups; returns as many as there are, at most `most`, and those that were evicted."""
         waited = False
         # A complete batch that waits must not miss the deadline.
         latest = asyncio.get_running_loop().time() + self._config.batch_deadline_s / 2
         while True:
             self._background.raise_error()
-            enough = len(self._finished) >= count  # cheaper than to ask the ledger, which looks at all groups
+            # first the cheap question: the ledger looks at all groups
+            count = self._ledger.takeable(most) if len(self._finished) >= least else 0
+            enough = count >= least
             until = self._cut_wait.until(count, waited, latest) if enough else None
             if enough and until is None and (taken := self._ledger.take(step, count)):
                 return taken

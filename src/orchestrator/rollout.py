@@ -142,8 +142,11 @@ class RolloutKey:
     def __str__(self) -> str:
         return f"environment {self.env}, problem {self.problem}"
 
-    def seed(self, run_seed: int, turn: int) -> int:
-        """Returns the seed of one request, 0 <= seed < 2^63: the same in every process, different for every request."""
+    def seed(self, run_seed: int | None, turn: int) -> int | None:
+        """Returns the seed of one request, 0 <= seed < 2^63: the same in every process, different for every request.
+        None without a seed of the run: then the engine draws from the numbers of its own (`inference.engine`)."""
+        if run_seed is None:
+            return None
         place = f"{run_seed}/{self.problem}/{self.sample}/{turn}/{self.attempt}"
         return int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest()) >> 1
 
@@ -154,7 +157,7 @@ async def run_rollout(
     key: RolloutKey,
     limits: RolloutLimits,
     sampling: SamplingConfig,
-    run_seed: int,
+    run_seed: int | None,
     progress: RolloutProgress | None = None,
 ) -> Trajectory:
     """Plays one episode to its end, from where `progress` says that it was. Raises RolloutError, and what the

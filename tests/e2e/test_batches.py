@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
-from orchestrator_support import SeededSampler
+from orchestrator_support import NamedSampler
 from trainer_support import VOCAB, make_batch, make_config, make_model
 
 from orchestrator.handle import OrchestratorHandle
@@ -44,6 +44,7 @@ def rooms(tmp_path_factory: pytest.TempPathFactory, ray_cluster: str) -> Iterato
     config = make_config(
         model,
         trainer__shards=SHARDS,
+        trainer__num_minibatches=1,
         trainer__micro_batch_tokens=8,
         orchestrator__batch_size=6,
         orchestrator__group_size=4,
@@ -56,7 +57,7 @@ def rooms(tmp_path_factory: pytest.TempPathFactory, ray_cluster: str) -> Iterato
     importable = {"env_vars": {"PYTHONPATH": os.pathsep.join(paths)}}
     trainer = TrainerHandle.start(config, [{"num_cpus": 1}] * SHARDS, None)
     orchestrator = OrchestratorHandle.start(
-        config, SeededSampler, {"num_cpus": 0, "runtime_env": importable}, None, assign=assign
+        config, NamedSampler, {"num_cpus": 0, "runtime_env": importable}, None, assign=assign
     )
     started = [room.ready_refs() for room in (trainer, orchestrator)]
     refs, names = ([item for room in started for item in room[part]] for part in (0, 1))

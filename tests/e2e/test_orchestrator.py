@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from orchestrator_support import SeededSampler
+from orchestrator_support import NamedSampler
 from tokenizers import Tokenizer, models
 
 from orchestrator.handle import OrchestratorHandle
@@ -52,7 +52,7 @@ def start(
         }
     )
     importable = {"env_vars": {"PYTHONPATH": str(Path(__file__).parent), "TRIREME_FAULTS": faults}}
-    return OrchestratorHandle.start(cfg, SeededSampler, {"num_cpus": 0, "runtime_env": importable}, log_dir)
+    return OrchestratorHandle.start(cfg, NamedSampler, {"num_cpus": 0, "runtime_env": importable}, log_dir)
 
 
 def wait_ready(handle: OrchestratorHandle) -> None:

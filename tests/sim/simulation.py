@@ -32,7 +32,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import NormalDist
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import numpy as np
@@ -86,7 +86,7 @@ class Scenario:
     group_size: int = 4
     steps: int = 12
     substeps: int = 1
-    minibatches: int = 1
+    minibatches: int | Literal["auto"] = 1
     replicas: int = 4
     slots: int = 16
     median: int = 20
@@ -725,7 +725,6 @@ async def train(pipeline: Pipeline, outcome: Outcome, commits: list[Commit]) -> 
         outcome.seconds = -loop.time()
         commits.append(Commit(0, pipeline.snapshot(), identities))
     versions = PublishedVersions(scenario.max_steps_off_policy, identities)
-    part_s = scenario.train_s / (scenario.substeps * scenario.minibatches)
     for step in range(start, scenario.steps):
         outcome.minibatches.append([])
         for substep in range(scenario.substeps):
@@ -734,7 +733,7 @@ async def train(pipeline: Pipeline, outcome: Outcome, commits: list[Commit]) -> 
                 minibatch = await pipeline.next_minibatch(step, substep)
                 versions.check(minibatch.provenance)
                 note(outcome, minibatch)
-                await asyncio.sleep(part_s)
+                await asyncio.sleep(scenario.train_s * minibatch.num_groups / scenario.batch_size)
                 last = minibatch.last
         weights = await outcome.trainer.publish(step + 1, pipeline, outcome)
         versions.add(weights.identity)

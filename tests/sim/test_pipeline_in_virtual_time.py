@@ -40,7 +40,10 @@ def check(outcome: Outcome) -> Outcome:
 def check_batch(outcome: Outcome, step: int) -> None:
     """A batch has its size, each rollout once, no group beyond the bound, and tokens of the versions that it says."""
     scenario, minibatches = outcome.scenario, outcome.minibatches[step]
-    assert len(minibatches) == scenario.substeps * scenario.minibatches
+    if scenario.minibatches == "auto":
+        assert sum(minibatch.last for minibatch in minibatches) == scenario.substeps
+    else:
+        assert len(minibatches) == scenario.substeps * scenario.minibatches
     rollouts = []
     for minibatch in minibatches:
         batch, floors_D = minibatch.batch, minibatch.provenance.floors
@@ -90,6 +93,7 @@ TROUBLES: dict[str, dict[str, Any]] = {
     "a trainer that waits for nobody": {"train_s": 0.0, "publish_s": 0.0},
     "a slow trainer": {"train_s": 200.0},
     "streaming, two substeps": {"substeps": 2, "minibatches": 2},
+    "streaming what has finished": {"minibatches": "auto"},
     "few at once": {"max_concurrent": 10},
     "as many at once as the replicas can take": {"max_concurrent": "auto", "slots": 4},
     "failures and groups of equal rewards": {"failing": 5, "constant": 3},

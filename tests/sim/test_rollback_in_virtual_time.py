@@ -59,7 +59,7 @@ def test_no_rule_is_broken_when_the_trainer_dies(policy: str, max_steps_off_poli
             "says_state": st.booleans(),
             "tool_s": st.sampled_from([0.0, 4.0, 60.0]),
             "update_s": st.sampled_from([0.5, 12.0]),
-            "minibatches": st.sampled_from([1, 2]),
+            "minibatches": st.sampled_from([1, 2, "auto"]),
             "max_concurrent": st.sampled_from([10, 1_000_000]),
             "constant": st.sampled_from([0, 3]),
             "failing": st.sampled_from([0, 5]),

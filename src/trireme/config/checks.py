@@ -44,14 +44,15 @@ def check(config: CommonConfig, facts: ModelFacts | None) -> list[str]:
 def _batch(config: Config) -> Iterator[Refusal]:
     size = config.orchestrator.batch_size
     substeps, minibatches = config.trainer.num_substeps, config.trainer.num_minibatches
-    parts = substeps * minibatches
+    parts = substeps * (1 if minibatches == "auto" else minibatches)
     if size % parts == 0:
         return
     sizes = [n for n in (size // parts * parts, (size // parts + 1) * parts) if n]
+    product = "num_substeps" if minibatches == "auto" else "num_substeps * num_minibatches"
     yield Refusal(
         f"orchestrator.batch_size = {size} with trainer.num_substeps = {substeps} and "
         f"trainer.num_minibatches = {minibatches}",
-        f"a batch_size divisible by num_substeps * num_minibatches = {parts}",
+        f"a batch_size divisible by {product} = {parts}",
         f"set --orchestrator.batch-size to {' or '.join(map(str, sizes))}, or change the number of parts",
     )
 

@@ -35,7 +35,7 @@ class SamplingConfig(Section):
     stop: list[Annotated[str, Field(min_length=1)]] = Field([])
     """Strings that end an answer wherever they come to stand in it, beside what the environment says."""
 
-    def params(self, seed: int, stop: tuple[int | str, ...], room: int) -> SamplingParams:
+    def params(self, seed: int | None, stop: tuple[int | str, ...], room: int) -> SamplingParams:
         """Returns the parameters of one request, whose answer has room for `room` tokens and ends at any of `stop`."""
         own = {"max_tokens": min(self.max_tokens, room), "stop": stop}
         return SamplingParams(**(vars(self) | own), seed=seed)  # model_dump takes ten times as long

@@ -7,6 +7,7 @@ follows from others is a property.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from math import ceil
 from pathlib import Path
 from typing import Annotated, ClassVar, Self
 
@@ -46,6 +47,9 @@ from trireme.core.normalization import Normalization
 from trireme.core.tokenizer import looks_like_path
 from trireme.core.types import AdamParams
 
+MOST_MINIBATCHES, ROLLOUTS_OF_A_SHARD = 4, 8
+"""`trainer.num_minibatches = auto`: the most parts of a substep, and the least that a part has for each shard."""
+
 
 class CommonConfig(Section, ABC):
     """The keys of any kind of run: all that the trainer, commits and the run directory read."""
@@ -56,7 +60,7 @@ class CommonConfig(Section, ABC):
     max_steps: NonNegativeInt = 100
     """Training steps, counted from the first start of the run."""
     seed: int = 0
-    """Seed of data order, sampling and initialisation."""
+    """Seed of data order, initialisation and evaluations, and in deterministic mode of all sampling."""
     deterministic: bool = False
     """Repeat a run bit for bit on CPUs; slower."""
     clean: bool = False
@@ -245,9 +249,19 @@ class Config(CommonConfig):
         return self.inference.transport
 
     @property
-    def groups_per_minibatch(self) -> int:
-        """Number of groups in a part of a substep."""
-        return self.orchestrator.batch_size // (self.trainer.num_substeps * self.trainer.num_minibatches)
+    def groups_per_substep(self) -> int:
+        return self.orchestrator.batch_size // self.trainer.num_substeps
+
+    @property
+    def groups_per_minibatch(self) -> tuple[int, int]:
+        """The least and the most groups in a part of a substep; the last part may have fewer."""
+        whole, parts = self.groups_per_substep, self.trainer.num_minibatches
+        if parts != "auto":
+            return whole // parts, whole // parts
+        if self.deterministic:  # which groups have finished depends on speed
+            return whole, whole
+        for_all_shards = ceil(ROLLOUTS_OF_A_SHARD * self.trainer.processes / self.smallest_group)
+        return min(max(ceil(whole / MOST_MINIBATCHES), for_all_shards), whole), whole
 
     @property
     def groups_in_flight(self) -> int:
@@ -274,6 +288,11 @@ class Config(CommonConfig):
     def largest_group(self) -> int:
         """The most rollouts per problem in any environment."""
         return max(map(self.group_size, self.env))
+
+    @property
+    def smallest_group(self) -> int:
+        """The fewest rollouts per problem in any environment."""
+        return min(map(self.group_size, self.env))
 
     @property
     def eval_envs(self) -> tuple[EnvConfig, ...]:

@@ -168,5 +168,7 @@ class TrainerConfig(CommonTrainer):
     kl: KlConfig = KlConfig()
     num_substeps: PositiveInt = 1
     """Optimiser updates per step; groups are split evenly over them."""
-    num_minibatches: PositiveInt = 1
-    """Parts of a substep that are trained on as soon as their groups have finished (streaming)."""
+    num_minibatches: PositiveInt | Literal["auto"] = "auto"
+    """Parts of a substep that are trained on as soon as their groups have finished (streaming). auto = whenever the
+    trainer is free, all groups that have finished by then: at least a quarter of the substep, and at least 8 rollouts
+    for each shard. In deterministic mode auto = 1."""

@@ -73,13 +73,31 @@ def test_what_is_right_passes() -> None:
         (16, {"num_substeps": 3}, "15 or 18"),
         (16, {"num_substeps": 2, "num_minibatches": 3}, "12 or 18"),
         (16, {"num_minibatches": 5}, "15 or 20"),
-        (2, {"num_substeps": 4}, "to 4,"),
+        (2, {"num_substeps": 4}, "divisible by num_substeps = 4"),
     ],
 )
 def test_batch_size_must_divide(size: int, trainer: dict, nearest: str) -> None:
     text = refusal(config(orchestrator={"batch_size": size}, trainer=trainer))
     assert f"orchestrator.batch_size = {size}" in text
     assert nearest in text
+
+
+@pytest.mark.parametrize(
+    ("options", "least", "most"),
+    [
+        ({}, 16, 64),
+        ({"num_substeps": 2}, 8, 32),
+        ({"num_minibatches": 2}, 32, 32),
+        ({"shards": 32}, 32, 64),  # 8 rollouts for each
+        ({"shards": 100}, 64, 64),
+        ({"num_substeps": 64}, 1, 1),
+    ],
+)
+def test_the_size_of_a_minibatch(options: dict, least: int, most: int) -> None:
+    given = config(orchestrator={"batch_size": 64, "group_size": 8}, trainer=options)
+    assert given.groups_per_minibatch == (least, most)
+    repeatable = given.model_copy(update={"deterministic": True})
+    assert repeatable.groups_per_minibatch == ((most, most) if "num_minibatches" not in options else (32, 32))
 
 
 def test_batch_size_that_divides() -> None:

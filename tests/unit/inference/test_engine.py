@@ -55,6 +55,17 @@ def test_the_prefix_cache_is_off_in_deterministic_mode_and_stays_off() -> None:
         engine_args(config(deterministic=True, engine_args={"enable_prefix_caching": True}), on_cpu=True)
 
 
+def test_each_start_of_an_engine_draws_numbers_of_its_own_but_in_deterministic_mode() -> None:
+    starts = ["inference replica 0/1", "inference replica 0/2", "inference replica 1/1"]
+    seeds = [engine_args(config(), on_cpu=True, start=start)["seed"] for start in starts]
+    assert len(set(seeds)) == 3
+    assert all(0 <= seed < 2**32 for seed in seeds), "as numpy takes them"
+    other = config().model_copy(update={"seed": 1})
+    assert engine_args(other, on_cpu=True, start=starts[0])["seed"] != seeds[0]
+    repeated = config(deterministic=True).model_copy(update={"seed": 7})
+    assert [engine_args(repeated, on_cpu=True, start=start)["seed"] for start in starts] == [7, 7, 7]
+
+
 def test_a_kv_cache_on_a_gpu_is_measured_unless_it_is_given() -> None:
     measured, given = (engine_args(config(gpu_cache_gb=cache), on_cpu=False) for cache in (None, 1.5))
     assert "kv_cache_memory_bytes" not in measured

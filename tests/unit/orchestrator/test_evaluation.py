@@ -233,11 +233,17 @@ def test_training_is_what_it_is_without() -> None:
     assert training(asyncio.run(whole_run(EvalRun(with_evaluation(config, 1, samples=2))))) == training(plain)
 
 
-def test_seeds_are_those_of_no_other_rollout() -> None:
-    run = EvalRun(with_evaluation(small_config(2, 6), 1, samples=3))
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_seeds_are_those_of_no_other_rollout(deterministic: bool) -> None:
+    config = small_config(2, 6, deterministic=deterministic, max_steps_off_policy=0)
+    run = EvalRun(with_evaluation(config, 1, samples=3))
     asyncio.run(whole_run(run))
-    assert len({r.params.seed for r in run.sampler.requests}) == len(run.sampler.requests)
-    assert len({r.request_id for r in run.sampler.requests}) == len(run.sampler.requests)
+    requests = run.sampler.requests
+    assert len({r.request_id for r in requests}) == len(requests)
+    seeded = [r for r in requests if deterministic or r.request_id.startswith("eval/")]
+    assert None not in {r.params.seed for r in seeded}
+    assert len({r.params.seed for r in seeded}) == len(seeded)
+    assert {r.params.seed for r in requests if r not in seeded} <= {None}
 
 
 def test_it_samples_with_its_own_options() -> None:

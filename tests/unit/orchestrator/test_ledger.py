@@ -619,6 +619,29 @@ def test_a_streamed_batch_is_cut_once() -> None:
     assert ledger.batch == 1
 
 
+def test_a_part_of_a_batch_leaves_room_for_groups_of_older_weights() -> None:
+    ledger = make("requeue", batch_size=4, max_steps_off_policy=1)
+    old = fill(ledger)
+    for group in old[:3]:
+        ledger.finish(group)
+    assert [ledger.takeable(most) for most in (2, 4)] == [2, 3], "all are of the same weights"
+    ledger.finish(old[3])
+    assert took(ledger.take(0, 4)) == ([0, 1, 2, 3], [])
+    ledger.release(0)
+    ledger.acknowledge({0: 1})
+    young = fill(ledger)
+    for group in young[:2]:
+        ledger.finish(group)
+    assert ledger.takeable(4) == 0, "there are four old ones, and the batch has four places"
+    assert ledger.takeable(2) == 2, "a part of that size is there"
+    ledger.finish(old[4])
+    assert ledger.takeable(4) == 1
+    assert took(ledger.take(1, 1)) == ([4], [])
+    assert ledger.takeable(3) == 0
+    ledger.finish(old[5])
+    assert ledger.takeable(3) == 3, "the batch is complete: `late` tells for whom it may wait"
+
+
 def test_a_group_beyond_the_bound_is_refused_even_if_the_rules_were_broken() -> None:
     ledger = make(batch_size=1, max_steps_off_policy=1)
     group = fill(ledger)[0]

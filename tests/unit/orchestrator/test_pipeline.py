@@ -91,6 +91,50 @@ def test_a_streamed_minibatch_does_not_wait_for_the_batch() -> None:
     asyncio.run(scenario())
 
 
+def test_a_trainer_that_is_free_gets_all_groups_that_have_finished() -> None:
+    """Of 16 groups of 2 rollouts a part has at least 4, so that a shard has 8 rollouts."""
+
+    async def scenario() -> None:
+        run = Run(small_config(16, minibatches="auto", max_steps_off_policy=0))
+        held = [run.sampler.hold(problem) for problem in range(13)]
+        async with run:
+            first = asyncio.create_task(run.pipeline.next_minibatch(0, 0))
+            await quiesce()
+            assert not first.done(), "three have finished"
+            held[12].set()
+            assert problems_of([await first]) == [n for n in range(12, 16) for _ in range(2)]
+            for straggler in held[1:12]:
+                straggler.set()
+            await quiesce()
+            second = await run.pipeline.next_minibatch(0, 0)
+            assert problems_of([second]) == [n for n in range(1, 12) for _ in range(2)]
+            last = asyncio.create_task(run.pipeline.next_minibatch(0, 0))
+            await quiesce()
+            assert not last.done()
+            held[0].set()
+            assert problems_of([await last]) == [0, 0], "the last part is what lacks"
+            assert [each.last for each in (await first, second, await last)] == [False, False, True]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("substeps", [1, 2])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_batch_that_is_there_comes_whole_and_in_deterministic_mode_always(substeps: int, deterministic: bool) -> None:
+    async def scenario() -> Run:
+        options = {"minibatches": "auto", "deterministic": deterministic, "max_steps_off_policy": 0}
+        run = Run(small_config(16, 2, substeps, **options))
+        async with run:
+            for step in range(2):
+                if not deterministic:
+                    await quiesce()
+                await run.step(step)
+        return run
+
+    run = asyncio.run(scenario())
+    assert [len(minibatches) for minibatches in run.batches] == [substeps, substeps]
+
+
 @pytest.mark.parametrize("policy", ["requeue", "drop", "wait"])
 @pytest.mark.parametrize("max_steps_off_policy", [0, 1, 3])
 @pytest.mark.parametrize("max_concurrent", [4, "auto"])
@@ -380,7 +424,7 @@ def test_evicted_rollouts_are_cancelled_cleaned_up_and_sampled_afresh() -> None:
     assert run.rows[1]["off_policy/expired_running"] == run.rows[1]["off_policy/requeued"] == 1
     tries = [r for r in run.sampler.requests if r.prompt[0] == 0]
     assert len(tries) == 4, "two rollouts, and two more of the same problem"
-    assert len({r.params.seed for r in tries}) == len({r.request_id for r in tries}) == 4
+    assert len({r.request_id for r in tries}) == 4
     assert tries[-1].route_key != tries[0].route_key
 
 
@@ -419,10 +463,13 @@ def test_failed_rollouts_are_retried() -> None:
             raise KeyError("not yet")
         return float(sample)
 
-    run = asyncio.run(whole_run(Run(small_config(max_steps=1, retries=1), Problems(fails_once))))
-    assert run.rows[0]["rollout_errors/KeyError"] == 4
-    assert run.rows[0]["ledger/failed"] == 0
-    assert len({r.params.seed for r in run.sampler.requests}) == 8, "a retry has a seed of its own"
+    for deterministic in (False, True):
+        given = small_config(max_steps=1, retries=1, deterministic=deterministic, max_steps_off_policy=0)
+        run = asyncio.run(whole_run(Run(given, Problems(fails_once))))
+        assert run.rows[0]["rollout_errors/KeyError"] == 4
+        assert run.rows[0]["ledger/failed"] == 0
+        seeds = {r.params.seed for r in run.sampler.requests}
+        assert len(seeds) == 8 if deterministic else seeds == {None}, "a retry has a seed of its own, if any has one"
 
 
 def test_a_group_goes_on_without_rollouts_it_can_spare() -> None:

@@ -184,7 +184,7 @@ def small_config(
     batch_size: int = 2,
     max_steps: int = 5,
     substeps: int = 1,
-    minibatches: int = 1,
+    minibatches: int | str = 1,
     timeout_s: float = 60,
     update_s: float = 60,
     deterministic: bool = False,

@@ -105,7 +105,8 @@ def run(all_: Any, config: Config, guard: RefusedSteps, check: Callable[[], None
 
 def asked(check: Callable[[], None] = lambda: None, max_steps: int = 1, **trainer: int) -> list[str]:
     given = config(max_steps, **trainer)
-    all_ = StandIns(given.trainer.num_minibatches)
+    parts = given.trainer.num_minibatches
+    all_ = StandIns(1 if parts == "auto" else parts)
     try:
         run(all_, given, RefusedSteps(given, print), check)
     except LimitReached:

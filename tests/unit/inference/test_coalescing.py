@@ -18,9 +18,16 @@ from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutpu
 from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
 from vllm.v1.outputs import LogprobsLists
 
-import inference.gathering
-from inference.engine import gather_outputs
-from inference.gathering import GATHER_S, GatheringAsyncScheduler, GatheringScheduler, HeldOutputs, can_wait, joined
+import inference.coalescing
+from inference.coalescing import (
+    COALESCE_S,
+    CoalescingAsyncScheduler,
+    CoalescingScheduler,
+    HeldOutputs,
+    can_wait,
+    joined,
+)
+from inference.engine import coalesce_outputs
 
 FINAL = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY)
 
@@ -103,12 +110,12 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(inference.gathering, "time", clock)
+    monkeypatch.setattr(inference.coalescing, "time", clock)
     return clock
 
 
 @pytest.fixture
-def scheduler(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> GatheringScheduler:
+def scheduler(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> CoalescingScheduler:
     """vLLM's scheduler, whose steps return what they are given: a list of outputs."""
 
     def step(self: Scheduler, _scheduled: object, outputs: list[EngineCoreOutput]) -> dict[int, EngineCoreOutputs]:
@@ -117,7 +124,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> GatheringSchedul
     monkeypatch.setattr(Scheduler, "__init__", lambda self: None)
     monkeypatch.setattr(Scheduler, "update_from_output", step)
     monkeypatch.setattr(Scheduler, "has_requests", lambda self: False)
-    made = GatheringScheduler()
+    made = CoalescingScheduler()
     made._pause_state, made._all_sent = PauseState.UNPAUSED, clock.now
     stops = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, stop=["."])
     params = {"a": FINAL, "b": FINAL, "stops": stops, "streams": SamplingParams()}
@@ -125,30 +132,30 @@ def scheduler(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> GatheringSchedul
     return made
 
 
-def step(scheduler: GatheringScheduler, *outputs: EngineCoreOutput) -> dict[str, list[int]] | None:
+def step(scheduler: CoalescingScheduler, *outputs: EngineCoreOutput) -> dict[str, list[int]] | None:
     """Returns the tokens of a step's message; None if it sends none."""
     made = scheduler.update_from_output(cast(Any, None), cast(Any, list(outputs)))
     return {each.request_id: each.new_token_ids for each in made[0].outputs} if made else None
 
 
 class TestGathering:
-    def test_tokens_wait_for_others_but_not_for_long(self, scheduler: GatheringScheduler, clock: Clock) -> None:
+    def test_tokens_wait_for_others_but_not_for_long(self, scheduler: CoalescingScheduler, clock: Clock) -> None:
         assert step(scheduler, output("a", [1]), output("b", [11])) is None
-        clock.now += GATHER_S / 2
+        clock.now += COALESCE_S / 2
         assert step(scheduler, output("a", [2]), output("b", [12])) is None
-        clock.now += GATHER_S
+        clock.now += COALESCE_S
         assert step(scheduler, output("a", [3])) == {"a": [1, 2, 3], "b": [11, 12]}
         assert step(scheduler, output("a", [4])) is None
 
-    def test_an_end_is_said_at_once_and_alone(self, scheduler: GatheringScheduler) -> None:
+    def test_an_end_is_said_at_once_and_alone(self, scheduler: CoalescingScheduler) -> None:
         step(scheduler, output("a", [1]), output("b", [11]))
         assert step(scheduler, output("a", [2], finish_reason=FinishReason.STOP), output("b", [12])) == {"a": [1, 2]}
 
     @pytest.mark.parametrize("name", ["stops", "streams"])
-    def test_what_is_read_token_by_token_does_not_wait(self, scheduler: GatheringScheduler, name: str) -> None:
+    def test_what_is_read_token_by_token_does_not_wait(self, scheduler: CoalescingScheduler, name: str) -> None:
         assert step(scheduler, output("a", [1]), output(name, [11])) == {name: [11]}
 
-    def test_a_pause_waits_for_what_is_held(self, scheduler: GatheringScheduler) -> None:
+    def test_a_pause_waits_for_what_is_held(self, scheduler: CoalescingScheduler) -> None:
         step(scheduler, output("a", [1]))
         assert not scheduler.has_requests()  # of itself, the engine has work as long as vLLM says so
         scheduler.set_pause_state(PauseState.PAUSED_ALL)
@@ -156,23 +163,23 @@ class TestGathering:
         assert step(scheduler) == {"a": [1]}
         assert not scheduler.has_requests()
 
-    def test_the_last_step_before_a_pause_sends_all(self, scheduler: GatheringScheduler) -> None:
+    def test_the_last_step_before_a_pause_sends_all(self, scheduler: CoalescingScheduler) -> None:
         step(scheduler, output("a", [1]))
         scheduler.set_pause_state(PauseState.PAUSED_ALL)  # while a step runs
         assert step(scheduler, output("a", [2])) == {"a": [1, 2]}
         assert not scheduler.has_requests()
 
 
-@pytest.mark.parametrize(("is_async", "ours"), [(False, GatheringScheduler), (True, GatheringAsyncScheduler)])
+@pytest.mark.parametrize(("is_async", "ours"), [(False, CoalescingScheduler), (True, CoalescingAsyncScheduler)])
 def test_the_scheduler_is_the_one_that_vllm_would_choose(is_async: bool, ours: type[Scheduler]) -> None:
     config = SchedulerConfig.default_factory(async_scheduling=is_async)
     theirs = config.get_scheduler_cls()
-    gather_outputs(config)
+    coalesce_outputs(config)
     assert config.get_scheduler_cls() is ours
     assert issubclass(ours, theirs)
 
 
 def test_a_scheduler_of_the_users_stays() -> None:
     config = SchedulerConfig.default_factory(scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler")
-    gather_outputs(config)
+    coalesce_outputs(config)
     assert config.get_scheduler_cls() is Scheduler

@@ -1,6 +1,6 @@
 """A scheduler that keeps tokens back for a moment, so that an engine sends few messages.
 
-    step ---> tokens of all requests ---> held ---(a request ends; GATHER_S are over; a pause)---> one message
+    step ---> tokens of all requests ---> held ---(a request ends; COALESCE_S are over; a pause)---> one message
 
 vLLM's engine sends a message for each step, in which every request has an object with three arrays for one token. To
 write, read and enter these took a third of a replica's CPU time where steps are short. What a replica makes of them is
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import ModelRunnerOutput
 
-GATHER_S = 0.05
+COALESCE_S = 0.05
 """The longest that a token waits for others: as long as between two pieces of an answer that a person reads."""
 
 
@@ -109,8 +109,8 @@ def joined_logprobs(parts: Sequence[LogprobsLists]) -> LogprobsLists | None:
     )
 
 
-class GatheringScheduler(Scheduler):
-    """Sends what has ended, what may not wait, and every GATHER_S all."""
+class CoalescingScheduler(Scheduler):
+    """Sends what has ended, what may not wait, and every COALESCE_S all."""
 
     _all_sent = 0.0
 
@@ -126,7 +126,7 @@ class GatheringScheduler(Scheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         made = super().update_from_output(scheduler_output, model_runner_output)
-        sends_all = self._is_paused or time.monotonic() - self._all_sent >= GATHER_S
+        sends_all = self._is_paused or time.monotonic() - self._all_sent >= COALESCE_S
         for client, step in made.items():
             step.outputs = self._held[client].pass_on(step.outputs, self._may_wait)
         if sends_all:
@@ -148,5 +148,5 @@ class GatheringScheduler(Scheduler):
         return params is not None and params.output_kind is RequestOutputKind.FINAL_ONLY and not params.stop
 
 
-class GatheringAsyncScheduler(GatheringScheduler, AsyncScheduler):
-    """Gathers outputs where vLLM prepares a step while the one before it is computed."""
+class CoalescingAsyncScheduler(CoalescingScheduler, AsyncScheduler):
+    """Coalesces outputs where vLLM prepares a step while the one before it is computed."""
