@@ -1,6 +1,6 @@
 """A scheduler that keeps tokens back for a moment, so that an engine sends few messages.
 
-    step ---> tokens of all requests ---> held ---(a request ends; COALESCE_S are over; a pause)---> one message
+    step ---> tokens of all requests ---> held ---(a request ends; some time is over; a pause)---> one message
 
 vLLM's engine sends a message for each step, in which every request has an object with three arrays for one token. To
 write, read and enter these took a third of a replica's CPU time where steps are short. What a replica makes of them is
@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import ModelRunnerOutput
 
-COALESCE_S = 0.05
-"""The longest that a token waits for others: as long as between two pieces of an answer that a person reads."""
+READ_S, UNREAD_S = 0.05, 0.25
+"""The longest that a token waits for others: where answers may be read while they are sampled, as long as between two
+pieces that a person reads; elsewhere only their ends are waited for, and all is looked at once a second."""
 
 
 class HeldOutputs:
@@ -110,7 +111,9 @@ def joined_logprobs(parts: Sequence[LogprobsLists]) -> LogprobsLists | None:
 
 
 class CoalescingScheduler(Scheduler):
-    """Sends what has ended, what may not wait, and every COALESCE_S all."""
+    """Sends what has ended, what may not wait, and all after its longest wait."""
+
+    longest_wait_s = UNREAD_S
 
     _all_sent = 0.0
 
@@ -126,7 +129,7 @@ class CoalescingScheduler(Scheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         made = super().update_from_output(scheduler_output, model_runner_output)
-        sends_all = self._is_paused or time.monotonic() - self._all_sent >= COALESCE_S
+        sends_all = self._is_paused or time.monotonic() - self._all_sent >= self.longest_wait_s
         for client, step in made.items():
             step.outputs = self._held[client].pass_on(step.outputs, self._may_wait)
         if sends_all:
@@ -150,3 +153,15 @@ class CoalescingScheduler(Scheduler):
 
 class CoalescingAsyncScheduler(CoalescingScheduler, AsyncScheduler):
     """Coalesces outputs where vLLM prepares a step while the one before it is computed."""
+
+
+class ReadCoalescingScheduler(CoalescingScheduler):
+    """Is for answers that may be read while they are sampled."""
+
+    longest_wait_s = READ_S
+
+
+class ReadCoalescingAsyncScheduler(CoalescingAsyncScheduler):
+    """Is for answers that may be read while they are sampled."""
+
+    longest_wait_s = READ_S

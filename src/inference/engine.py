@@ -77,16 +77,17 @@ def start_engine(config: Config, who: str) -> AsyncLLM:
     # for the engine alone it takes the same few on all of them.
     as_server = UsageContext.OPENAI_API_SERVER
     engine = arguments.create_engine_config(as_server)
-    coalesce_outputs(engine.scheduler_config)
+    coalesce_outputs(engine.scheduler_config, read=config.service.port is not None)
     return AsyncLLM.from_vllm_config(
         engine, usage_context=as_server, stat_loggers=[EngineStats], disable_log_stats=arguments.disable_log_stats
     )
 
 
-def coalesce_outputs(config: SchedulerConfig) -> None:
-    """Has the engine send few messages (`inference.coalescing`), unless `inference.engine_args` names a scheduler."""
+def coalesce_outputs(config: SchedulerConfig, *, read: bool) -> None:
+    """Has the engine send few messages (`inference.coalescing`), unless `inference.engine_args` names a scheduler.
+    `read`: answers may be read while they are sampled."""
     if config.scheduler_cls is None:
-        name = "CoalescingAsyncScheduler" if config.async_scheduling else "CoalescingScheduler"
+        name = f"{'Read' if read else ''}Coalescing{'Async' if config.async_scheduling else ''}Scheduler"
         config.scheduler_cls = f"inference.coalescing.{name}"
 
 

@@ -20,10 +20,13 @@ from vllm.v1.outputs import LogprobsLists
 
 import inference.coalescing
 from inference.coalescing import (
-    COALESCE_S,
+    READ_S,
+    UNREAD_S,
     CoalescingAsyncScheduler,
     CoalescingScheduler,
     HeldOutputs,
+    ReadCoalescingAsyncScheduler,
+    ReadCoalescingScheduler,
     can_wait,
     joined,
 )
@@ -124,7 +127,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> CoalescingSchedu
     monkeypatch.setattr(Scheduler, "__init__", lambda self: None)
     monkeypatch.setattr(Scheduler, "update_from_output", step)
     monkeypatch.setattr(Scheduler, "has_requests", lambda self: False)
-    made = CoalescingScheduler()
+    made = ReadCoalescingScheduler()
     made._pause_state, made._all_sent = PauseState.UNPAUSED, clock.now
     stops = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, stop=["."])
     params = {"a": FINAL, "b": FINAL, "stops": stops, "streams": SamplingParams()}
@@ -138,12 +141,12 @@ def step(scheduler: CoalescingScheduler, *outputs: EngineCoreOutput) -> dict[str
     return {each.request_id: each.new_token_ids for each in made[0].outputs} if made else None
 
 
-class TestGathering:
+class TestCoalescing:
     def test_tokens_wait_for_others_but_not_for_long(self, scheduler: CoalescingScheduler, clock: Clock) -> None:
         assert step(scheduler, output("a", [1]), output("b", [11])) is None
-        clock.now += COALESCE_S / 2
+        clock.now += READ_S / 2
         assert step(scheduler, output("a", [2]), output("b", [12])) is None
-        clock.now += COALESCE_S
+        clock.now += READ_S
         assert step(scheduler, output("a", [3])) == {"a": [1, 2, 3], "b": [11, 12]}
         assert step(scheduler, output("a", [4])) is None
 
@@ -170,16 +173,27 @@ class TestGathering:
         assert not scheduler.has_requests()
 
 
-@pytest.mark.parametrize(("is_async", "ours"), [(False, CoalescingScheduler), (True, CoalescingAsyncScheduler)])
-def test_the_scheduler_is_the_one_that_vllm_would_choose(is_async: bool, ours: type[Scheduler]) -> None:
+@pytest.mark.parametrize(
+    ("is_async", "read", "ours", "wait_s"),
+    [
+        (False, False, CoalescingScheduler, UNREAD_S),
+        (False, True, ReadCoalescingScheduler, READ_S),
+        (True, False, CoalescingAsyncScheduler, UNREAD_S),
+        (True, True, ReadCoalescingAsyncScheduler, READ_S),
+    ],
+)
+def test_the_scheduler_is_the_one_that_vllm_would_choose(
+    is_async: bool, read: bool, ours: type[CoalescingScheduler], wait_s: float
+) -> None:
     config = SchedulerConfig.default_factory(async_scheduling=is_async)
     theirs = config.get_scheduler_cls()
-    coalesce_outputs(config)
+    coalesce_outputs(config, read=read)
     assert config.get_scheduler_cls() is ours
     assert issubclass(ours, theirs)
+    assert ours.longest_wait_s == wait_s
 
 
 def test_a_scheduler_of_the_users_stays() -> None:
     config = SchedulerConfig.default_factory(scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler")
-    coalesce_outputs(config)
+    coalesce_outputs(config, read=False)
     assert config.get_scheduler_cls() is Scheduler
