@@ -69,7 +69,8 @@ class RayReplica:
         return replace(reply, failure=with_log(reply.failure, self.log)) if reply.failure else reply
 
     async def progress(self, known: Mapping[str, int]) -> Mapping[str, Progress]:
-        return await self._get(self.handle.progress.remote(known), "asked for its progress")
+        packed = await self._get(self.handle.packed_progress.remote(known), "asked for its progress")
+        return {name: made for name, made in Reply.unpack(packed).outcomes if isinstance(made, Progress)}
 
     async def load_weights(self, published: PublishedWeights) -> UpdateReport:
         doing = f"taking version {published.identity.version}"

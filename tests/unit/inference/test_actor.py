@@ -486,6 +486,8 @@ def test_progress_is_what_requests_have_beyond_what_is_known() -> None:
         sampling = await begun(made, "a", "b")
         told = await made.progress({"a": 0, "b": 1, "gone": 0})
         assert {name: progress.tokens.tolist() for name, progress in told.items()} == {"a": [7]}
+        ((name, progress),) = Reply.unpack(await made.packed_progress({"a": 0, "b": 1})).outcomes
+        assert (name, progress.tokens.tolist(), progress.spans) == ("a", [7], told["a"].spans)
         made.proved.clear()  # as an update does
         assert await made.progress({"a": 0}) == {}
         made.proved.set()
