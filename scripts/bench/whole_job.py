@@ -200,8 +200,20 @@ def loss_of(rows: Sequence[Mapping[str, Any]], before: Mapping[str, Any]) -> dic
         "step_s": round(step_s / len(rows), 4),
         **{f"{part}_s": round(sum(row[f"time/{part}"] for row in rows) / len(rows), 4) for part in parts},
         "update_pause_s": round(sum(row["time/update_pause"] for row in rows) / len(rows), 4),
+        "cut_wait_s": round(sum(row["perf/cut_wait_s"] for row in rows) / len(rows), 4),
         "inference_idle_frac": round(sum(row["perf/inference_idle_s"] for row in rows) / step_s, 4),
     }
+
+
+def account(run: Measured, cores: int) -> str:
+    """Says where the time of a step went: on which process, on none, and what its loop waited for."""
+    step_s = ROLLOUTS / run.rate
+    used = ", ".join(f"{room} {seconds:.2f}" for room, seconds in sorted(run.cpu_s.items(), key=lambda each: -each[1]))
+    waits = ", ".join(
+        f"{part.removesuffix('_s')} {seconds:.3f}" for part, seconds in run.loss.items() if part[-2:] == "_s"
+    )
+    idle_s = cores * step_s - run.total_s
+    return f"    a step of {step_s:.2f} s: CPU seconds {used}; idle {idle_s:.2f}\n    seconds of its loop: {waits}"
 
 
 def judge(name: str, job: Job, bare: Sequence[Bare], runs: Sequence[Measured]) -> Result:
@@ -265,6 +277,7 @@ def main() -> None:
                     print(f"{name}: limit {bare[0].limit(len(os.sched_getaffinity(0))):.1f} rollouts/s", flush=True)
                 runs.append(measure_run(job, config, Path(directory) / f"round_{round_}", args.steps))
                 print(f"{name}: {runs[-1].rate:.1f} rollouts/s, {runs[-1].total_s:.2f} CPU s a step", flush=True)
+                print(account(runs[-1], len(os.sched_getaffinity(0))), flush=True)
         judge(name, job, bare, runs).print()
 
 
