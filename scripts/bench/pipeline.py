@@ -166,7 +166,8 @@ async def drive(pipeline: Pipeline, steps: int) -> None:
     """Calls the orchestrator as a driver does."""
     await pipeline.update_weights(published(0))
     for step in range(steps):
-        await pipeline.next_minibatch(step, 0)
+        while not (await pipeline.next_minibatch(step, 0)).last:
+            pass
         await pipeline.update_weights(published(step + 1))
         pipeline.release(step)
     await pipeline.stop()
