@@ -47,7 +47,7 @@ from trireme.core.normalization import Normalization
 from trireme.core.tokenizer import looks_like_path
 from trireme.core.types import AdamParams
 
-MOST_MINIBATCHES, ROLLOUTS_OF_A_SHARD = 4, 8
+MOST_MINIBATCHES, ROLLOUTS_OF_A_SHARD = 8, 16
 """`trainer.num_minibatches = auto`: the most parts of a substep, and the least that a part has for each shard."""
 
 

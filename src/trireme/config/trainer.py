@@ -170,5 +170,5 @@ class TrainerConfig(CommonTrainer):
     """Optimiser updates per step; groups are split evenly over them."""
     num_minibatches: PositiveInt | Literal["auto"] = "auto"
     """Parts of a substep that are trained on as soon as their groups have finished (streaming). auto = whenever the
-    trainer is free, all groups that have finished by then: at least a quarter of the substep, and at least 8 rollouts
-    for each shard. In deterministic mode auto = 1."""
+    trainer is free, all groups that have finished by then: at least an eighth of the substep, and at least 16
+    rollouts for each shard. In deterministic mode auto = 1."""

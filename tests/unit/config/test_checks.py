@@ -85,10 +85,10 @@ def test_batch_size_must_divide(size: int, trainer: dict, nearest: str) -> None:
 @pytest.mark.parametrize(
     ("options", "least", "most"),
     [
-        ({}, 16, 64),
-        ({"num_substeps": 2}, 8, 32),
+        ({}, 8, 64),
+        ({"num_substeps": 2}, 4, 32),
         ({"num_minibatches": 2}, 32, 32),
-        ({"shards": 32}, 32, 64),  # 8 rollouts for each
+        ({"shards": 16}, 32, 64),  # 16 rollouts for each
         ({"shards": 100}, 64, 64),
         ({"num_substeps": 64}, 1, 1),
     ],

@@ -92,22 +92,22 @@ def test_a_streamed_minibatch_does_not_wait_for_the_batch() -> None:
 
 
 def test_a_trainer_that_is_free_gets_all_groups_that_have_finished() -> None:
-    """Of 16 groups of 2 rollouts a part has at least 4, so that a shard has 8 rollouts."""
+    """Of 32 groups of 2 rollouts a part has at least 8, so that a shard has 16 rollouts."""
 
     async def scenario() -> None:
-        run = Run(small_config(16, minibatches="auto", max_steps_off_policy=0))
-        held = [run.sampler.hold(problem) for problem in range(13)]
+        run = Run(small_config(32, minibatches="auto", max_steps_off_policy=0))
+        held = [run.sampler.hold(problem) for problem in range(25)]
         async with run:
             first = asyncio.create_task(run.pipeline.next_minibatch(0, 0))
             await quiesce()
-            assert not first.done(), "three have finished"
-            held[12].set()
-            assert problems_of([await first]) == [n for n in range(12, 16) for _ in range(2)]
-            for straggler in held[1:12]:
+            assert not first.done(), "seven have finished"
+            held[24].set()
+            assert problems_of([await first]) == [n for n in range(24, 32) for _ in range(2)]
+            for straggler in held[1:24]:
                 straggler.set()
             await quiesce()
             second = await run.pipeline.next_minibatch(0, 0)
-            assert problems_of([second]) == [n for n in range(1, 12) for _ in range(2)]
+            assert problems_of([second]) == [n for n in range(1, 24) for _ in range(2)]
             last = asyncio.create_task(run.pipeline.next_minibatch(0, 0))
             await quiesce()
             assert not last.done()
