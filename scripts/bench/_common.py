@@ -40,12 +40,12 @@ ROOMS = (
 @dataclass(frozen=True)
 class Result:
     """One benchmark. `ratio` = `value` over the same of what it is measured `against`; `holds`: the target is met
-    (None: there is none)."""
+    (None: there is none). `value` and `ratio` are None if only something else was measured, which is in `detail`."""
 
     name: str
-    value: float
+    value: float | None
     unit: str
-    ratio: float
+    ratio: float | None
     target: float | None
     holds: bool | None
     against: str

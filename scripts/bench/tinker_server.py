@@ -1,6 +1,6 @@
 """Measures `trireme serve` with the real client of Tinker, over the same loop on the verbs of trainer and sampler.
 
-    python scripts/bench/tinker_server.py [--rounds 2] [--steps 5]
+    python scripts/bench/tinker_server.py [--rounds 2] [--steps 5] [--only loop|several|small]
 
 1. Steps/s of a loop of reinforcement learning with 256 rollouts of 32 tokens (32 prompts, 8 answers each): sample, one
    `forward_backward`, one update, new weights for the sampler. Through the server, the client in a process of its own,
@@ -11,6 +11,8 @@
    0.8 of it.
 3. Bytes that the client sends for a datum, and CPU seconds of client and server for it.
 4. 2,000 samples of 32 tokens in flight: seconds until all are there.
+5. Four clients at once that each train an adapter on 4 datums of 32 tokens, again and again: requests/s and how many of
+   them shared a pass, with `trainer.lora.together` 4 and 1, alternately. No target.
 
 The model is the one that ships with the repository, with another end token, so that nearly all answers have 32 tokens.
 The last line of the output is the result as one JSON object. Leave the machine alone while it runs.
@@ -28,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,6 +43,9 @@ LOOP_TARGET, SHARED_TARGET = 0.7, 0.8
 PROMPTS, GROUP, TOKENS = 32, 8, 32
 CLIENTS = 4
 IN_FLIGHT = 2000
+SMALL, SMALL_STEPS = 4, 60
+"""Datums of a small request, and how many of them a client sends."""
+LORA = ("--trainer.lora.rank", "8", "--service.models", str(CLIENTS))
 ASSET = ROOT / "assets" / "sort-base"
 OTHER = "<pad>"
 OPTIONS = ["@", "examples/sort.toml", "--trainer.shards", "1", "--model.max-seq-len", "64"]
@@ -198,10 +203,11 @@ def count_bytes() -> list[int]:
     return sent
 
 
-def loop_of_clients(url: str, key: str, model: str, steps: int, server: int, several: bool) -> None:
+def loop_of_clients(url: str, key: str, model: str, steps: int, server: int, part: str) -> None:
     """Is the clients' process; prints what it measured. `server`: the process id of the server."""
-    if several:
-        print(json.dumps(_several(url, key, model, steps)), flush=True)
+    if part != "loop":
+        measure = _several if part == "several" else _small
+        print(json.dumps(measure(url, key, model, steps)), flush=True)
         return
     sent, loop = count_bytes(), Loop(url, key, model, 1)
     loop.steps(1)
@@ -243,6 +249,33 @@ def _several(url: str, key: str, model: str, steps: int) -> dict[str, Any]:
     }
 
 
+def _small(url: str, key: str, model: str, steps: int) -> dict[str, Any]:
+    import httpx
+
+    loops = [Loop(url, key, model, number) for number in range(CLIENTS)]
+    data = [loop.sample()[:SMALL] for loop in loops]
+
+    def said() -> Mapping[str, int]:
+        found: Mapping[str, int] = httpx.get(f"{url}/api/v1/healthz", headers={"x-api-key": key}).json()
+        return found
+
+    def train(loop: Loop, own: list[Any], count: int) -> None:
+        for _ in range(count):
+            loop.train(own)
+
+    with ThreadPoolExecutor(CLIENTS) as threads:
+        list(threads.map(train, loops, data, [3] * CLIENTS))
+        before = said()
+        seconds, _ = timed(lambda: list(threads.map(train, loops, data, [steps] * CLIENTS)))
+    done, shared = (said()[name] - before[name] for name in ("trained", "together"))
+    return {
+        "seconds": seconds,
+        "requests_per_s": round(done / seconds, 1),
+        "passes": done // 2,
+        "passes_that_shared": shared,
+    }
+
+
 @contextmanager
 def serving(model: str, *flags: str) -> Iterator[tuple[str, str, int]]:
     """Serves until the block ends. Yields the address, a client's key and the process id."""
@@ -265,11 +298,11 @@ def serving(model: str, *flags: str) -> Iterator[tuple[str, str, int]]:
             stop(process)
 
 
-def measured(model: str, steps: int, several: bool, *flags: str) -> dict[str, Any]:
+def measured(model: str, steps: int, part: str, *flags: str) -> dict[str, Any]:
     """Measures clients in a process of their own."""
     with serving(model, *flags) as (url, key, server):
         role = ["--clients", url, key, str(server), "--model", model, "--steps", str(steps)]
-        command = [sys.executable, __file__, *role, *(["--several"] if several else [])]
+        command = [sys.executable, __file__, *role, "--only", part]
         _, found = run_for_json(command, {"TINKER_TELEMETRY": "0"})
     print(json.dumps(found), flush=True)
     return found
@@ -281,40 +314,62 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="steps of each (default: 5)")
     parser.add_argument("--model", help=argparse.SUPPRESS)
     parser.add_argument("--clients", nargs=3, help=argparse.SUPPRESS)
-    parser.add_argument("--several", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--only", choices=("loop", "several", "small"), help="measure only this (default: all)")
     args = parser.parse_args()
     if args.clients:
         url, key, server = args.clients
-        loop_of_clients(url, key, args.model, args.steps, int(server), args.several)
+        loop_of_clients(url, key, args.model, args.steps, int(server), args.only)
         return
     if args.model:
         loop_on_verbs(args.model, args.steps)
         return
-    load = round(os.getloadavg()[0], 2)
-    verbs, clients = [], []
+    load, parts = round(os.getloadavg()[0], 2), [args.only] if args.only else ["loop", "several", "small"]
+    detail: dict[str, Any] = {"load_before": load}
+    held = list[bool]()
     with tempfile.TemporaryDirectory(prefix="bench-model-") as name:
         model = make_model(Path(name) / "model")
-        for _ in range(args.rounds):
-            clients.append(measured(model, args.steps, False))
-            own = [sys.executable, __file__, "--model", model, "--steps", str(args.steps)]
-            verbs.append(run_for_json(own, {})[1])
-            print(json.dumps(verbs[-1]), flush=True)
-        several = measured(model, args.steps, True, "--trainer.lora.rank", "8", "--service.models", str(CLIENTS))
-    step_s = {
-        "client": median([each for round_ in clients for each in round_["step_s"]]),
-        "verbs": median([each for round_ in verbs for each in round_["step_s"]]),
-    }
-    ratio = round(step_s["verbs"] / step_s["client"], 3)
+        if "loop" in parts:
+            detail |= _both_loops(model, args.rounds, args.steps)
+            held.append(detail["ratio"] >= LOOP_TARGET)
+        if "several" in parts:
+            detail["adapters"] = [measured(model, args.steps, "several", *LORA) for _ in range(args.rounds)]
+            held.append(median([each["of_ceiling"] for each in detail["adapters"]]) >= SHARED_TARGET)
+        if "small" in parts:
+            detail["small"] = _both_ways(model, args.rounds)
     Result(
         name="tinker",
-        value=round(1 / step_s["client"], 3),
+        value=round(1 / detail["step_s"]["client"], 3) if "loop" in parts else None,
         unit="steps/s through the server, 256 rollouts of 32 tokens",
-        ratio=ratio,
+        ratio=detail.get("ratio"),
         target=LOOP_TARGET,
-        holds=ratio >= LOOP_TARGET and several["of_ceiling"] >= SHARED_TARGET,
+        holds=all(held) if held else None,
         against="steps/s of the same loop on the verbs in one process; `holds` includes that of several adapters",
-        detail={"load_before": load, "step_s": step_s, "clients": clients, "verbs": verbs, "adapters": several},
+        detail=detail,
     ).print()
+
+
+def _both_loops(model: str, rounds: int, steps: int) -> dict[str, Any]:
+    """The loop through the server, and on the verbs, alternately."""
+    clients, verbs = [], []
+    for _ in range(rounds):
+        clients.append(measured(model, steps, "loop"))
+        own = [sys.executable, __file__, "--model", model, "--steps", str(steps)]
+        verbs.append(run_for_json(own, {})[1])
+        print(json.dumps(verbs[-1]), flush=True)
+    sides = (("client", clients), ("verbs", verbs))
+    step_s = {side: median([each for round_ in found for each in round_["step_s"]]) for side, found in sides}
+    ratio = round(step_s["verbs"] / step_s["client"], 3)
+    return {"step_s": step_s, "ratio": ratio, "clients": clients, "verbs": verbs}
+
+
+def _both_ways(model: str, rounds: int) -> dict[str, Any]:
+    """Small requests of several clients, in shared passes and in turn, alternately."""
+    found: dict[str, list[dict[str, Any]]] = {"4": [], "1": []}
+    for _ in range(rounds):
+        for together, of_it in found.items():
+            of_it.append(measured(model, SMALL_STEPS, "small", *LORA, "--trainer.lora.together", together))
+    rates = {together: median([each["requests_per_s"] for each in of_it]) for together, of_it in found.items()}
+    return {"gain": round(rates["4"] / rates["1"], 3), "together": found["4"], "in_turn": found["1"]}
 
 
 if __name__ == "__main__":

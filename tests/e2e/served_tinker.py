@@ -50,12 +50,18 @@ class Server:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def kill(self, title: str) -> None:
-        """Sends SIGKILL to the actors of a title."""
+    def kill(self, title: str, sent: int = signal.SIGKILL) -> None:
+        """Sends a signal to the actors of a title."""
         found = [pid for pid, command in marked_processes(self.running.mark).items() if title in command]
         assert found, marked_processes(self.running.mark)
         for pid in found:
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, sent)
+
+    @property
+    def accepted(self) -> int:
+        """How many requests to train are in the journal, which is written before the client is told."""
+        (journal,) = self.directory.glob("**/journal/*.log")
+        return journal.read_bytes().count(b"TrainingAsked")
 
     def kill_all(self) -> None:
         """Kills the server and all that it has started, as the end of a job does."""
