@@ -7,7 +7,8 @@ from `publish_weights` until every replica has proved the version: gather, diges
 parts run after each of them, in the same processes, groups and on the same cores, in turn:
 
 - *gather*: FSDP's `unshard` and `reshard` of each unit, by all shards.
-- *broadcast*: torch's broadcast over gloo of as many bytes, from each shard to the replicas that it would serve.
+- *broadcast*: torch's broadcast over gloo of as many bytes, in the group in which they are published: on one machine
+  shard 0 serves all replicas.
 - *cast*: each shard's own part of the master weights from float32 to bfloat16.
 - *reload*: vLLM's layerwise reload of as many bytes that are in memory already, in both engines.
 - *canary*: the trainer's. It is no part of what is compared with. `ratio_without_canaries` leaves out it and that
@@ -125,7 +126,7 @@ class Bench:
     def __init__(self, shards: TrainerHandle, replicas: InferenceHandle, file: Path) -> None:
         self._shards, self._replicas, self._file = shards, replicas, str(file)
         self._nbytes = file.stat().st_size
-        self._ports = [_free_port() for _ in range(SHARDS)]
+        self._port = _free_port()
         self.measured = Measured()
 
     async def run(self, repeats: int) -> Measured:
@@ -169,18 +170,10 @@ class Bench:
         self.measured.parts_s[f"{part}, CPU"].append(all_cpu_s() - before)
 
     async def _broadcast(self) -> list[tuple[float, float]]:
-        groups = [[i for i in range(REPLICAS) if i % SHARDS == rank] for rank in range(SHARDS)]
-        sizes = [1 + len(group) for group in groups]
-        roots = [
-            actor.call.remote("bare_root", self._ports[rank], sizes[rank], self._nbytes)
-            for rank, actor in enumerate(self._shards._actors_R)
-            if groups[rank]
-        ]
-        members = [
-            (self._ports[i % SHARDS], 1 + groups[i % SHARDS].index(i), sizes[i % SHARDS], self._nbytes)
-            for i in range(REPLICAS)
-        ]
-        return [*await self._in_engines("bare_member", members), *await asyncio.gather(*roots)]
+        size = 1 + REPLICAS
+        root = self._shards._actors_R[0].call.remote("bare_root", self._port, size, self._nbytes)
+        members = [(self._port, rank, size, self._nbytes) for rank in range(1, size)]
+        return [*await self._in_engines("bare_member", members), await root]
 
     async def _in_engines(self, part: str, args: Sequence[tuple[Any, ...]]) -> list[tuple[float, float]]:
         handles = [self._replicas.replicas[i] for i in self._replicas.indices]

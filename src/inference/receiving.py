@@ -11,10 +11,12 @@ import logging
 import os
 import threading
 import time
+import weakref
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from trireme.core.errors import RoomFailed
@@ -37,7 +39,7 @@ class Receiving:
 
     def __init__(self) -> None:
         self._current: Broadcast | None = None
-        self._spare: int | None = None  # the file of a version that was loaded
+        self._spare: Landing | None = None  # of a version that was loaded
 
     def start(self, offer: Offer, number: int, serial: int, pipe: str) -> None:
         """Begins to receive what replica `number` was offered, in place of what it still receives. `serial` is in all
@@ -53,46 +55,53 @@ class Receiving:
         is received into it. New memory would cost several times as much as receiving, page by page, and at an update
         there has to be as much anyway."""
         if self._current and self._current.version == version:
-            file = self._current.take_file()
-            if file is not None and copied:
-                self._spare = file
-            elif file is not None:
-                os.close(file)
+            landing, self._current.landing = self._current.landing, None
+            if copied:
+                self._spare = landing
+
+
+class Landing:
+    """Memory in a file without a name, which other processes can map by its path as long as this object lives. It stays
+    mapped here, because a new mapping of the same pages costs a page fault for each of them."""
+
+    def __init__(self) -> None:
+        file = os.memfd_create("weights")
+        self.path = f"/proc/{os.getpid()}/fd/{file}"
+        self._file = file
+        self._whole = np.zeros(0, dtype=np.uint8)
+        weakref.finalize(self, os.close, file)
+
+    def memory(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Returns its memory, which has `nbytes` bytes from now on, at least one."""
+        if len(self._whole) != nbytes:
+            os.ftruncate(self._file, nbytes)
+            self._whole = np.memmap(self.path, np.uint8, "r+", shape=(nbytes,))
+        return self._whole
 
 
 class Broadcast:
     """One version that is being received. The thread continues with the group of the one before."""
 
     def __init__(
-        self, offer: Offer, number: int, serial: int, pipe: str, before: Broadcast | None, file: int | None
+        self, offer: Offer, number: int, serial: int, pipe: str, before: Broadcast | None, landing: Landing | None
     ) -> None:
         self.version = offer.version
         self._offer, self._number, self._serial, self._pipe, self._before = offer, number, serial, pipe, before
         self._deadline = time.monotonic() + offer.timeout_s
         self.given_up = threading.Event()
         self.group: BroadcastGroup | None = None
-        self._file = file
+        self.landing: Landing | None = landing or Landing()
+        """Where the bytes are; None once nothing here needs them."""
         name = f"receiving version {offer.version}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
-
-    def close(self) -> None:
-        """Closes the file; its memory lives on where it is mapped."""
-        file = self.take_file()
-        if file is not None:
-            os.close(file)
-
-    def take_file(self) -> int | None:
-        """Returns the descriptor of the file, which from now on belongs to the caller; None if there is none."""
-        file, self._file = self._file, None
-        return file
 
     def _run(self) -> None:
         pipe = os.open(self._pipe, os.O_WRONLY)
         try:
             group = self._receive(self._last_group(), pipe)
         except Exception as error:  # what the libraries raise has no narrower type
-            self.close()
+            self.landing = None
             self._tell(pipe, failed=str(error)[:LONGEST])
         else:
             self._finish(group)
@@ -113,7 +122,7 @@ class Broadcast:
         before, self._before = self._before, None
         if before is None:
             return None
-        before.close()
+        before.landing = None
         before._thread.join(PASS_ON_S)
         return None if before._thread.is_alive() else before.group
 
@@ -130,9 +139,10 @@ class Broadcast:
         fault_point("transport.ready")
         self._tell(pipe, ready=True)
         ends = list(accumulate(-(-size // PAGE) * PAGE for size in self._offer.sizes))
-        file = self._file = os.memfd_create("weights") if self._file is None else self._file
-        os.ftruncate(file, max(ends[-1], 1))
-        whole = np.memmap(f"/proc/self/fd/{file}", dtype=np.uint8, mode="r+")
+        landing = self.landing
+        if landing is None:
+            raise RoomFailed("a later version was offered")
+        whole = landing.memory(max(ends[-1], 1))
         version, attempt = self._offer.version, self._offer.attempt
         member = GroupMember(store, host, self._number, attempt, version, self.given_up.is_set)
         with answering(host, port, self._left_s):
@@ -143,7 +153,7 @@ class Broadcast:
             if size:
                 self._receive_bucket(group, torch.from_numpy(whole[offset : offset + size]))
         fault_point("transport.finish")
-        self._tell(pipe, arrived={"path": f"/proc/{os.getpid()}/fd/{file}", "offsets": offsets})
+        self._tell(pipe, arrived={"path": landing.path, "offsets": offsets})
         return group
 
     def _receive_bucket(self, group: BroadcastGroup, place: torch.Tensor) -> None:
