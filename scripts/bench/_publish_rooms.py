@@ -26,13 +26,13 @@ Took = tuple[float, float]
 
 
 class ShardActor(trainer.actor.ShardActor):
-    """A shard of the trainer with `bare_gather`, `bare_cast` and `bare_canary`, and the root of `bare_broadcast`."""
+    """A shard of the trainer with `bare_gather` and `bare_cast`, and the root of `bare_broadcast`."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         from trainer.shard import Shard
 
-        for part in (bare_gather, bare_cast, bare_canary, bare_root):
+        for part in (bare_gather, bare_cast, bare_root):
             setattr(Shard, part.__name__, part)
 
 
@@ -55,22 +55,6 @@ def bare_cast(shard: Shard) -> Took:
     for parameter in shard._model.parameters():
         parameter.to_local().to(shard._sharding.dtype, copy=True)
     return began, time.monotonic()
-
-
-def bare_canary(shard: Shard) -> Took:
-    """Computes the canary as `publish_weights` does, from what is gathered already where memory allows."""
-    from trainer.model import freed_after, gathered_units
-    from trainer.publish import compute_canary
-
-    stays = shard._sharding.memory.weights_stay
-    with freed_after(shard._model):
-        for _ in gathered_units(shard._model, stay=True) if stays else ():
-            pass
-        shard._mesh.agree(None)
-        began = time.monotonic()
-        whole_on = shard._mesh if stays else None
-        compute_canary(shard._model, shard._sharding.dtype, shard._max_seq_len, shard._device, whole_on)
-        return began, time.monotonic()
 
 
 def bare_root(shard: Shard, port: int, size: int, nbytes: int) -> Took:

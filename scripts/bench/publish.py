@@ -11,8 +11,10 @@ parts run after each of them, in the same processes, groups and on the same core
   shard 0 serves all replicas.
 - *cast*: each shard's own part of the master weights from float32 to bfloat16.
 - *reload*: vLLM's layerwise reload of as many bytes that are in memory already, in both engines.
-- *canary*: the trainer's. It is no part of what is compared with. `ratio_without_canaries` leaves out it and that
-  of the replicas' canary (medians), as a CPU without bfloat16 takes longer for 64 tokens than for moving the weights.
+
+`ratio_without_canaries` leaves out the time by which the canaries made a publication longer, as they were traced: of
+the shards the one that waited least for the others, and the mean of the replicas. They are 64 tokens through the whole
+model, which a CPU computes in the time in which it loads the weights, and a GPU in a hundredth of it.
 
 CPU seconds are those of all processes of the run, Ray's included, while it published. The last line of the output is
 the result, a JSON object.
@@ -25,6 +27,7 @@ import asyncio
 import json
 import os
 import socket
+import statistics
 import tempfile
 import time
 from collections import defaultdict
@@ -136,7 +139,7 @@ class Bench:
             if version == WARM_UP:
                 self.measured = Measured()
             await self._publish(router, version)
-            for part in ("gather", "broadcast", "cast", "reload", "canary"):
+            for part in ("gather", "broadcast", "cast", "reload"):
                 await self._bare(part)
             m = self.measured
             parts = ", ".join(f"{name} {values[-1]:.2f}" for name, values in m.parts_s.items())
@@ -195,26 +198,29 @@ def all_cpu_s() -> float:
     return sum(sum(seconds) for seconds in cpu_by_room(psutil.Process()).values())
 
 
-def traced(directory: Path, first: int) -> dict[str, list[float]]:
-    """Returns the seconds of all spans that shards and replicas traced, from the `first` of each name on."""
-    found: dict[str, list[float]] = defaultdict(list)
+def traced(directory: Path, first: int) -> dict[str, list[list[float]]]:
+    """Returns the seconds of all spans that shards and replicas traced, by room and name, from the `first` of each name
+    on: a list for each process."""
+    found: dict[str, list[list[float]]] = defaultdict(list)
     for file in sorted((directory / "run" / "trace").rglob("*.json")):
-        own: dict[str, list[float]] = defaultdict(list)
+        room, own = file.stem.rpartition("_")[0], defaultdict[str, list[float]](list)
         for line in file.read_text().splitlines():
             event = json.loads(line.strip("[,") or "{}")
             if event.get("ph") == "X":
                 own[event["name"]].append(round(event["dur"] / 1e6, 3))
         for name, values in own.items():
-            found[name] += values[first:]
+            found[f"{room} {name}"].append(values[first:])
     return found
 
 
-def result(measured: Measured, spans: dict[str, list[float]], transport: str, nbytes: int, load: float) -> Result:
+def result(measured: Measured, spans: dict[str, list[list[float]]], transport: str, nbytes: int, load: float) -> Result:
     parts, against = measured.parts_s, AGAINST[transport]
     bare = [sum(each) for each in zip(*(parts[name] for name in against), strict=True)]
     bare_cpu = [sum(each) for each in zip(*(parts[f"{name}, CPU"] for name in against), strict=True)]
     ratio = median([p / b for p, b in zip(measured.published_s, bare, strict=True)])
-    canaries_s = median(parts["canary"]) + median(spans["canary"])
+    computed = [min(each) for each in zip(*spans["trainer canary"], strict=True)]
+    proved = [statistics.mean(each) for each in zip(*spans["inference canary"], strict=True)]
+    rest = [p - c - q for p, c, q in zip(measured.published_s, computed, proved, strict=True)]
     return Result(
         name=f"publish_{transport}",
         value=median(measured.published_s),
@@ -233,10 +239,10 @@ def result(measured: Measured, spans: dict[str, list[float]], transport: str, nb
             "bare_s": [round(each, 3) for each in bare],
             "cpu_s": [round(each, 2) for each in measured.cpu_s],
             "bare_cpu_s": [round(each, 2) for each in bare_cpu],
-            "ratio_without_canaries": round((median(measured.published_s) - canaries_s) / median(bare), 3),
+            "ratio_without_canaries": median([r / b for r, b in zip(rest, bare, strict=True)]),
             "ratio_by_cpu": median([p / b for p, b in zip(measured.cpu_s, bare_cpu, strict=True)]),
             "parts_s": {name: median(values) for name, values in parts.items()},
-            "spans_s": {name: median(values) for name, values in spans.items() if values},
+            "spans_s": {name: median([s for own in each for s in own]) for name, each in spans.items() if each[0]},
         },
     )
 

@@ -1,6 +1,7 @@
 """Receives broadcasts in rank 0 of a replica's engine. A thread does this, so the engine continues to sample.
 
-The bytes of a version come into one file without a name, which all ranks of the engine map. The thread
+The bytes of a version come into one file without a name, which all ranks of the engine map. Another thread sums each
+bucket that has arrived, so that the check of a version need not read it again. The thread that receives
 writes what happens to a pipe of the replica's actor, a line of JSON for each message, because the engine itself answers
 only between two steps. Waiting for bytes does not hold Python's lock.
 """
@@ -12,6 +13,8 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Sequence, Set
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate
 from typing import Any
 
@@ -19,9 +22,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from trireme.core.digest import sums_of
 from trireme.core.errors import RoomFailed
 from trireme.core.finite_json import to_json
 from trireme.core.transport import Offer
+from trireme.core.weights import Place
 from trireme.process.faults import fault_point
 from trireme.transports.meeting import BroadcastGroup, GroupMember, answering, open_store
 
@@ -40,6 +45,7 @@ class Receiving:
     def __init__(self) -> None:
         self._current: Broadcast | None = None
         self._spare: Landing | None = None  # of a version that was loaded
+        self._places: Sequence[Place] = ()
 
     def start(self, offer: Offer, number: int, serial: int, pipe: str) -> None:
         """Begins to receive what replica `number` was offered, in place of what it still receives. `serial` is in all
@@ -48,16 +54,30 @@ class Receiving:
         if last:
             last.given_up.set()
         spare, self._spare = self._spare, None
-        self._current = Broadcast(offer, number, serial, pipe, last, spare)
+        self._current = Broadcast(offer, number, serial, pipe, last, spare, self._places)
 
-    def forget(self, version: int, *, copied: bool) -> None:
-        """Lets the memory of a version go that has been loaded. `copied`: no rank uses it any more, so the next version
-        is received into it. New memory would cost several times as much as receiving, page by page, and at an update
-        there has to be as much anyway."""
+    def sums(self, paths: Set[str]) -> dict[Place, str]:
+        """Returns the sums of tensors that were summed as they arrived in the files `paths`, by their places. For a
+        thread: it waits for sums that are not ready yet."""
+        current = self._current
+        landing = current.landing if current else None
+        return current.sums() if current and landing and paths == {landing.path} else {}
+
+    def forget(self, version: int, places: Sequence[Place], *, copied: bool) -> None:
+        """Lets the memory of a version go that has been loaded, whose tensors have these `places`: those of later
+        versions, as a rule, have the same. `copied`: no rank uses it any more, so the next version is received into it.
+        New memory would cost several times as much as receiving, page by page, and at an update there has to be as much
+        anyway."""
+        self._places = places
         if self._current and self._current.version == version:
             landing, self._current.landing = self._current.landing, None
             if copied:
                 self._spare = landing
+
+
+def sums_at(bucket: npt.NDArray[np.uint8], places: Sequence[Place]) -> dict[Place, str]:
+    """Returns the sums of what lies at some places of a bucket."""
+    return {place: str(sums_of(bucket[place.offset : place.offset + place.nbytes])) for place in places}
 
 
 class Landing:
@@ -83,7 +103,14 @@ class Broadcast:
     """One version that is being received. The thread continues with the group of the one before."""
 
     def __init__(
-        self, offer: Offer, number: int, serial: int, pipe: str, before: Broadcast | None, landing: Landing | None
+        self,
+        offer: Offer,
+        number: int,
+        serial: int,
+        pipe: str,
+        before: Broadcast | None,
+        landing: Landing | None,
+        places: Sequence[Place],
     ) -> None:
         self.version = offer.version
         self._offer, self._number, self._serial, self._pipe, self._before = offer, number, serial, pipe, before
@@ -92,9 +119,15 @@ class Broadcast:
         self.group: BroadcastGroup | None = None
         self.landing: Landing | None = landing or Landing()
         """Where the bytes are; None once nothing here needs them."""
+        self._places = places
+        self._sums: list[Future[dict[Place, str]]] = []
         name = f"receiving version {offer.version}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+
+    def sums(self) -> dict[Place, str]:
+        """Returns the sums of tensors that have arrived, by their places."""
+        return {place: each for sums in self._sums for place, each in sums.result().items()}
 
     def _run(self) -> None:
         pipe = os.open(self._pipe, os.O_WRONLY)
@@ -148,10 +181,16 @@ class Broadcast:
         with answering(host, port, self._left_s):
             group = member.meet(last, self._deadline)
         offsets = [0, *ends[:-1]]
-        for offset, size in zip(offsets, self._offer.sizes, strict=True):
-            fault_point("transport.bucket")
-            if size:
-                self._receive_bucket(group, torch.from_numpy(whole[offset : offset + size]))
+        summing = ThreadPoolExecutor(1, "sums")
+        try:
+            for number, (offset, size) in enumerate(zip(offsets, self._offer.sizes, strict=True)):
+                fault_point("transport.bucket")
+                bucket = whole[offset : offset + size]
+                if size:
+                    self._receive_bucket(group, torch.from_numpy(bucket))
+                self._sums.append(summing.submit(sums_at, bucket, [p for p in self._places if p.bucket == number]))
+        finally:
+            summing.shutdown(wait=False)
         fault_point("transport.finish")
         self._tell(pipe, arrived={"path": landing.path, "offsets": offsets})
         return group

@@ -36,7 +36,7 @@ from inference.mapping import make_own, mappings_of, populate
 from inference.receiving import Receiving
 from trireme.core import digest
 from trireme.core.errors import WeightsRefused
-from trireme.core.weights import WeightsManifest, check_received
+from trireme.core.weights import Place, WeightsManifest, check_received
 from trireme.process.faults import fault_point
 from trireme.transports.packing import tensor_of
 
@@ -98,14 +98,19 @@ def _corrupt(model: torch.nn.Module) -> None:
     [*norms, *adapters][-1].data[(0,) * [*norms, *adapters][-1].dim()] += 1.0
 
 
-def _refusal_of(manifest: WeightsManifest, buckets: list[npt.NDArray[np.uint8]]) -> str:
-    """Returns why bytes that arrived are refused; empty if they are those of the manifest."""
+def _refusal_of(
+    manifest: WeightsManifest, buckets: list[npt.NDArray[np.uint8]], sums: Callable[[], Mapping[Place, str]]
+) -> str:
+    """Returns why bytes that arrived are refused; empty if they are those of the manifest. `sums` of tensors that are
+    known already are not computed again."""
     populate(buckets)
+    known = sums()
     if fault_point("inference.received") == "corrupt":
         entry = manifest.entries[len(manifest.entries) // 2]
         buckets[entry.bucket][entry.offset] ^= 1
+        known = {}
     try:
-        check_received(manifest, buckets)
+        check_received(manifest, buckets, known)
     except WeightsRefused as refused:
         return str(refused)
     return ""
@@ -152,7 +157,10 @@ class WorkerExtension:
         the same memory. `pickled_files`: a manifest and where its buckets are, of type `inference.mapping.Region`."""
         manifest, regions = pickle.loads(pickled_files)
         buckets = [region.map() for region in regions]
-        work = partial(_refusal_of, manifest, buckets) if self.rank == 0 else partial(populate, buckets)
+        known = (
+            partial(self.receiving.sums, {region.path for region in regions}) if self.receiving else dict[Place, str]
+        )
+        work = partial(_refusal_of, manifest, buckets, known) if self.rank == 0 else partial(populate, buckets)
         self._checking, self.received = Future(), (manifest, buckets)
         Thread(target=_resolve, args=(self._checking, work), name="check", daemon=True).start()
 
@@ -192,7 +200,7 @@ class WorkerExtension:
             make_own(kept)
         if self.receiving:
             # The other ranks have loaded it too before the engine's process is called again.
-            self.receiving.forget(manifest.identity.version, copied=True)
+            self.receiving.forget(manifest.identity.version, [e.place for e in manifest.entries], copied=True)
         return loaded
 
     def add_adapter(self, number: int) -> None:
@@ -207,7 +215,8 @@ class WorkerExtension:
             raise RuntimeError(f"rank {self.rank}: {type(error).__name__}: {error}") from error
         self.received = None
         if self.receiving:
-            self.receiving.forget(manifest.identity.version, copied=False)  # vLLM may keep a part of it
+            places = [entry.place for entry in manifest.entries]
+            self.receiving.forget(manifest.identity.version, places, copied=False)  # vLLM may keep a part of it
 
     def drop_adapter(self, number: int) -> None:
         """Forgets an adapter."""

@@ -60,6 +60,11 @@ NAMED = 8
 """Number of datums that an error names."""
 
 
+SENDING_SHARE = 0.5
+"""The part of `timeouts.collective_s` in which a version is sent: a shard that waits for a replica keeps the others
+waiting in the next gather, which must not fail for that."""
+
+
 class TrainerHandle(ShardCalls):
     """All shards of the trainer. Every verb is collective and waits for all of them, at most `timeouts.step_s`.
 
@@ -315,9 +320,10 @@ class TrainerHandle(ShardCalls):
 
     def offer_by(self, offering: Callable[[Offer], Session], within_s: float) -> None:
         """Has replicas asked, by `offering`, to take part when a version is sent by a transport that has sessions.
-        Sending is given up after `within_s` seconds. Without it, or without a replica that is ready, they fetch the
-        bytes when they want them."""
-        self._offering, self._offered_s = offering, within_s
+        Sending is given up after `within_s` seconds, or SENDING_SHARE of the time of a collective. Without it, or
+        without a replica that is ready, they fetch the bytes when they want them."""
+        self._offering = offering
+        self._offered_s = min(within_s, SENDING_SHARE * self._timeouts.collective_s)
 
     def _session(self, version: int) -> Session | None:
         """Returns the replicas that are ready for `version`; None if it is not to be sent to them."""

@@ -24,6 +24,9 @@ from trireme.core.errors import BadInput
 from trireme.plan.memory import chunk_logits
 
 METHOD = "token_logprobs"
+CAST_ELEMENTS = 2**20
+"""Elements of the output matrix that a CPU casts at a time: 4 MiB, which stay in its cache. A copy of more is made in
+new memory each time, which the system gives page by page."""
 
 
 def add_token_logprobs(model: PreTrainedModel, head_dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -159,6 +162,6 @@ def _logits(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.mm(hidden, weight.T, out_dtype=dtype)
     except NotImplementedError:  # reason: torch's own error on CPUs; torch 2.13 has this product for CUDA alone
         logits, wide = hidden.new_empty(len(hidden), len(weight), dtype=dtype), hidden.to(dtype)
-        for rows in _chunks(len(weight), weight.shape[1], chunk_logits(None)):
+        for rows in _chunks(len(weight), weight.shape[1], CAST_ELEMENTS):
             torch.mm(wide, weight[rows].to(dtype).T, out=logits[:, rows])
         return logits

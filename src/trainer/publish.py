@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from trainer.logprobs import token_logprobs
 from trainer.mesh import Mesh
 from trireme.core.weights import EXACT, ROUNDED, Canary
+from trireme.process import trace
 
 CANARY_TOKENS = 64
 """Enough for nearly all experts of a layer to be chosen (128, of which a token takes 8) and for a mean that does not
@@ -32,10 +33,11 @@ def compute_canary(
     tokens = canary_tokens(model.config.get_text_config().vocab_size, max_seq_len)
     ids = torch.from_numpy(tokens.astype(np.int64)).to(device)[None]
     inputs, targets = ids[:, :-1], ids[:, 1:]
-    if whole_on is None or whole_on.rank == whole_on.size - 1:
-        logprobs = token_logprobs(model, inputs, targets, torch.ones(targets.shape, device=device))[0]
-    else:
-        logprobs = torch.zeros(targets.shape[1], device=device)
-    if whole_on is not None:
-        whole_on.sum_over_ranks(logprobs)
+    with trace.span("canary"):
+        if whole_on is None or whole_on.rank == whole_on.size - 1:
+            logprobs = token_logprobs(model, inputs, targets, torch.ones(targets.shape, device=device))[0]
+        else:
+            logprobs = torch.zeros(targets.shape[1], device=device)
+        if whole_on is not None:
+            whole_on.sum_over_ranks(logprobs)
     return Canary(tokens, logprobs.cpu().numpy(), EXACT if dtype == torch.float32 else ROUNDED)

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trireme.core.digest import Sums, warm_up
+from trireme.process import trace
 from trireme.transports.tensor_sums import rectangle, sums_of_equals, tensor_sums, to_sums
 
 Convert = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
@@ -183,12 +184,13 @@ class ShardSums:
     def of_shard(self, device: torch.device) -> Tensor:
         """Returns this rank's share of the sums, int64 [tensors, 2] on `device`: zeros where it holds nothing."""
         table = torch.zeros(len(self._slices), 2, dtype=torch.int64, device=device)
-        for parts in self._by_source:
-            source = parts[0][1].source
-            dtype = self._dtype if isinstance(source, DTensor) and source.is_floating_point() else None
-            for place, held in self._held(parts).items():
-                sums = sums_of_equals([view for _, view in held], *rectangle(place.whole, place.start), dtype)
-                table[[row for row, _ in held]] += sums.to(device)
+        with trace.span("sums"):
+            for parts in self._by_source:
+                source = parts[0][1].source
+                dtype = self._dtype if isinstance(source, DTensor) and source.is_floating_point() else None
+                for place, held in self._held(parts).items():
+                    sums = sums_of_equals([view for _, view in held], *rectangle(place.whole, place.start), dtype)
+                    table[[row for row, _ in held]] += sums.to(device)
         return table
 
     def _held(self, parts: Sequence[tuple[int, Slice]]) -> dict[PartPlace, list[tuple[int, Tensor]]]:

@@ -15,7 +15,8 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,14 @@ from trireme.core.types import WeightIdentity
 
 ALIGNMENT = 64
 """Bytes; of the tensors in a bucket."""
+
+
+class Place(NamedTuple):
+    """Where a tensor lies in the buckets of a version."""
+
+    bucket: int
+    offset: int
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -42,6 +51,10 @@ class TensorEntry:
     nbytes: int
     hash: str
     """Of its bytes: the sums of `trireme.core.digest`, 32 hex digits."""
+
+    @property
+    def place(self) -> Place:
+        return Place(self.bucket, self.offset, self.nbytes)
 
 
 @dataclass(frozen=True)
@@ -217,13 +230,20 @@ class UpdateReport:
     """Ray's id of the replica's node."""
 
 
-def check_received(manifest: WeightsManifest, buckets: Sequence[npt.NDArray[np.uint8]]) -> None:
-    """Raises WeightsRefused unless the bytes in `buckets` are those that the manifest's identity names."""
+def check_received(
+    manifest: WeightsManifest,
+    buckets: Sequence[npt.NDArray[np.uint8]],
+    known: Mapping[Place, str] = MappingProxyType({}),
+) -> None:
+    """Raises WeightsRefused unless the bytes in `buckets` are those that the manifest's identity names. `known`: the
+    sums of what lies at some places, which need not be read again."""
     version, digest = manifest.identity.version, manifest.identity.digest
     if weights_digest(manifest.entries, manifest.adapter) != digest:
         raise WeightsRefused(f"the table of tensors of version {version} does not have digest {digest}")
     for entry in manifest.entries:
-        received = str(sums_of(buckets[entry.bucket][entry.offset : entry.offset + entry.nbytes]))
+        received = known.get(entry.place) or str(
+            sums_of(buckets[entry.bucket][entry.offset : entry.offset + entry.nbytes])
+        )
         if received != entry.hash:
             raise WeightsRefused(
                 f"tensor {entry.name} of version {version} arrived with hash {received}, "

@@ -20,6 +20,7 @@ from torch import Tensor
 from trireme.core.errors import TriremeError
 from trireme.core.transport import Session, join_parts
 from trireme.core.weights import Layout, TensorEntry, padded
+from trireme.process.device import has_gpu
 from trireme.transports.tensor_sums import tensor_sums, to_sums
 
 BUCKET_BYTES = 64 * 2**20
@@ -122,6 +123,14 @@ def fill(
         raise TriremeError(f"{len(places)} tensors of the layout were not gathered, {next(iter(places))} among them")
 
 
+def host_memory(nbytes: int) -> Bucket:
+    """Returns memory for a bucket. Where there is a GPU it is pinned: copies from there are several times as fast."""
+    if not has_gpu():
+        return np.zeros(nbytes, dtype=np.uint8)
+    pinned: Bucket = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+    return pinned
+
+
 class Packer:
     """A `trireme.core.transport.Sender` of buckets that receivers fetch: each rank packs its share. `put` copies a
     bucket to where receivers can get it, and returns a reference; it runs in a thread. The part of a rank is
@@ -141,7 +150,7 @@ class Packer:
 
         def buffer(bucket: int) -> Bucket:
             own = free.get()  # waits for the thread, if it has both
-            return own if len(own) >= layout.sizes[bucket] else np.zeros(max(layout.sizes), dtype=np.uint8)
+            return own if len(own) >= layout.sizes[bucket] else host_memory(max(layout.sizes))
 
         def put(full: Bucket) -> Any:
             try:

@@ -16,6 +16,7 @@ from trireme.core.errors import TriremeError, WeightsRefused
 from trireme.core.transport import TRANSPORTS, Receiver, Sender, join_parts, load_transport
 from trireme.core.types import WeightIdentity
 from trireme.core.weights import EXACT, Canary, PublishedWeights, WeightsManifest, check_received, weights_digest
+from trireme.transports import packing
 from trireme.transports.packing import Packer, fill, hash_tensor, lay_out, tensor_of
 
 
@@ -86,6 +87,18 @@ def test_bytes_that_a_transport_changes_are_refused(file_transport: str) -> None
         check_received(weights.manifest, buckets)
 
 
+def test_known_sums_stand_for_the_bytes_at_their_place_alone(file_transport: str) -> None:
+    weights = published(file_transport, layers())
+    buckets = asyncio.run(load_transport(file_transport).make_receiver().open(weights.source))
+    first, second, *_ = weights.manifest.entries
+    check_received(weights.manifest, buckets, {first.place: first.hash})
+    with pytest.raises(WeightsRefused, match=rf"{first.name} of version 0 arrived with hash {second.hash}"):
+        check_received(weights.manifest, buckets, {first.place: second.hash})
+    buckets[second.bucket][second.offset] ^= 1
+    with pytest.raises(WeightsRefused, match=rf"{second.name} of version 0 arrived"):
+        check_received(weights.manifest, buckets, {first.place: first.hash})
+
+
 def test_a_rank_takes_part_in_gathering_each_unit_and_sends_its_share(file_transport: str) -> None:
     layout, transport = lay_out(layers(), bucket_bytes=400), load_transport(file_transport)
     assert len(layout.sizes) > 3
@@ -143,6 +156,18 @@ def test_a_sender_whose_store_was_full_sends_the_next_version() -> None:
     with pytest.raises(OSError, match="the store is full"):
         packer.send(0, layout, layers(), None)
     assert len(packer.send(1, layout, layers(), None)) == len(layout.sizes)
+
+
+def test_two_buffers_are_made_once_also_of_memory_that_belongs_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As pinned memory does, which only a machine with a GPU has."""
+    made: list[int] = []
+    monkeypatch.setattr(packing, "host_memory", lambda size: made.append(size) or torch.zeros(size).byte().numpy())
+    units, packer = layers(), Packer(np.copy)
+    layout = lay_out(units, bucket_bytes=400)
+    sent = [packer.send(version, layout, units, None) for version in range(3)]
+    assert made == [max(layout.sizes)] * packing.BUFFERS
+    tensors = dict(pair for unit in units for pair in unit)
+    assert all(torch.equal(tensor_of(each, sent[2]), tensors[each.name]) for each in layout.entries)
 
 
 def test_the_configuration_accepts_the_names_in_the_table_and_no_others() -> None:

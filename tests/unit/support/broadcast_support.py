@@ -18,7 +18,7 @@ import psutil
 import torch
 
 from trireme.core.transport import Offer, Session
-from trireme.core.weights import Layout
+from trireme.core.weights import Layout, Place
 from trireme.transports.packing import lay_out
 
 HOST = "127.0.0.1"
@@ -84,6 +84,12 @@ class Receiver:
         self._end.send(("digests", copied))
         return list(self.hear()["digests"])
 
+    def sums(self, places: Sequence[Place]) -> Mapping[Place, str]:
+        """Returns the sums of the last version, of those tensors that were summed as they arrived. Those of the next
+        one have `places`, if the memory of this one is given back."""
+        self._end.send(("sums", places))
+        return self.hear()["sums"]
+
     def file(self) -> int:
         """Returns the inode of the file in which the last version has arrived."""
         self._end.send(("file",))
@@ -117,6 +123,7 @@ def _receive(end: Any, number: int, faults: str) -> None:
     read, write = os.pipe()
     arrived: dict[str, Any] = {}
     offered: list[Offer] = []
+    places: Sequence[Place] = ()
 
     def relay() -> None:
         for line in os.fdopen(read):
@@ -138,7 +145,9 @@ def _receive(end: Any, number: int, faults: str) -> None:
                     whole = file.read()
                 pairs = zip(arrived["offsets"], offered[-1].sizes, strict=True)
                 end.send({"digests": [digest(whole[offset : offset + size]) for offset, size in pairs]})
-                receiving.forget(offered[-1].version, copied=copied)
+                receiving.forget(offered[-1].version, places, copied=copied)
+            case ("sums", places):
+                end.send({"sums": receiving.sums({arrived["path"]})})
             case ("held",):
                 end.send(what_is_held())
 

@@ -66,7 +66,7 @@ def off_by(wanted, given, head_dtype):
 
 
 def test_a_model_in_bfloat16_has_exact_logits_unless_they_are_asked_for_in_its_dtype(monkeypatch):
-    monkeypatch.setattr(logprobs, "chunk_logits", lambda free: 3 * VOCABULARY)  # the matrix is cast in parts, too
+    monkeypatch.setattr(logprobs, "CAST_ELEMENTS", 3 * inputs()[0].shape[1])
     *given, _ = inputs(torch.bfloat16)
     wanted = whole(*(t.detach().double() for t in given[:2]), *given[2:])
     assert off_by(wanted, given, torch.float32) < 1e-5

@@ -3,7 +3,8 @@
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,9 @@ from broadcast_support import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trireme.core.digest import sums_of
 from trireme.core.transport import Session
+from trireme.core.weights import Place
 from trireme.transports import broadcast
 from trireme.transports.meeting import BroadcastGroup, GroupRoot
 from trireme.transports.packing import tensor_of
@@ -68,6 +71,24 @@ def test_a_version_arrives_in_the_memory_of_the_one_before_that_was_copied(sende
         assert files[0] == files[1] == files[2], "the first two were copied"
         assert files[3] != files[2], "vLLM may keep a part of the third"
         assert members[0].held() == {"files": 0}
+
+
+def test_tensors_are_summed_as_they_arrive_at_the_places_of_the_version_before(sender: BroadcastSender) -> None:
+    with receivers(1) as members:
+        fleet, layout = Fleet(members, (sender.endpoint,)), laid_out(tensors_of(0))
+        places = [entry.place for entry in layout.entries]
+        moved = places[0]._replace(offset=64)
+        expected: list[Sequence[Place]] = [[], places, [moved, *places[2:]], places]
+        for version, (known, after) in enumerate(pairwise(expected)):
+            published(sender, fleet, version)
+            assert members[0].outcome() == "arrived"
+            sums = members[0].sums(after)
+            assert set(sums) == set(known)
+            for place, found in sums.items():
+                bucket = sender.kept.bucket(version, place.bucket)
+                assert found == str(sums_of(bucket[place.offset : place.offset + place.nbytes]))
+            members[0].digests(copied=True)
+            assert members[0].sums(after) == {}, "once it is loaded, the memory is the next version's"
 
 
 def test_all_receive_the_same_bytes_version_after_version_by_one_group(sender: BroadcastSender) -> None:
