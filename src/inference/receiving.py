@@ -26,7 +26,7 @@ from trireme.core.digest import sums_of
 from trireme.core.errors import RoomFailed
 from trireme.core.finite_json import to_json
 from trireme.core.transport import Offer
-from trireme.core.weights import Place
+from trireme.core.weights import TensorPlace
 from trireme.process.faults import fault_point
 from trireme.transports.meeting import BroadcastGroup, GroupMember, answering, open_store
 
@@ -45,7 +45,7 @@ class Receiving:
     def __init__(self) -> None:
         self._current: Broadcast | None = None
         self._spare: Landing | None = None  # of a version that was loaded
-        self._places: Sequence[Place] = ()
+        self._places: Sequence[TensorPlace] = ()
 
     def start(self, offer: Offer, number: int, serial: int, pipe: str) -> None:
         """Begins to receive what replica `number` was offered, in place of what it still receives. `serial` is in all
@@ -56,14 +56,14 @@ class Receiving:
         spare, self._spare = self._spare, None
         self._current = Broadcast(offer, number, serial, pipe, last, spare, self._places)
 
-    def sums(self, paths: Set[str]) -> dict[Place, str]:
+    def sums(self, paths: Set[str]) -> dict[TensorPlace, str]:
         """Returns the sums of tensors that were summed as they arrived in the files `paths`, by their places. For a
         thread: it waits for sums that are not ready yet."""
         current = self._current
         landing = current.landing if current else None
         return current.sums() if current and landing and paths == {landing.path} else {}
 
-    def forget(self, version: int, places: Sequence[Place], *, copied: bool) -> None:
+    def forget(self, version: int, places: Sequence[TensorPlace], *, copied: bool) -> None:
         """Lets the memory of a version go that has been loaded, whose tensors have these `places`: those of later
         versions, as a rule, have the same. `copied`: no rank uses it any more, so the next version is received into it.
         New memory would cost several times as much as receiving, page by page, and at an update there has to be as much
@@ -75,7 +75,7 @@ class Receiving:
                 self._spare = landing
 
 
-def sums_at(bucket: npt.NDArray[np.uint8], places: Sequence[Place]) -> dict[Place, str]:
+def sums_at(bucket: npt.NDArray[np.uint8], places: Sequence[TensorPlace]) -> dict[TensorPlace, str]:
     """Returns the sums of what lies at some places of a bucket."""
     return {place: str(sums_of(bucket[place.offset : place.offset + place.nbytes])) for place in places}
 
@@ -110,7 +110,7 @@ class Broadcast:
         pipe: str,
         before: Broadcast | None,
         landing: Landing | None,
-        places: Sequence[Place],
+        places: Sequence[TensorPlace],
     ) -> None:
         self.version = offer.version
         self._offer, self._number, self._serial, self._pipe, self._before = offer, number, serial, pipe, before
@@ -120,12 +120,12 @@ class Broadcast:
         self.landing: Landing | None = landing or Landing()
         """Where the bytes are; None once nothing here needs them."""
         self._places = places
-        self._sums: list[Future[dict[Place, str]]] = []
+        self._sums: list[Future[dict[TensorPlace, str]]] = []
         name = f"receiving version {offer.version}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def sums(self) -> dict[Place, str]:
+    def sums(self) -> dict[TensorPlace, str]:
         """Returns the sums of tensors that have arrived, by their places."""
         return {place: each for sums in self._sums for place, each in sums.result().items()}
 

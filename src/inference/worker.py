@@ -36,7 +36,7 @@ from inference.mapping import make_own, mappings_of, populate
 from inference.receiving import Receiving
 from trireme.core import digest
 from trireme.core.errors import WeightsRefused
-from trireme.core.weights import Place, WeightsManifest, check_received
+from trireme.core.weights import TensorPlace, WeightsManifest, check_received
 from trireme.process.faults import fault_point
 from trireme.transports.packing import tensor_of
 
@@ -99,7 +99,7 @@ def _corrupt(model: torch.nn.Module) -> None:
 
 
 def _refusal_of(
-    manifest: WeightsManifest, buckets: list[npt.NDArray[np.uint8]], sums: Callable[[], Mapping[Place, str]]
+    manifest: WeightsManifest, buckets: list[npt.NDArray[np.uint8]], sums: Callable[[], Mapping[TensorPlace, str]]
 ) -> str:
     """Returns why bytes that arrived are refused; empty if they are those of the manifest. `sums` of tensors that are
     known already are not computed again."""
@@ -158,7 +158,9 @@ class WorkerExtension:
         manifest, regions = pickle.loads(pickled_files)
         buckets = [region.map() for region in regions]
         known = (
-            partial(self.receiving.sums, {region.path for region in regions}) if self.receiving else dict[Place, str]
+            partial(self.receiving.sums, {region.path for region in regions})
+            if self.receiving
+            else dict[TensorPlace, str]
         )
         work = partial(_refusal_of, manifest, buckets, known) if self.rank == 0 else partial(populate, buckets)
         self._checking, self.received = Future(), (manifest, buckets)

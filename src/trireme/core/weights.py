@@ -29,7 +29,7 @@ ALIGNMENT = 64
 """Bytes; of the tensors in a bucket."""
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """Where a tensor lies in the buckets of a version."""
 
     bucket: int
@@ -53,8 +53,8 @@ class TensorEntry:
     """Of its bytes: the sums of `trireme.core.digest`, 32 hex digits."""
 
     @property
-    def place(self) -> Place:
-        return Place(self.bucket, self.offset, self.nbytes)
+    def place(self) -> TensorPlace:
+        return TensorPlace(self.bucket, self.offset, self.nbytes)
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ class UpdateReport:
 def check_received(
     manifest: WeightsManifest,
     buckets: Sequence[npt.NDArray[np.uint8]],
-    known: Mapping[Place, str] = MappingProxyType({}),
+    known: Mapping[TensorPlace, str] = MappingProxyType({}),
 ) -> None:
     """Raises WeightsRefused unless the bytes in `buckets` are those that the manifest's identity names. `known`: the
     sums of what lies at some places, which need not be read again."""

@@ -18,7 +18,7 @@ import psutil
 import torch
 
 from trireme.core.transport import Offer, Session
-from trireme.core.weights import Layout, Place
+from trireme.core.weights import Layout, TensorPlace
 from trireme.transports.packing import lay_out
 
 HOST = "127.0.0.1"
@@ -84,7 +84,7 @@ class Receiver:
         self._end.send(("digests", copied))
         return list(self.hear()["digests"])
 
-    def sums(self, places: Sequence[Place]) -> Mapping[Place, str]:
+    def sums(self, places: Sequence[TensorPlace]) -> Mapping[TensorPlace, str]:
         """Returns the sums of the last version, of those tensors that were summed as they arrived. Those of the next
         one have `places`, if the memory of this one is given back."""
         self._end.send(("sums", places))
@@ -123,7 +123,7 @@ def _receive(end: Any, number: int, faults: str) -> None:
     read, write = os.pipe()
     arrived: dict[str, Any] = {}
     offered: list[Offer] = []
-    places: Sequence[Place] = ()
+    places: Sequence[TensorPlace] = ()
 
     def relay() -> None:
         for line in os.fdopen(read):

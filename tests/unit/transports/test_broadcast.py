@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 
 from trireme.core.digest import sums_of
 from trireme.core.transport import Session
-from trireme.core.weights import Place
+from trireme.core.weights import TensorPlace
 from trireme.transports import broadcast
 from trireme.transports.meeting import BroadcastGroup, GroupRoot
 from trireme.transports.packing import tensor_of
@@ -78,7 +78,7 @@ def test_tensors_are_summed_as_they_arrive_at_the_places_of_the_version_before(s
         fleet, layout = Fleet(members, (sender.endpoint,)), laid_out(tensors_of(0))
         places = [entry.place for entry in layout.entries]
         moved = places[0]._replace(offset=64)
-        expected: list[Sequence[Place]] = [[], places, [moved, *places[2:]], places]
+        expected: list[Sequence[TensorPlace]] = [[], places, [moved, *places[2:]], places]
         for version, (known, after) in enumerate(pairwise(expected)):
             published(sender, fleet, version)
             assert members[0].outcome() == "arrived"

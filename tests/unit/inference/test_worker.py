@@ -1,0 +1,146 @@
+"""The part of a replica in the engine's process, as far as it needs no model: what arrived is checked."""
+
+import json
+import os
+import pickle
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from broadcast_support import HOST, laid_out, tensors_of
+
+from inference import worker
+from inference.mapping import Region
+from inference.worker import WorkerExtension
+from trireme.core import weights
+from trireme.core.transport import Offer, Session
+from trireme.core.types import WeightIdentity
+from trireme.core.weights import EXACT, Canary, Layout, WeightsManifest, weights_digest
+from trireme.transports.packing import hash_tensor
+from trireme.transports.sending import BroadcastSender
+
+LIMIT_S = 60.0
+Tensors = list[tuple[str, torch.Tensor]]
+
+
+def manifest_of(version: int, layout: Layout, tensors: Tensors) -> WeightsManifest:
+    entries = layout.with_hashes({name: hash_tensor(tensor) for name, tensor in tensors})
+    canary = Canary(np.zeros(2, np.int32), np.zeros(1, np.float32), EXACT)
+    return WeightsManifest(WeightIdentity(1, version, weights_digest(entries)), entries, canary)
+
+
+class Engine:
+    """Rank 0 of an engine, and the trainer's rank that sends to it."""
+
+    def __init__(self) -> None:
+        self.rank = WorkerExtension()
+        self.rank.rank = 0
+        self.sender = BroadcastSender(0, 1, HOST, None)
+        read, self._write = os.pipe()
+        self._said = os.fdopen(read)
+
+    def receive(self, version: int, tensors: Tensors) -> list[Region]:
+        """Sends a version; returns where it has arrived."""
+        layout = laid_out(tensors)
+        offer = Offer(1, version, layout.sizes, (self.sender.endpoint,), LIMIT_S)
+        self.rank.receive_broadcast(pickle.dumps((offer, 0, version, f"/proc/self/fd/{self._write}")))
+        assert json.loads(self._said.readline())["ready"]
+        self.sender.send(version, layout, [tensors], Session(1, 0, {0: 0}, LIMIT_S))
+        arrived = json.loads(self._said.readline())["arrived"]
+        return [Region(arrived["path"], at, size) for at, size in zip(arrived["offsets"], layout.sizes, strict=True)]
+
+    def refusal(self, manifest: WeightsManifest, regions: list[Region]) -> str:
+        self.rank.receive_weights(pickle.dumps((manifest, regions)))
+        deadline = time.monotonic() + LIMIT_S
+        while (found := self.rank.checked()) is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return found
+
+    def close(self) -> None:
+        self._said.close()
+        os.close(self._write)
+
+    def loaded(self, manifest: WeightsManifest) -> None:
+        assert self.rank.receiving is not None
+        places = [entry.place for entry in manifest.entries]
+        self.rank.receiving.forget(manifest.identity.version, places, copied=True)
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    made = Engine()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def summed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of the tensors that a check has summed itself."""
+    found: list[int] = []
+    plain = weights.sums_of
+
+    def sums_of(data: npt.NDArray[np.uint8]) -> Any:
+        found.append(len(data))
+        return plain(data)
+
+    monkeypatch.setattr(weights, "sums_of", sums_of)
+    return found
+
+
+def test_from_the_second_broadcast_on_a_check_reads_nothing_again(engine: Engine, summed: list[int]) -> None:
+    for version in range(3):
+        tensors = tensors_of(version)
+        manifest = manifest_of(version, laid_out(tensors), tensors)
+        regions = engine.receive(version, tensors)
+        assert engine.refusal(manifest, regions) == ""
+        assert len(summed) == len(tensors), "those of the first version"
+        engine.loaded(manifest)
+
+
+def test_other_values_are_refused_whoever_sums_them(engine: Engine) -> None:
+    for version in range(2):
+        tensors = tensors_of(version)
+        wrong = [(name, tensor + (name == "t7")) for name, tensor in tensors]
+        manifest = manifest_of(version, laid_out(tensors), wrong)
+        refusal = engine.refusal(manifest, engine.receive(version, tensors))
+        assert f"tensor t7 of version {version} arrived with hash" in refusal
+        engine.loaded(manifest)
+
+
+def test_sums_of_a_broadcast_do_not_stand_for_bytes_that_came_otherwise(engine: Engine, summed: list[int]) -> None:
+    """The same version, at the same places, but in other memory: of a replica that takes it on demand."""
+    for version in range(2):
+        tensors = tensors_of(version)
+        manifest = manifest_of(version, laid_out(tensors), tensors)
+        regions = engine.receive(version, tensors)
+        if version == 0:
+            engine.refusal(manifest, regions)
+            engine.loaded(manifest)
+    file = os.memfd_create("copies")
+    for region in regions:
+        os.pwrite(file, region.map(), region.offset)
+    copies = [Region(f"/proc/self/fd/{file}", region.offset, region.nbytes) for region in regions]
+    summed.clear()
+    assert engine.refusal(manifest, copies) == ""
+    assert len(summed) == len(tensors)
+    entry = manifest.entries[0]
+    os.pwrite(file, b"\xff", copies[entry.bucket].offset + entry.offset)
+    assert f"tensor {entry.name} of version 1 arrived with hash" in engine.refusal(manifest, copies)
+    os.close(file)
+
+
+def test_it_is_the_workers_own_check(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault that is planted after the arrival is found, although the sums are known."""
+    for version in range(2):
+        tensors = tensors_of(version)
+        manifest = manifest_of(version, laid_out(tensors), tensors)
+        regions = engine.receive(version, tensors)
+        monkeypatch.setattr(worker, "fault_point", lambda _, planted=version: "corrupt" if planted else None)
+        assert ("arrived with hash" in engine.refusal(manifest, regions)) == bool(version)
+        engine.loaded(manifest)
