@@ -28,13 +28,13 @@ def compute_canary(
     model: PreTrainedModel, dtype: torch.dtype, max_seq_len: int, device: torch.device, whole_on: Mesh | None = None
 ) -> Canary:
     """Computes the canary by `model`, which computes in `dtype`, in the way in which it trains, with the weights that
-    it publishes. `whole_on`: every rank of this mesh has all of the model gathered; then the last computes for all of
-    them, as it is the last that would send a broadcast. Collective."""
+    it publishes. `whole_on`: the last rank of this mesh has all of the model gathered, and computes for all of them.
+    Collective."""
     tokens = canary_tokens(model.config.get_text_config().vocab_size, max_seq_len)
     ids = torch.from_numpy(tokens.astype(np.int64)).to(device)[None]
     inputs, targets = ids[:, :-1], ids[:, 1:]
     with trace.span("canary"):
-        if whole_on is None or whole_on.rank == whole_on.size - 1:
+        if whole_on is None or whole_on.is_last:
             logprobs = token_logprobs(model, inputs, targets, torch.ones(targets.shape, device=device))[0]
         else:
             logprobs = torch.zeros(targets.shape[1], device=device)

@@ -322,13 +322,13 @@ class Shard(AdapterVerbs):
         source: `trireme.core.transport.Transport.join` makes one of all."""
         fault_point("trainer.publish")
         model, dtype, sums = self._model, self._sharding.dtype, self._sums.of_shard(self._device)
-        # Where memory allows, the canary is computed from what was gathered to be sent.
-        stays = self._sharding.memory.weights_stay and not self._adapter
-        units = adapter_units(model, dtype, self._device) if self._adapter else gathered_units(model, stay=stays)
+        # Where memory allows, the last rank keeps what is gathered to be sent, and computes the canary from that.
+        whole_on = self._mesh if self._sharding.memory.weights_stay and not self._adapter else None
+        stay = bool(whole_on and whole_on.is_last)
+        units = adapter_units(model, dtype, self._device) if self._adapter else gathered_units(model, stay=stay)
         share = self.layout.share(self._mesh.rank, self._mesh.size)
         with freed_after(model):
             part = self._sender.send(version, self.layout, self._sums.watching(units, share, sums), session)
-            whole_on = self._mesh if stays else None
             canary = compute_canary(model, dtype, self._max_seq_len, self._device, whole_on)
         self._mesh.sum_over_ranks(sums)
         entries = self.layout.with_hashes({name: str(each) for name, each in self._sums.by_name(sums).items()})
