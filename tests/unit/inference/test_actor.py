@@ -686,20 +686,23 @@ def test_requests_in_flight_see_an_update_between_two_steps(on_update: str, paus
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("updates", [1, 100])
 @pytest.mark.parametrize("on_update", ["recompute_kv", "keep_kv"])
-def test_a_conversation_keeps_its_prefix_over_an_update_where_the_cache_does_and_others_begin_anew(
-    on_update: str,
+def test_a_conversation_keeps_its_prefix_over_updates_where_the_cache_does_and_others_begin_anew(
+    on_update: str, updates: int
 ) -> None:
     """No prefix is older than its name says: also a conversation that began with weights which are not here yet."""
 
     async def run() -> None:
-        made, newest = UpdatingReplica(on_update), published(version=1).identity
+        made, newest = UpdatingReplica(on_update), published(version=updates).identity
         conversation, ahead = (
             replace(requests_of("a")[0], trajectory="t", extends=1, began=began)
-            for began in (IDENTITY, WeightIdentity(1, 2, "later"))
+            for began in (IDENTITY, WeightIdentity(1, updates + 1, "later"))
         )
         await outcomes(made, requests_of("a"))
-        await made.load_weights(published(version=1))
+        made.refusals = [""] * updates
+        for version in range(1, updates + 1):
+            await made.load_weights(published(version=version))
         answers = [(await outcomes(made, [each]))[0] for each in (conversation, requests_of("b")[0], ahead)]
         kept = IDENTITY if on_update == "keep_kv" else newest
         assert made.salts == [str(identity) for identity in (IDENTITY, kept, newest, newest)]
