@@ -29,6 +29,7 @@ ROOMS = (
     ("ray::ShardActor", "trainer shard"),
     ("ray::OrchestratorActor", "orchestrator"),
     ("ray::Replica", "replica actor"),
+    ("ray::ServiceActor", "service"),
     ("gcs_server", "ray gcs"),
     ("raylet/raylet", "ray raylet"),
     ("ray::", "ray idle worker"),

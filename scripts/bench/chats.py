@@ -1,0 +1,240 @@
+"""Measures what chats cost the training beside them: without a service, beside an idle one, and beside 50 clients.
+
+    python scripts/bench/chats.py [--rounds 2] [--steps 30]
+
+Rounds alternate between two runs of `configs/quickstart.toml`. One has no service. The other one has, and alternates
+between phases of `--steps` steps in which none asks, and such in which 50 clients never stop asking for completions;
+there are two of each. Clients are in a process of their own, at the lowest priority, as they would be elsewhere. The
+phases begin where the run is warm.
+
+    value         steps per second beside an idle service, over those without a service
+    detail        `chatting`: steps per second while clients ask, over those of the same run while none does; then
+                  `share_cpu` is the cores that the service's process used, and `share_tokens` the tokens of chats over
+                  all that were sampled; `cpu_s`: CPU seconds of a step by room in each of the three
+
+The last line of the output is the result, a JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing as mp
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import psutil
+from _common import DEADLINE_S, POLL_S, ROOT, Result, cpu_by_room, median, run_rl
+
+CONFIG = ROOT / "configs" / "quickstart.toml"
+CLIENTS, WARM = 50, 8
+TARGET = 0.99
+PROMPT, ANSWER = "Sort: 361695\n", 8
+NICEST = 19
+PHASES = ("idle", "chatting", "idle", "chatting")
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Some steps of a run."""
+
+    kind: str
+    seconds: float
+    steps: int
+    cpu_s: Mapping[str, float]
+    """CPU seconds by room."""
+    sampled: float
+    """Tokens of rollouts."""
+    chatted: float
+    """Tokens of chats."""
+
+    @property
+    def rate(self) -> float:
+        return self.steps / self.seconds
+
+
+class Clients:
+    """50 clients in a process of their own, which ask while they are told to."""
+
+    def __init__(self, port: int, key: str) -> None:
+        self._pipe, theirs = mp.get_context("spawn").Pipe()
+        self._process = mp.get_context("spawn").Process(target=_clients, args=(port, key, theirs), daemon=True)
+        self._process.start()
+        self._pipe.recv()
+
+    def ask(self, on: bool) -> float:
+        """Lets them ask, or not. Returns the tokens that they have got so far."""
+        self._pipe.send(on)
+        got: float = self._pipe.recv()
+        return got
+
+    def close(self) -> None:
+        """Ends them."""
+        self._process.terminate()
+        self._process.join(30)
+
+
+def _clients(port: int, key: str, pipe: Connection) -> None:
+    os.nice(NICEST)
+    body = json.dumps({"model": "policy", "prompt": PROMPT, "max_tokens": ANSWER}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    request, tokens = head.encode() + body, 0
+
+    async def client(on: asyncio.Event) -> None:
+        nonlocal tokens
+        while True:
+            await on.wait()
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            try:
+                while on.is_set():
+                    writer.write(request)
+                    answer = (await reader.readuntil(b"\r\n\r\n")).lower()
+                    length = int(answer.partition(b"content-length: ")[2].split(b"\r\n", 1)[0])
+                    said = json.loads(await reader.readexactly(length))
+                    if b" 200 " not in answer.split(b"\r\n", 1)[0]:
+                        await asyncio.sleep(0.5)
+                        break
+                    tokens += said["usage"]["completion_tokens"]
+            finally:
+                writer.close()
+
+    async def all_of_them() -> None:
+        on = asyncio.Event()
+        asked = [asyncio.create_task(client(on)) for _ in range(CLIENTS)]
+        pipe.send(None)
+        while all(not each.done() for each in asked):
+            if not pipe.poll(0):
+                await asyncio.sleep(POLL_S)
+                continue
+            (on.set if pipe.recv() else on.clear)()
+            pipe.send(float(tokens))
+        for each in asked:
+            if each.done():
+                each.result()
+
+    asyncio.run(all_of_them())
+
+
+def rows_at(metrics: Path, step: int) -> Sequence[dict[str, Any]]:
+    """Returns the rows up to that of `step`, as soon as it is there. Raises RuntimeError when it is late."""
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        lines = metrics.read_text().splitlines(keepends=True)
+        if len(lines) > step and lines[step].endswith("\n"):
+            return [json.loads(line) for line in lines[: step + 1]]
+        time.sleep(POLL_S)
+    raise RuntimeError(f"step {step} was not done after {DEADLINE_S:.0f} s")
+
+
+def run(phases: Sequence[str], steps: int, *flags: str, port: int = 0) -> list[Phase]:
+    """Runs the quickstart for some phases of so many steps, and returns them. `port`: that of its service."""
+    found: list[Phase] = []
+    with tempfile.TemporaryDirectory(prefix="bench-") as directory:
+        place = Path(directory) / "run"
+
+        def measure(driver: psutil.Process) -> None:
+            clients = Clients(port, _client_key(place)) if port else None
+            try:
+                _measure(found, driver, place / "metrics.jsonl", clients.ask if clients else lambda on: 0.0)
+            finally:
+                if clients:
+                    clients.close()
+
+        def _measure(found: list[Phase], driver: psutil.Process, metrics: Path, ask: Callable[[bool], float]) -> None:
+            for number, kind in enumerate(phases):
+                chatted = ask(kind == "chatting")
+                # One step passes between phases: its rollouts were sampled in both.
+                first = WARM + number * (steps + 1) + 1
+                rows_at(metrics, first)
+                before, chatted = _cpu(driver), ask(kind == "chatting")
+                rows = rows_at(metrics, first + steps)
+                after = _cpu(driver)
+                found.append(
+                    Phase(
+                        kind,
+                        rows[-1]["time/unix"] - rows[first]["time/unix"],
+                        steps,
+                        {room: after[room] - before.get(room, 0.0) for room in after},
+                        sum(row["perf/tokens"] for row in rows[first + 1 :]),
+                        ask(kind == "chatting") - chatted,
+                    )
+                )
+
+        total = WARM + len(phases) * (steps + 1) + 3
+        more = ["--service.port", str(port)] if port else []
+        run_rl(
+            CONFIG, "--max-steps", str(total), *more, *flags, directory=Path(directory), first_step=WARM, then=measure
+        )
+    return found
+
+
+def _cpu(driver: psutil.Process) -> dict[str, float]:
+    return {room: sum(seconds) for room, seconds in cpu_by_room(driver).items()}
+
+
+def _client_key(place: Path) -> str:
+    lines = [line.split() for line in (place / "service.keys").read_text().splitlines()]
+    return next(line[1] for line in lines if line and line[0] == "client")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def per_step(phases: Sequence[Phase]) -> dict[str, float]:
+    """Returns CPU seconds of a step by room, the median of phases."""
+    rooms = {room for phase in phases for room in phase.cpu_s}
+    each = {room: median([phase.cpu_s.get(room, 0.0) / phase.steps for phase in phases]) for room in sorted(rooms)}
+    return {room: seconds for room, seconds in each.items() if seconds >= 0.002}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=30)
+    options = parser.parse_args()
+    load = os.getloadavg()[0]
+    alone: list[Phase] = []
+    served: list[Phase] = []
+    for _ in range(options.rounds):
+        alone += run(["alone", "alone"], options.steps)
+        served += run(PHASES, options.steps, port=free_port())
+    idle = [phase for phase in served if phase.kind == "idle"]
+    chatting = [phase for phase in served if phase.kind == "chatting"]
+    rates = {"alone": alone, "idle": idle, "chatting": chatting}
+    rate = {kind: median([phase.rate for phase in phases]) for kind, phases in rates.items()}
+    value = round(rate["idle"] / rate["alone"], 3)
+    Result(
+        name="chats",
+        value=value,
+        unit="of the steps per second without a service",
+        ratio=value,
+        target=TARGET,
+        holds=value >= TARGET,
+        against="the same run without a service",
+        detail={
+            "load_before": load,
+            "chatting": round(rate["chatting"] / rate["idle"], 3),
+            "share_cpu": median([phase.cpu_s.get("service", 0.0) / phase.seconds for phase in chatting]),
+            "share_tokens": median([phase.chatted / (phase.chatted + phase.sampled) for phase in chatting]),
+            "chat_tokens_per_s": median([phase.chatted / phase.seconds for phase in chatting]),
+            "steps_per_s": {kind: [round(phase.rate, 3) for phase in phases] for kind, phases in rates.items()},
+            "cpu_s": {kind: per_step(phases) for kind, phases in rates.items()},
+        },
+    ).print()
+
+
+if __name__ == "__main__":
+    main()
