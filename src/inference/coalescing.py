@@ -1,11 +1,12 @@
 """A scheduler that keeps tokens back for a moment, so that an engine sends few messages.
 
-    step ---> tokens of all requests ---> held ---(a request ends; some time is over; a pause)---> one message
+    step ---> tokens of all requests ---> held ---(requests have ended; some time is over; a pause)---> one message
 
 vLLM's engine sends a message for each step, in which every request has an object with three arrays for one token. To
 write, read and enter these took a third of a replica's CPU time where steps are short. What a replica makes of them is
-asked for when a request ends, or about once a second. Whatever a pause ends is sent before it: weights change in pauses
-only, and a message names the weights of all its tokens.
+asked for when a request ends, or about once a second. Ends wait for each other too, for a small share of the time that
+their requests have taken: a message costs the engine, the replica's actor and the orchestrator. Whatever a pause ends
+is sent before it: weights change in pauses only, and a message names the weights of all its tokens.
 
 vLLM imports this module in the engine's process because the replica names one of its schedulers (`scheduler_cls`).
 """
@@ -14,9 +15,10 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import cached_property
 from itertools import chain
+from math import inf
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
 READ_S, UNREAD_S = 0.05, 0.25
 """The longest that a token waits for others: where answers may be read while they are sampled, as long as between two
 pieces that a person reads; elsewhere only their ends are waited for, and all is looked at once a second."""
+END_SHARE, END_S = 0.02, 0.03
+"""The longest that an end waits for others: this share of the time since the first token, and no more than END_S."""
 
 
 class HeldOutputs:
@@ -42,32 +46,65 @@ class HeldOutputs:
 
     def __init__(self) -> None:
         self._held: dict[str, list[EngineCoreOutput]] = {}
+        self._began: dict[str, float] = {}  # when the first token of each running request came that may wait
+        self._ended: list[str] = []
+        self._due = inf  # when the first of these must go
 
     def __bool__(self) -> bool:
         return bool(self._held)
 
-    def pass_on(self, outputs: Iterable[EngineCoreOutput], may_wait: Callable[[str], bool]) -> list[EngineCoreOutput]:
-        """Takes the outputs of a step. Returns what is to go now: the outputs of requests that have ended, or that may
-        not wait, each with what was kept of its request. `may_wait` is asked about the first output of a request."""
+    @property
+    def has_ends(self) -> bool:
+        return bool(self._ended)
+
+    def pass_on(
+        self, outputs: Iterable[EngineCoreOutput], may_wait: Callable[[str], bool], now: float
+    ) -> list[EngineCoreOutput]:
+        """Takes the outputs of a step. Returns what must not wait, with what was kept of its request. `may_wait` is
+        asked about the first output of a request."""
         going = []
         for output in outputs:
-            held = self._held.get(output.request_id)
-            if can_wait(output) and (held or may_wait(output.request_id)):
-                self._held.setdefault(output.request_id, []).append(output)
+            name = output.request_id
+            began = self._began.get(name)
+            if can_wait(output) and (began is not None or may_wait(name)):
+                self._began.setdefault(name, now)
+                self._held.setdefault(name, []).append(output)
+            elif began is not None and is_plain_end(output):
+                self._held.setdefault(name, []).append(output)
+                self._ended.append(name)
+                self._due = min(self._due, now + min(END_SHARE * (now - self._began.pop(name)), END_S))
             else:
-                going.append(joined([*self._held.pop(output.request_id, ()), output]))
+                self._began.pop(name, None)
+                going.append(joined([*self._held.pop(name, ()), output]))
         return going
 
-    def take(self) -> list[EngineCoreOutput]:
-        """Returns all that is kept."""
-        held, self._held = self._held, {}
+    def take_ended(self, now: float) -> list[EngineCoreOutput]:
+        """Returns all of the requests that have ended, if one of them must go by `now`."""
+        if now < self._due:
+            return []
+        ended, self._ended, self._due = self._ended, [], inf
+        return [joined(self._held.pop(name)) for name in ended]
+
+    def take(self, running: Container[str]) -> list[EngineCoreOutput]:
+        """Returns all that is kept. `running`: the requests of which more may come."""
+        held, self._held, self._ended, self._due = self._held, {}, [], inf
+        self._began = {name: began for name, began in self._began.items() if name in running}  # others were aborted
         return [joined(outputs) for outputs in held.values()]
 
 
 def can_wait(output: EngineCoreOutput) -> bool:
-    """Tells if an output has tokens and nothing that `joined` would lose."""
+    """Tells if an output has nothing that `joined` would lose, and more will follow."""
+    return output.finish_reason is None and has_tokens_alone(output)
+
+
+def is_plain_end(output: EngineCoreOutput) -> bool:
+    """Tells if an output is the last of its request, and has nothing that `joined` would lose."""
+    return output.finish_reason is not None and has_tokens_alone(output)
+
+
+def has_tokens_alone(output: EngineCoreOutput) -> bool:
+    """Tells if an output has nothing beside its tokens that `joined` would lose."""
     others = (
-        output.finish_reason,
         output.pooling_output,
         output.kv_transfer_params,
         output.ec_transfer_params,
@@ -122,22 +159,25 @@ class CoalescingScheduler(Scheduler):
         return defaultdict(HeldOutputs)
 
     def has_requests(self) -> bool:
-        """True while the engine is to make a step; a paused one makes an empty step for what is held."""
-        return super().has_requests() or (self._is_paused and any(self._held.values()))
+        """True while the engine is to make a step: an empty one for what is held, where it would make no other."""
+        held = self._held.values()
+        return super().has_requests() or (self._is_paused and any(held)) or any(each.has_ends for each in held)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         made = super().update_from_output(scheduler_output, model_runner_output)
-        sends_all = self._is_paused or time.monotonic() - self._all_sent >= self.longest_wait_s
+        now = time.monotonic()
+        sends_all = self._is_paused or now - self._all_sent >= self.longest_wait_s
         for client, step in made.items():
-            step.outputs = self._held[client].pass_on(step.outputs, self._may_wait)
+            step.outputs = self._held[client].pass_on(step.outputs, self._may_wait, now)
+        due_by = now if self.has_unfinished_requests() else inf  # without any, no step follows
+        for client, held in self._held.items():
+            if outputs := held.take(self.requests) if sends_all else held.take_ended(due_by):
+                message = made.setdefault(client, EngineCoreOutputs())
+                message.outputs = [*message.outputs, *outputs]
         if sends_all:
-            for client, held in self._held.items():
-                if outputs := held.take():
-                    message = made.setdefault(client, EngineCoreOutputs())
-                    message.outputs = [*message.outputs, *outputs]
-            self._all_sent = time.monotonic()
+            self._all_sent = now
         # what else a step sends is how busy the engine is, which the next message will say
         return {client: step for client, step in made.items() if sends_all or step.outputs or step.finished_requests}
 

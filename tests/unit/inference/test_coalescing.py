@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -20,6 +21,7 @@ from vllm.v1.outputs import LogprobsLists
 
 import inference.coalescing
 from inference.coalescing import (
+    END_S,
     READ_S,
     UNREAD_S,
     CoalescingAsyncScheduler,
@@ -54,28 +56,60 @@ def contents(made: EngineCoreOutput) -> tuple[list[int], list[int], list[float]]
 
 
 class TestHeldOutputs:
-    @given(st.lists(st.lists(st.tuples(st.sampled_from("abc"), st.booleans(), st.integers(1, 3)), max_size=3)))
-    def test_all_tokens_come_in_order_each_once(self, steps: list[list[tuple[str, bool, int]]]) -> None:
-        held, sent, came, number = HeldOutputs(), {}, {}, 0
-        for step in steps:
+    @given(
+        steps=st.lists(st.lists(st.tuples(st.integers(0, 3), st.booleans(), st.integers(1, 3)), max_size=4)),
+        takes=st.lists(st.sampled_from(["none", "ended", "all"])),
+        step_s=st.sampled_from([0.001, 0.01, 2.0]),
+    )
+    def test_all_tokens_come_in_order_each_once(
+        self, steps: list[list[tuple[int, bool, int]]], takes: list[str], step_s: float
+    ) -> None:
+        """Of four places, in each of which one request follows the other; those of place 3 may not wait."""
+        held, number, now = HeldOutputs(), 0, 0.0
+        sent: dict[str, list[int]] = {}
+        came: dict[str, list[int]] = {}
+        ended: set[str] = set()
+        said: set[str] = set()
+        generations = [0] * 4
+
+        def note(outputs: Sequence[EngineCoreOutput]) -> None:
+            for each in outputs:
+                tokens, named, logprobs = contents(each)
+                assert named == tokens
+                assert logprobs == [-token for token in tokens]
+                assert each.request_id not in said, "nothing follows an end"
+                came.setdefault(each.request_id, []).extend(tokens)
+                said.update([each.request_id] if each.finished else [])
+
+        for step, taking in zip_longest(steps, takes[: len(steps)], fillvalue="none"):
             outputs = []
-            for name, ends, columns in {name: (name, ends, columns) for name, ends, columns in step}.values():
+            for place, ends, columns in {place: (place, ends, columns) for place, ends, columns in step}.values():
                 number += 1
+                name = f"{place}/{generations[place]}"
+                generations[place] += ends
+                ended.update([name] if ends else [])
                 sent.setdefault(name, []).append(number)
                 reason = FinishReason.STOP if ends else None
                 outputs.append(output(name, [number], columns=columns, finish_reason=reason))
-            going = held.pass_on(outputs, lambda name: name != "c")
-            at_once = [each.request_id for each in outputs if each.finished or each.request_id == "c"]
-            assert [each.request_id for each in going] == at_once
-            for each in going:
-                came.setdefault(each.request_id, []).extend(contents(each)[0])
-        for each in held.take():
-            tokens, named, logprobs = contents(each)
-            assert named == tokens
-            assert logprobs == [-token for token in tokens]
-            came.setdefault(each.request_id, []).extend(tokens)
+            first = {name for name, tokens in sent.items() if len(tokens) == 1}
+            going = held.pass_on(outputs, lambda name: name[0] != "3", now)
+            for each in outputs:
+                at_once = each.request_id[0] == "3" or (each.finished and each.request_id in first)
+                assert (each in going or each.request_id in {e.request_id for e in going}) == at_once
+            note(going)
+            if taking == "ended":
+                due = held.take_ended(now)
+                assert all(each.finished for each in due)
+                note(due)
+            elif taking == "all":
+                note(held.take(sent.keys() - ended))
+            now += step_s
+        note(held.take_ended(now + END_S))
+        assert said == ended
+        note(held.take(set()))
         assert came == sent
         assert not held
+        assert not held.has_ends
 
     def test_what_came_with_a_first_token_is_kept(self) -> None:
         held, prompt = HeldOutputs(), cast(Any, object())
@@ -83,8 +117,9 @@ class TestHeldOutputs:
         first = output("a", [1], events=events, prefill_stats=PrefillStats(7), new_prompt_logprobs_tensors=prompt)
         preempted = [EngineCoreEvent.new_event(EngineCoreEventType.PREEMPTED, 2.0)]
         last = output("a", [2], finish_reason=FinishReason.STOP, stop_reason=5, events=preempted)
-        assert held.pass_on([first], lambda _: True) == []
-        (made,) = held.pass_on([last], lambda _: True)
+        assert held.pass_on([first], lambda _: True, 0.0) == []
+        assert held.pass_on([last], lambda _: True, 0.0) == []
+        (made,) = held.take_ended(0.0)
         assert contents(made) == ([1, 2], [1, 2], [-1, -2])
         assert (made.prefill_stats, made.new_prompt_logprobs_tensors) == (PrefillStats(7), prompt)
         assert (made.events, made.finish_reason, made.stop_reason) == ([*events, *preempted], FinishReason.STOP, 5)
@@ -127,6 +162,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> CoalescingSchedu
     monkeypatch.setattr(Scheduler, "__init__", lambda self: None)
     monkeypatch.setattr(Scheduler, "update_from_output", step)
     monkeypatch.setattr(Scheduler, "has_requests", lambda self: False)
+    monkeypatch.setattr(Scheduler, "has_unfinished_requests", lambda self: bool(self.requests))
     made = ReadCoalescingScheduler()
     made._pause_state, made._all_sent = PauseState.UNPAUSED, clock.now
     stops = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, stop=["."])
@@ -153,6 +189,39 @@ class TestCoalescing:
     def test_an_end_is_said_at_once_and_alone(self, scheduler: CoalescingScheduler) -> None:
         step(scheduler, output("a", [1]), output("b", [11]))
         assert step(scheduler, output("a", [2], finish_reason=FinishReason.STOP), output("b", [12])) == {"a": [1, 2]}
+
+    def test_ends_wait_for_each_other_for_a_share_of_their_time(
+        self, scheduler: CoalescingScheduler, clock: Clock
+    ) -> None:
+        step(scheduler, output("a", [1]), output("b", [11]))
+        scheduler._all_sent = clock.now = clock.now + 1.0  # so that an end waits for 0.02 s
+        assert step(scheduler, output("a", [2], finish_reason=FinishReason.STOP), output("b", [12])) is None
+        assert scheduler.has_requests(), "whatever vLLM says"
+        clock.now += 0.015
+        assert step(scheduler, output("b", [13], finish_reason=FinishReason.STOP)) is None
+        clock.now += 0.01
+        assert step(scheduler) == {"a": [1, 2], "b": [11, 12, 13]}
+        assert not scheduler.has_requests()
+
+    def test_no_end_waits_for_longer_than_its_bound(self, scheduler: CoalescingScheduler, clock: Clock) -> None:
+        step(scheduler, output("a", [1]))
+        scheduler._all_sent = clock.now = clock.now + 1000.0
+        assert step(scheduler, output("a", [2], finish_reason=FinishReason.STOP)) is None
+        clock.now += 1.01 * END_S
+        assert step(scheduler) == {"a": [1, 2]}
+
+    def test_the_last_end_of_all_is_said_at_once(self, scheduler: CoalescingScheduler, clock: Clock) -> None:
+        step(scheduler, output("a", [1]))
+        scheduler._all_sent = clock.now = clock.now + 1.0
+        scheduler.requests = {}
+        assert step(scheduler, output("a", [2], finish_reason=FinishReason.STOP)) == {"a": [1, 2]}
+
+    def test_requests_that_were_aborted_are_forgotten(self, scheduler: CoalescingScheduler, clock: Clock) -> None:
+        step(scheduler, output("a", [1]), output("b", [11]))
+        del scheduler.requests["a"]
+        clock.now += 2 * READ_S
+        assert step(scheduler) == {"a": [1], "b": [11]}
+        assert set(scheduler._held[0]._began) == {"b"}
 
     @pytest.mark.parametrize("name", ["stops", "streams"])
     def test_what_is_read_token_by_token_does_not_wait(self, scheduler: CoalescingScheduler, name: str) -> None:
