@@ -29,7 +29,7 @@ from trireme.checkpoint.pieces import Assembly, Piece, cut, flow, held, of_rooms
 from trireme.checkpoint.store import STAGING
 from trireme.core.errors import RoomFailed, StorageFailed, TriremeError
 from trireme.core.refusals import Refusal
-from trireme.launch.node_files import NodeFilesActor, NodeView, look
+from trireme.launch.node_files import NodeFilesActor, NodeView
 from trireme.process import trace, waits
 from trireme.process.environ import view_of
 from trireme.process.ray_cluster import Progress, on_node
@@ -59,6 +59,11 @@ class FarNode:
         with self._lock:
             self._actor = self._actor or self._create(self.node)
             return self._actor
+
+    def use(self, actor: Any) -> None:
+        """Uses an actor that is there already."""
+        with self._lock:
+            self._actor = actor
 
     def forget(self) -> None:
         """Ends the actor, which may be dead."""
@@ -202,7 +207,8 @@ def named(piece: Piece) -> str:
 
 @dataclass(frozen=True)
 class AskedNodes:
-    """The nodes of an attempt while they look for a file of the driver."""
+    """The nodes of an attempt while they look for a file of the driver. The process that looks is the one that later
+    reads and writes the node's files: to start one takes as long as many seconds of other work."""
 
     nonce: Path
     """The file."""
@@ -212,15 +218,15 @@ class AskedNodes:
     """The rooms that have actors on each node, by Ray's id of the node."""
     answers: Mapping[str, Any]
     """The reference to the NodeView of each node."""
+    actors: dict[str, Any]
+    """The actor that looks on each node, until it is handed over or ended."""
 
     @classmethod
     def ask(cls, nonce: Path, root: Path, rooms: Mapping[str, Sequence[str]]) -> AskedNodes:
-        """Asks each node, and does not wait."""
-        task, contents = ray.remote(num_cpus=0, max_retries=0)(look), view_of(nonce)[1]
-        answers = {
-            node: task.options(scheduling_strategy=on_node(node)).remote(nonce, contents, root) for node in rooms
-        }
-        return cls(nonce, root, rooms, answers)
+        """Asks each node, and does not wait. `close` ends what that started."""
+        actors, contents = {node: create_files(node) for node in rooms}, view_of(nonce)[1]
+        answers = {node: actor.look.remote(nonce, contents, root) for node, actor in actors.items()}
+        return cls(nonce, root, rooms, answers, actors)
 
     def found(
         self, holding: Sequence[str], stored: str | None, timeout_s: float, on_tick: Progress
@@ -231,7 +237,16 @@ class AskedNodes:
         that does not answer."""
         who = [f"node {node[:8]}, asked if it sees {self.nonce}" for node in self.answers]
         told = waits.get_all(list(self.answers.values()), who=who, timeout_s=timeout_s, on_tick=on_tick)
-        return sort_out(dict(zip(self.answers, told, strict=True)), self.rooms, self.root, holding, stored)
+        nodes, said = sort_out(dict(zip(self.answers, told, strict=True)), self.rooms, self.root, holding, stored)
+        for node in nodes.nodes if nodes else ():
+            node.use(self.actors.pop(node.node))
+        self.close()
+        return nodes, said
+
+    def close(self) -> None:
+        """Ends the actors that were not handed over."""
+        while self.actors:
+            ray.kill(self.actors.popitem()[1])
 
 
 def sort_out(

@@ -97,6 +97,9 @@ class NodeFiles:
         os.nice(NICE)
         self._assemblies: dict[Path, Assembly] = {}
 
+    def look(self, nonce: Path, contents: str, root: Path) -> NodeView:
+        return look(nonce, contents, root)
+
     def held(self, commit: Path, files: Sequence[FileRecord], contents: bool) -> list[FileRecord]:
         return held(commit, files, contents)
 

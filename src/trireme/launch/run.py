@@ -255,7 +255,8 @@ def attempt(training: TrainingRun, run: RunDir, supervisor: Supervisor, where: s
     await_own_places(training, supervisor, console)
     with ExitStack() as ending:
         files = ending.enter_context(ExitStack())  # ends once the rooms have stopped and written their last lines
-        asked = ask_nodes(training, run)
+        if asked := ask_nodes(training, run):
+            files.callback(asked.close)
         core = training.start(run, ending)
         ending.push(lambda _kind, error, _traceback: supervisor.detach(error))
         supervisor.expect(*(room for room in core.rooms if room not in core.living))

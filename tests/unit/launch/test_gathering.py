@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 from checkpoint_support import manifest as make_manifest
 from far_support import Disk, far_nodes, without_ray
 
@@ -18,10 +19,10 @@ from trireme.checkpoint.manifest import Manifest, step_name
 from trireme.checkpoint.pieces import held
 from trireme.checkpoint.store import STAGING, Head
 from trireme.core.errors import BadInput, DiskFull, RoomFailed, StorageFailed
-from trireme.launch import gathering
-from trireme.launch.gathering import FarNodes, sort_out
+from trireme.launch import gathering, node_files
+from trireme.launch.gathering import AskedNodes, FarNodes, sort_out
 from trireme.launch.node_files import NodeView
-from trireme.process import faults
+from trireme.process import faults, waits
 
 DRAFT = "checkpoints/step_000002.partial-1"
 LIMIT_S = 10.0
@@ -220,6 +221,25 @@ class TestTheCopy:
         with nodes.brought(commit, other, LIMIT_S):
             assert copies(disks[0].own) == []
         assert list((disks[0].own / "checkpoints").iterdir()) == []
+
+
+def test_the_process_that_looks_on_a_node_is_the_one_that_has_its_files(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shares, far = Disk(root, root), Disk(root, root.parent / "far")
+    disks, ended = {"a": shares, "b": far}, []
+    monkeypatch.setattr(node_files, "_file_system", lambda _: "ext4")
+    monkeypatch.setattr(gathering, "create_files", lambda node: disks[node].start(node))
+    monkeypatch.setattr(waits, "get_all", lambda refs, **_: [ref() for ref in refs])
+    monkeypatch.setattr(ray, "kill", ended.append)
+    (root / "logs").mkdir()
+    (root / "logs" / "HEAD").write_text("attempt 1")
+    asked = AskedNodes.ask(root / "logs" / "HEAD", root, {"a": ["trainer", "orchestrator"], "b": ["trainer"]})
+    nodes, _ = asked.found(("trainer", "orchestrator"), None, LIMIT_S, lambda *_: None)
+    assert nodes is not None
+    nodes.clear(root / DRAFT)
+    assert (far.calls, far.started) == (["look", "remove"], 1)
+    assert [actor.disk for actor in ended] == [shares], "it has nothing to give"
 
 
 HERE, FAR = NodeView("here", True), NodeView("far", False)
