@@ -84,9 +84,11 @@ class Calls:
 
 
 def joined_nodes(among: Collection[str] = ()) -> list[Declared]:
-    """Returns all nodes that the cluster knows, the head first; of `among`, Ray's ids, only these and the head."""
+    """Returns all nodes that the cluster knows, the head first; of `among`, Ray's ids, only these and the head. A lost
+    node that has joined again is there once."""
     told = sorted(ray.nodes(), key=lambda node: (not _is_head(node), node["NodeID"]))
     alive = [node["NodeManagerAddress"] for node in told if node["Alive"]]
+    told = [node for node in told if node["Alive"] or node["NodeManagerAddress"] not in alive]
 
     def name(node: Mapping[str, Any]) -> str:
         address = str(node["NodeManagerAddress"])

@@ -186,3 +186,8 @@ class TestBeforeARun:
         monkeypatch.setattr(doctor.ray, "nodes", lambda: nodes)
         assert [node.name for node in doctor.joined_nodes()] == [HEAD, SECOND, THIRD]
         assert [node.name for node in doctor.joined_nodes({THIRD})] == [HEAD, THIRD]
+        nodes.append({**nodes[0], "NodeID": "before", "Alive": False})
+        assert [node.name for node in doctor.joined_nodes()] == [HEAD, SECOND, THIRD], "it has joined again"
+        nodes[-1]["NodeManagerAddress"] = "10.0.0.9"
+        lost = [node for node in doctor.joined_nodes() if not node.alive]
+        assert [node.name for node in lost] == [SECOND, "10.0.0.9"]
