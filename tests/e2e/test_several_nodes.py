@@ -21,17 +21,18 @@ pytestmark = [pytest.mark.long, without]
 
 STEPS, BOUND = 4, 1
 """Of the run on two nodes; on three it makes as many more."""
-ON_TWO, ON_THREE = (5, 4), (3, 3, 3)
-"""CPUs of each node. The replicas take two, the shards and the orchestrator one each. Ray places the replicas first and
-fills one node before the next: two of them and a shard on the larger of two nodes, and one on each of three."""
+NODES = 3
+CPUS = {2: 5, NODES: 3}
+"""CPUs of each node, by the number of nodes. A replica takes two, shards and the orchestrator one each. Ray places
+replicas first, and fills a node before the next: so there are two and a shard on the first of two nodes."""
+REPLICAS = {2: 3, NODES: 2}
 SHM_MB = 1500
-REPLICAS = 3
-SIZES = ("--trainer.shards", "2", "--inference.replicas", str(REPLICAS), "--inference.tensor-parallel", "2")
+SIZES = ("--trainer.shards", "2", "--inference.tensor-parallel", "2")
 FLAGS = (*TINY, *SIZES, "--inference.memory-gb", "0.05", "--checkpoint.every", "2", "--resume", "auto")
 
 
 def nodes_of_replicas(places: Mapping[str, str]) -> set[str]:
-    return {places[f"inference_{replica}"] for replica in range(REPLICAS)}
+    return {address for part, address in places.items() if part.startswith("inference_")}
 
 
 def versions(run: NodesRun, replica: int, attempt: int, how: str) -> set[int]:
@@ -40,7 +41,8 @@ def versions(run: NodesRun, replica: int, attempt: int, how: str) -> set[int]:
 
 def followed(net: Fabric, directory: Path, steps: int, *flags: str) -> tuple[NodesRun, dict[str, str]]:
     """Runs to this step. Returns the run, and the node of each part while it trained."""
-    with running(net, directory, *FLAGS, "--max-steps", str(steps), *flags) as run:
+    sizes = ("--inference.replicas", str(REPLICAS[len(net.nodes)]))
+    with running(net, directory, *FLAGS, *sizes, "--max-steps", str(steps), *flags) as run:
         begun = len(run.rows())
         run.at_step(begun + 1)
         places = run.places(net)
@@ -62,27 +64,25 @@ def assert_whole(run: NodesRun, steps: int, attempt: int, nodes: int) -> None:
 
 
 def test_on_two_nodes_by_broadcasts_and_on_three_by_the_object_store(tmp_path: Path) -> None:
-    with fabric(len(ON_THREE), [tmp_path], shm_mb=SHM_MB) as net:
+    with fabric(NODES, [tmp_path], shm_mb=SHM_MB) as net:
         for node in net.nodes:
             own_disk(node, tmp_path)
         two = Fabric(net.nodes[:2])
-        for node, cpus in zip(two.nodes, ON_TWO, strict=True):
-            two.start_node(node, cpus)
-        two.await_nodes(2)
+        two.start_ray(cpus=CPUS[2])
         run, places = followed(two, tmp_path, STEPS, "--inference.transport", "broadcast")
         assert places["trainer_0"] != places["trainer_1"], places
         assert nodes_of_replicas(places) == {node.address for node in two.nodes}, places
         assert_whole(run, STEPS, attempt=1, nodes=2)
-        for replica in range(REPLICAS):
+        for replica in range(REPLICAS[2]):
             assert versions(run, replica, 1, "as it was broadcast") & {2, 3, 4}, "over the wire to the other node"
 
-        for node in two.nodes:  # with other numbers of CPUs
+        for node in two.nodes:
             net.stop_node(node)
-        net.start_ray(cpus=ON_THREE[0])
+        net.start_ray(cpus=CPUS[NODES])
         run, places = followed(net, tmp_path, 2 * STEPS, "--inference.transport", "object_store")
         assert places["trainer_0"] != places["trainer_1"], places
-        assert nodes_of_replicas(places) == {node.address for node in net.nodes}, places
+        assert len(nodes_of_replicas(places)) == REPLICAS[NODES], places
         assert f"resumed from {run.root}/checkpoints/step_{STEPS:06d}" in run.out
         assert_whole(run, 2 * STEPS, attempt=2, nodes=3)
-        for replica in range(REPLICAS):
+        for replica in range(REPLICAS[NODES]):
             assert not versions(run, replica, 2, "as it was broadcast")
