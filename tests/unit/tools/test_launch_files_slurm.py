@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -61,7 +62,9 @@ def run(job: dict[str, str], *signals: signal.Signals, **environ: str) -> tuple[
     """Runs it to its end, with these signals to the batch shell alone once the driver has started."""
     directory = Path(job["SLURM_SUBMIT_DIR"])
     with (directory / "output").open("w") as output:
-        shell = subprocess.Popen(["bash", str(SCRIPT)], env={**job, **environ}, stdout=output, stderr=output)
+        shell = subprocess.Popen(
+            ["bash", str(SCRIPT)], env={**job, **environ}, stdout=output, stderr=output, start_new_session=True
+        )
     try:
         for number in signals:
             deadline = time.monotonic() + DEADLINE_S
@@ -73,7 +76,9 @@ def run(job: dict[str, str], *signals: signal.Signals, **environ: str) -> tuple[
         for pid in (directory / "services").read_text().split():
             assert not Path(f"/proc/{pid}").exists(), "it left Ray's services running"
     finally:
-        shell.kill()
+        with suppress(ProcessLookupError):  # its stubs too, if it has not ended them
+            os.killpg(shell.pid, signal.SIGKILL)
+        shell.wait()
     return code, (directory / "calls").read_text().splitlines()
 
 
