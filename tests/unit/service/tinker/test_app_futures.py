@@ -149,6 +149,6 @@ def test_the_client_asks_anew_for_a_sample_whose_result_is_lost(
         answer = sampler.sample(types.ModelInput.from_ints([1]), 2, params).result(DEADLINE_S)
         assert len(answer.sequences) == 2
         (lost,) = found
-        promises = [each.request_id for each in served.server.state.promises() if each.is_sample]
-        assert len(promises) == 2
-        assert lost in promises
+        sampler_id, _, number = lost.rpartition("/")
+        asked = [served.server.state.has_asked(sampler_id, int(number) + more) for more in range(3)]
+        assert asked == [True, True, False]
