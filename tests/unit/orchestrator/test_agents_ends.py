@@ -114,3 +114,37 @@ async def test_the_error_of_a_room_is_raised_although_the_deadline_came_before_t
         with pytest.raises(RoomFailed, match="no replica is left"):
             async with asyncio.timeout(0.3):
                 await run.play(play)
+
+
+class AskingWith(Plays):
+    """Asks, and then once more with the key of a session that another process had at the same port."""
+
+    def __init__(self, lost: AgentAccess | None) -> None:
+        super().__init__(self.both)
+        self.lost = lost
+        self.answers: list[httpx.Response] = []
+
+    async def both(self, client: openai.AsyncOpenAI) -> float:
+        await ask(client, user("q"))
+        if self.lost:
+            here = httpx.URL(self.access.base_url)
+            body = {"model": "policy", "messages": [user("q")]}
+            headers = {"Authorization": f"Bearer {self.lost.api_key}"}
+            for base in (httpx.URL(self.lost.base_url).copy_with(port=here.port), here.copy_with(path="/v1")):
+                async with httpx.AsyncClient() as other:
+                    self.answers.append(await other.post(f"{base}/chat/completions", json=body, headers=headers))
+        return 1.0
+
+
+@asynchronous
+async def test_an_agent_whose_orchestrator_was_lost_gets_no_answer_of_the_next_one() -> None:
+    """Its program may live longer, and find another orchestrator at the same port: it must not begin a session anew."""
+    before = AskingWith(None)
+    async with rollout("one") as run:
+        await run.play_env(before)
+    after = AskingWith(before.access)
+    async with rollout("one") as run:
+        trajectory = await run.play_env(after)
+        assert (trajectory.turns[-1].metrics["session/roots"], len(run.record)) == (1, 1)
+    said = [(answer.status_code, answer.json()["error"]["code"]) for answer in after.answers]
+    assert said == [(401, "invalid_api_key")] * 2
