@@ -323,7 +323,7 @@ class Shard(AdapterVerbs):
         fault_point("trainer.publish")
         model, dtype, sums = self._model, self._sharding.dtype, self._sums.of_shard(self._device)
         # Where memory allows, the last rank keeps what is gathered to be sent, and computes the canary from that.
-        whole_on = self._mesh if self._sharding.memory.weights_stay and not self._adapter else None
+        whole_on = self._mesh if self._sharding.memory.canary_stays and not self._adapter else None
         stay = bool(whole_on and whole_on.is_last)
         units = adapter_units(model, dtype, self._device) if self._adapter else gathered_units(model, stay=stay)
         share = self.layout.share(self._mesh.rank, self._mesh.size)
