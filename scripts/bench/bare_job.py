@@ -17,6 +17,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -37,8 +38,9 @@ def thread_seconds() -> dict[str, float]:
     """Returns the CPU seconds of each thread of this process so far."""
     found = {}
     for task in Path("/proc/self/task").iterdir():
-        fields = (task / "stat").read_text().rpartition(")")[2].split()
-        found[task.name] = (int(fields[11]) + int(fields[12])) / TICK
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended meanwhile
+            fields = (task / "stat").read_text().rpartition(")")[2].split()
+            found[task.name] = (int(fields[11]) + int(fields[12])) / TICK
     return found
 
 
