@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any, TypeAlias, TypeVar, cast
@@ -20,7 +20,6 @@ from torch import Tensor
 from trireme.core.errors import TriremeError
 from trireme.core.transport import Session, join_parts
 from trireme.core.weights import Layout, TensorEntry, padded
-from trireme.process.device import has_gpu
 from trireme.transports.tensor_sums import tensor_sums, to_sums
 
 BUCKET_BYTES = 64 * 2**20
@@ -123,12 +122,12 @@ def fill(
         raise TriremeError(f"{len(places)} tensors of the layout were not gathered, {next(iter(places))} among them")
 
 
-def host_memory(nbytes: int) -> Bucket:
-    """Returns memory for a bucket. Where there is a GPU it is pinned: copies from there are several times as fast."""
-    if not has_gpu():
+def host_memory(nbytes: int, *, pinned: bool) -> Bucket:
+    """Returns memory for a bucket; `pinned`: for copies from a GPU, which are several times as fast then."""
+    if not pinned:
         return np.zeros(nbytes, dtype=np.uint8)
-    pinned: Bucket = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
-    return pinned
+    memory: Bucket = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+    return memory
 
 
 class Packer:
@@ -147,10 +146,17 @@ class Packer:
         free, putting = SimpleQueue[Bucket](), dict[int, Future[Any]]()
         for own in self._buffers:
             free.put(own)
+        from_gpu = False
+
+        def seen() -> Iterator[Sequence[tuple[str, Tensor]]]:
+            nonlocal from_gpu
+            for unit in units:
+                from_gpu = any(tensor.is_cuda for _, tensor in unit)
+                yield unit
 
         def buffer(bucket: int) -> Bucket:
             own = free.get()  # waits for the thread, if it has both
-            return own if len(own) >= layout.sizes[bucket] else host_memory(max(layout.sizes))
+            return own if len(own) >= layout.sizes[bucket] else host_memory(max(layout.sizes), pinned=from_gpu)
 
         def put(full: Bucket) -> Any:
             try:
@@ -159,7 +165,7 @@ class Packer:
                 free.put(cast(Bucket, full.base))
 
         with ThreadPoolExecutor(1, "put") as thread:
-            fill(layout, units, share, buffer, lambda bucket, full: putting.update({bucket: thread.submit(put, full)}))
+            fill(layout, seen(), share, buffer, lambda bucket, full: putting.update({bucket: thread.submit(put, full)}))
         part = {bucket: reference.result() for bucket, reference in putting.items()}
         self._buffers = [free.get() for _ in self._buffers]
         return part
