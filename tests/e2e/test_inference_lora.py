@@ -133,6 +133,10 @@ def begin(room: Room, requests: list[Any]) -> list[asyncio.Task[Any]]:
     return [asyncio.create_task(room.router.sample(r)) for r in requests]
 
 
+SENT_S = 0.5
+"""After so many seconds an engine has sent the tokens that it has now: twice `inference.coalescing.UNREAD_S`."""
+
+
 async def some_tokens_later(room: Room, name: str) -> None:
     """Returns when a request that started after all others has got 16 tokens: so have they."""
     await room.router.sample(request(name, prompt_of(4), 16))
@@ -291,6 +295,7 @@ def test_what_a_lost_replica_has_begun_is_finished_by_the_other(
         await both.update()
         running = begin(both, [request(f"lost {i}", prompt, 900, seed=i) for i, prompt in enumerate(prompts)])
         await asyncio.gather(*(some_tokens_later(both, f"probe lost {i}") for i in range(2)))  # one on each
+        await asyncio.sleep(SENT_S)
         os.kill(twin.engine_pid, signal.SIGKILL)
         return await asyncio.gather(*running)
 
