@@ -86,7 +86,36 @@ class StepResult:
     """False: the tokens of this action alone are masked out of the loss, for example because they cannot be parsed."""
 
 
-class Env(ABC):
+class Resumable:
+    """The state of an environment in a commit, with which a rollout that has begun continues after a resume.
+
+    A subclass overrides both methods or none. Python refuses to define one that only overrides `state_dict`, with
+    TypeError: else only the resume would notice.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        gives = cls.state_dict is not Resumable.state_dict
+        if gives and cls.load_state_dict is Resumable.load_state_dict:
+            raise TypeError(f"{cls.__qualname__} overrides state_dict; expected load_state_dict too, which takes it")
+
+    def state_dict(self) -> Mapping[str, Any] | None:
+        """Returns all that another environment of this rollout needs to continue the episode from here: JSON values and
+        numpy arrays, which are copied. Unless overridden, None: a commit then keeps nothing of the rollout, which
+        starts again after a resume. Called between turns, never while another method runs."""
+        return None
+
+    async def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues an episode, in place of its first observation, from what `state_dict` of another environment of
+        this rollout returned, perhaps in another process. Tuples have become lists. Unless overridden, raises
+        TypeError: the environment had these methods when the commit was made, and has them no more."""
+        raise TypeError(
+            f"the commit has a state of {type(self).__name__} with {', '.join(state)}; expected its class to have "
+            "load_state_dict, as it had when the commit was made"
+        )
+
+
+class Env(Resumable, ABC):
     """One episode of one problem. Used once."""
 
     @abstractmethod
@@ -102,18 +131,6 @@ class Env(ABC):
         added to that of the last step, its metrics and logs too, and `in_loss` holds for the last action. Unless
         overridden, the rewards stay as they are."""
         return None
-
-    def state_dict(self) -> Mapping[str, Any] | None:
-        """Returns all that another environment of this rollout needs to continue the episode from here: JSON values and
-        numpy arrays, which are copied. Unless overridden, None: a commit then keeps nothing of the rollout, which
-        starts again after a resume. Called between turns, never while another method runs."""
-        return None
-
-    async def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues an episode, in place of `initial_observation`, from what `state_dict` of another environment of
-        this rollout returned, perhaps in another process. Tuples have become lists."""
-        # reason: no stub: only environments that override state_dict get here, and they must override this too
-        raise NotImplementedError(f"{type(self).__name__} has a state_dict, but no load_state_dict")
 
     async def close(self) -> None:
         """Gives back what the environment holds, within `env.close_s` seconds. Called exactly once for each environment

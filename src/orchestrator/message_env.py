@@ -20,7 +20,16 @@ from typing import Any, cast
 
 import numpy as np
 
-from orchestrator.env import Continuation, Env, EnvGroupBuilder, StepResult, StopCondition, TokenIds, Truncation
+from orchestrator.env import (
+    Continuation,
+    Env,
+    EnvGroupBuilder,
+    Resumable,
+    StepResult,
+    StopCondition,
+    TokenIds,
+    Truncation,
+)
 from trireme.renderers import Message, Renderer, ToolSpec
 
 
@@ -40,8 +49,8 @@ class MessageStep:
     """False: this message alone is masked out of the loss, for example because it cannot be parsed."""
 
 
-class MessageEnv(ABC):
-    """One episode of one problem, as a chat. Used once."""
+class MessageEnv(Resumable, ABC):
+    """One episode of one problem, as a chat. Used once. Its `state_dict` is without messages; they are kept for it."""
 
     tools: Sequence[ToolSpec] = ()
     """Tools that the assistant may call."""
@@ -63,16 +72,6 @@ class MessageEnv(ABC):
         """Called once when a limit of the run ends the episode, as `Env.truncated`. Unless overridden, the rewards stay
         as they are."""
         return None
-
-    def state_dict(self) -> Mapping[str, Any] | None:
-        """Returns all that another environment of this rollout needs to continue the episode, as `Env.state_dict`,
-        without the messages so far. Unless overridden, None: the rollout starts again after a resume."""
-        return None
-
-    async def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues an episode, in place of `initial_messages`, as `Env.load_state_dict`."""
-        # reason: no stub: only environments that override state_dict get here, and they must override this too
-        raise NotImplementedError(f"{type(self).__name__} has a state_dict, but no load_state_dict")
 
     async def close(self) -> None:
         """Gives back what the environment holds, as `Env.close`."""

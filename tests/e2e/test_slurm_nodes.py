@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -121,8 +120,6 @@ def rows_of_running(run: Path) -> list[Mapping[str, Any]]:
     return [json.loads(line) for line in whole.splitlines()]
 
 
-# reason: the printed file calls uv, and a machine may have the environment without it
-@pytest.mark.skipif(shutil.which("uv") is None, reason="the batch file starts everything by uv")
 def test_a_job_before_its_time_limit_commits_and_the_same_file_on_other_nodes_continues_it(tmp_path: Path) -> None:
     run = tmp_path / "outputs" / "run"
     with fabric(3, [tmp_path], shm_mb=1500) as net:

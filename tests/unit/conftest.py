@@ -4,6 +4,7 @@ import os
 
 import pytest
 from hypothesis import Phase, settings
+from manual_clock import ManualClock
 
 settings.register_profile("unit", deadline=None)  # how long an example takes says how busy the machine is
 settings.register_profile("first failure", deadline=None, phases=[Phase.explicit, Phase.generate])
@@ -15,3 +16,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "unit"))
 def instant_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is forced onto the disk: no test can tell without a power failure, and on a busy disk it takes long."""
     monkeypatch.setattr(os, "fsync", lambda _: None)
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()

@@ -1,4 +1,4 @@
-"""Holds the prompts and answers of a session in a tree, and finds the answer that a request continues.
+"""The prompts and answers of a session, as a tree. For a new request the tree finds the answer that comes before it.
 
     messages   system, user ----- assistant, tool ----- assistant, user ---- ...
     nodes      prompt 0 --- answer 1 --- prompt 3 --- answer 4               the same agent's next turn

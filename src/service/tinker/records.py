@@ -239,8 +239,8 @@ def taken_in(records: Iterable[Record]) -> Iterator[TokensTaken]:
 
 
 def with_callers(records: Iterable[Record]) -> Iterator[Record]:
-    """Yields the records of a journal of format 1, which does not say who asked for a model or a state: that was
-    whoever began the session, and all states were open to all keys."""
+    """Adds the caller to the records of a journal of format 1, which does not name callers. The caller is the owner of
+    the session. It may read every state, as every key could then."""
     owners = dict[str, str]()
     for record in records:
         if isinstance(record, SessionBegun):

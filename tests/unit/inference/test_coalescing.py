@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from manual_clock import ManualClock
 from vllm.config import SchedulerConfig
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.core.sched.interface import PauseState
@@ -137,28 +138,14 @@ class TestHeldOutputs:
         assert can_wait(output("a", [1]))
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(inference.coalescing, "time", clock)
-    return clock
-
-
-@pytest.fixture
-def scheduler(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> CoalescingScheduler:
+def scheduler(monkeypatch: pytest.MonkeyPatch, clock: ManualClock) -> CoalescingScheduler:
     """vLLM's scheduler, whose steps return what they are given: a list of outputs."""
 
     def step(self: Scheduler, _scheduled: object, outputs: list[EngineCoreOutput]) -> dict[int, EngineCoreOutputs]:
         return {0: EngineCoreOutputs(outputs=outputs, scheduler_stats=SchedulerStats())}
 
+    monkeypatch.setattr(inference.coalescing, "time", clock)
     monkeypatch.setattr(Scheduler, "__init__", lambda self: None)
     monkeypatch.setattr(Scheduler, "update_from_output", step)
     monkeypatch.setattr(Scheduler, "has_requests", lambda self: False)
@@ -178,7 +165,7 @@ def step(scheduler: CoalescingScheduler, *outputs: EngineCoreOutput) -> dict[str
 
 
 class TestCoalescing:
-    def test_tokens_wait_for_others_but_not_for_long(self, scheduler: CoalescingScheduler, clock: Clock) -> None:
+    def test_tokens_wait_for_others_but_not_for_long(self, scheduler: CoalescingScheduler, clock: ManualClock) -> None:
         assert step(scheduler, output("a", [1]), output("b", [11])) is None
         clock.now += READ_S / 2
         assert step(scheduler, output("a", [2]), output("b", [12])) is None
@@ -191,7 +178,7 @@ class TestCoalescing:
         assert step(scheduler, output("a", [2], finish_reason=FinishReason.STOP), output("b", [12])) == {"a": [1, 2]}
 
     def test_ends_wait_for_each_other_for_a_share_of_their_time(
-        self, scheduler: CoalescingScheduler, clock: Clock
+        self, scheduler: CoalescingScheduler, clock: ManualClock
     ) -> None:
         step(scheduler, output("a", [1]), output("b", [11]))
         scheduler._all_sent = clock.now = clock.now + 1.0  # so that an end waits for 0.02 s
@@ -203,20 +190,20 @@ class TestCoalescing:
         assert step(scheduler) == {"a": [1, 2], "b": [11, 12, 13]}
         assert not scheduler.has_requests()
 
-    def test_no_end_waits_for_longer_than_its_bound(self, scheduler: CoalescingScheduler, clock: Clock) -> None:
+    def test_no_end_waits_for_longer_than_its_bound(self, scheduler: CoalescingScheduler, clock: ManualClock) -> None:
         step(scheduler, output("a", [1]))
         scheduler._all_sent = clock.now = clock.now + 1000.0
         assert step(scheduler, output("a", [2], finish_reason=FinishReason.STOP)) is None
         clock.now += 1.01 * END_S
         assert step(scheduler) == {"a": [1, 2]}
 
-    def test_the_last_end_of_all_is_said_at_once(self, scheduler: CoalescingScheduler, clock: Clock) -> None:
+    def test_the_last_end_of_all_is_said_at_once(self, scheduler: CoalescingScheduler, clock: ManualClock) -> None:
         step(scheduler, output("a", [1]))
         scheduler._all_sent = clock.now = clock.now + 1.0
         scheduler.requests = {}
         assert step(scheduler, output("a", [2], finish_reason=FinishReason.STOP)) == {"a": [1, 2]}
 
-    def test_requests_that_were_aborted_are_forgotten(self, scheduler: CoalescingScheduler, clock: Clock) -> None:
+    def test_requests_that_were_aborted_are_forgotten(self, scheduler: CoalescingScheduler, clock: ManualClock) -> None:
         step(scheduler, output("a", [1]), output("b", [11]))
         del scheduler.requests["a"]
         clock.now += 2 * READ_S

@@ -17,9 +17,10 @@ from hypothesis.extra import numpy as arrays_of
 from orchestrator_fakes import Run, quiesce, small_config
 from talks import TURNS, Slow, Talk, TalkProblem, Talks
 
-from orchestrator.env import Continuation, Env, EnvGroup, RLDataset, StepResult
+from orchestrator.env import Continuation, Env, EnvGroup, RLDataset, StepResult, StopCondition, TokenIds
 from orchestrator.envs.guess import GuessEnv
 from orchestrator.ledger import Group
+from orchestrator.message_env import MessageEnv
 from orchestrator.rollout import RolloutKey, RolloutLimits, run_rollout
 from orchestrator.state import RUNNING, OrchestratorState
 from orchestrator.trajectory import Trajectory
@@ -181,6 +182,26 @@ def test_a_state_that_cannot_be_had_costs_the_rollout_and_not_the_commit() -> No
             await playing
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("base", [Env, MessageEnv])
+def test_a_class_that_gives_a_state_and_takes_none_is_refused_where_it_is_defined(base: type) -> None:
+    with pytest.raises(TypeError, match=r"OneWay overrides state_dict; expected load_state_dict too"):
+        type("OneWay", (base,), {"state_dict": lambda self: {}})
+    both = {"state_dict": lambda self: {}, "load_state_dict": lambda self, state: None}
+    assert issubclass(type("BothWays", (base,), both), base)
+
+
+def test_a_state_of_a_class_that_takes_none_any_more_says_whose_it_is() -> None:
+    class Changed(Env):
+        async def initial_observation(self) -> tuple[TokenIds, StopCondition]:
+            return [1], ()
+
+        async def step(self, action: Sequence[int]) -> StepResult:
+            return StepResult(0.0, True)
+
+    with pytest.raises(TypeError, match="a state of Changed with heard, last; expected its class to have load_state_"):
+        asyncio.run(Changed().load_state_dict({"heard": [1], "last": 1}))
 
 
 class Letters:

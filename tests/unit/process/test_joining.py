@@ -5,33 +5,26 @@ from __future__ import annotations
 import socket
 
 import pytest
+from manual_clock import ManualClock
 
 from trireme.process.job_stopping import stop_all
 from trireme.process.joining import await_nodes, joined_nodes, main
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
 def test_it_returns_when_all_have_joined_and_says_meanwhile_who_has_not() -> None:
-    clock, said = Clock(), list[str]()
+    clock, said = ManualClock(0.0), list[str]()
 
     def joined() -> set[str]:
         return {name for name, at in (("a", 0), ("b", 12), ("c", 25), ("other", 0)) if clock.now >= at}
 
-    assert await_nodes(["a", "b", "c"], joined, 60, said.append, lambda: clock.now, clock.sleep) == []
+    assert await_nodes(["a", "b", "c"], joined, 60, said.append, clock, clock.sleep) == []
     assert clock.now == 25
     assert [line.partition(" to join")[0] for line in said] == ["waiting for b, c", "waiting for b, c", "waiting for c"]
 
 
 def test_after_the_deadline_it_names_the_missing_node() -> None:
-    clock = Clock()
-    assert await_nodes(["a", "b"], lambda: {"a"}, 30, lambda _: None, lambda: clock.now, clock.sleep) == ["b"]
+    clock = ManualClock(0.0)
+    assert await_nodes(["a", "b"], lambda: {"a"}, 30, lambda _: None, clock, clock.sleep) == ["b"]
     assert 30 < clock.now < 33
 
 

@@ -5,20 +5,13 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from manual_clock import ManualClock
 
 from service.quotas import Quota, Quotas, QuotaUsed, TokensTaken
 
 
-class Clock:
-    def __init__(self, now: float = 100.0) -> None:
-        self.now = now
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def quotas(**most: int) -> tuple[Quotas, Clock]:
-    clock = Clock()
+def quotas(**most: int) -> tuple[Quotas, ManualClock]:
+    clock = ManualClock()
     return Quotas({"a": Quota(**most)}, clock), clock
 
 
@@ -97,7 +90,7 @@ def waits(found: Quotas) -> list[float]:
 def test_a_server_that_is_started_again_knows_what_was_taken(asked: list[tuple[float, str, int, bool]]) -> None:
     """From the notes of all that was taken, or of what was missing when some of them were replaced. Its own clock
     begins anew."""
-    clock, today, notes = Clock(), Clock(1e9), list[TokensTaken]()
+    clock, today, notes = ManualClock(), ManualClock(1e9), list[TokensTaken]()
     first = Quotas({"a": MOST}, clock, today)
     for seconds, what, tokens, replaced in asked:
         clock.now, today.now = clock.now + seconds, today.now + seconds
@@ -108,7 +101,7 @@ def test_a_server_that_is_started_again_knows_what_was_taken(asked: list[tuple[f
             notes = list(first.missing())
             assert len(notes) <= 3
     clock.now, today.now = clock.now + 30, today.now + 30
-    second = Quotas({"a": MOST}, Clock(1.0), today)
+    second = Quotas({"a": MOST}, ManualClock(1.0), today)
     for note in notes:
         second.again(note)
     assert waits(second) == pytest.approx(waits(first), abs=1e-3)
@@ -124,8 +117,8 @@ def test_what_no_quota_counts_is_not_noted() -> None:
 
 def test_notes_of_other_quotas_and_clocks_that_went_back() -> None:
     """A quota that was changed meanwhile has its new size, and still lacks what was taken."""
-    today = Clock(1e9)
-    found = Quotas({"a": Quota(trained_per_day=86400)}, Clock(), today)
+    today = ManualClock(1e9)
+    found = Quotas({"a": Quota(trained_per_day=86400)}, ManualClock(), today)
     for name, tokens in (("trained_per_minute", 10), ("trained_per_day", 86500), ("sampled_per_day", 1)):
         found.again(TokensTaken("a", name, tokens, today.now + 5000))
     found.again(TokensTaken("b", "trained", 10**9, today.now))

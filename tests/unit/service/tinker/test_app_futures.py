@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import tinker
+from manual_clock import ManualClock
 from tinker import types
 from tinker.lib.retryable_exception import RetryableException
 from tinker_posts import accepted, begun, passing, post, result, sampler_of, sampling
@@ -27,20 +28,8 @@ DATUM = types.Datum(
 USED_SOON, USED_LONG = QuotaUsed("alice", "for a moment", 0.01), QuotaUsed("alice", "for today", 3600.0)
 
 
-class Clock:
-    now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def served(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+def served(tmp_path: Path, clock: ManualClock, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
     monkeypatch.setattr("service.tinker.desk.HOLD_S", 0.05)
     monkeypatch.setattr("service.tinker.serving.LOOK_S", 0.02)
@@ -48,7 +37,7 @@ def served(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Ite
         yield served
 
 
-def test_the_table_of_results(served: Served, clock: Clock) -> None:
+def test_the_table_of_results(served: Served, clock: ManualClock) -> None:
     """That of docs/tinker.md, row by row."""
 
     def asked(request_id: str) -> Any:
@@ -81,14 +70,14 @@ def test_the_table_of_results(served: Served, clock: Clock) -> None:
     wait_for(lambda: served.server.state.promise(unasked).settled_s is not None, "a look at it")
     for seconds in (KEPT_S, 2.0):  # beats keep the session, whose end would let go of results too
         given = asked(passed).status_code
-        clock.now_s += seconds
-        served.server.state.sessions[session].beat_s = clock.now_s
+        clock.now += seconds
+        served.server.state.sessions[session].beat_s = clock.now
     assert given == 200, "ten minutes are not over"
     forgotten(passed)
     forgotten(sample)
     assert asked(unasked).status_code == 200
-    clock.now_s += UNASKED_S + 1
-    served.server.state.sessions[session].beat_s = clock.now_s
+    clock.now += UNASKED_S + 1
+    served.server.state.sessions[session].beat_s = clock.now
     forgotten(unasked)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from manual_clock import ManualClock
 
 from service.tinker.catalog import MARK, Catalog, recover
 from service.tinker.promises import UserError
@@ -13,21 +14,8 @@ from trireme.checkpoint.files import write_bytes
 MODEL = "abc:train:0"
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def catalog(tmp_path: Path, clock: Clock) -> Catalog:
+def catalog(tmp_path: Path, clock: ManualClock) -> Catalog:
     made = Catalog(tmp_path, "base", clock)
     made.begin(MODEL, {"renderer_name": "qwen3"})
     return made
@@ -40,7 +28,7 @@ def save(
     return catalog.keep(staging, [write_bytes(staging, "state.bin", contents)], ttl_s, {"own": "x"}).path
 
 
-def test_another_catalog_of_the_same_directory_finds_it(catalog: Catalog, tmp_path: Path, clock: Clock) -> None:
+def test_another_catalog_of_the_same_directory_finds_it(catalog: Catalog, tmp_path: Path, clock: ManualClock) -> None:
     path = save(catalog, "first")
     assert path == f"tinker://{MODEL}/weights/first"
     directory, saved = Catalog(tmp_path, "base", clock).find(path, "weights")
@@ -116,21 +104,23 @@ def test_a_name_is_free_again_though_its_directory_was_not_deleted_whole(catalog
     assert save(catalog, "first", b"new") == path
 
 
-def test_what_is_damaged_can_be_deleted_and_does_not_stand_in_the_way_of_others(catalog: Catalog, clock: Clock) -> None:
+def test_what_is_damaged_can_be_deleted_and_does_not_stand_in_the_way_of_others(
+    catalog: Catalog, clock: ManualClock
+) -> None:
     for name in ("first", "second"):
         directory, _ = catalog.find(save(catalog, name, ttl_s=3600))
         (directory / "state.bin").unlink()
     catalog.delete(f"tinker://{MODEL}/weights/first")
-    clock.now_s += 3600
+    clock.now += 3600
     catalog.expire()
     assert catalog.saved(MODEL) == []
 
 
-def test_it_is_deleted_when_its_time_is_over(catalog: Catalog, clock: Clock) -> None:
+def test_it_is_deleted_when_its_time_is_over(catalog: Catalog, clock: ManualClock) -> None:
     short, long = save(catalog, "short", ttl_s=3600), save(catalog, "long", ttl_s=3600)
     kept = save(catalog, "kept")
     catalog.set_ttl(long, None)
-    clock.now_s += 3600
+    clock.now += 3600
     catalog.expire()
     assert [each.path for each in catalog.saved(MODEL)] == [long, kept]
     with pytest.raises(UserError, match="nothing is saved"):
