@@ -161,7 +161,13 @@ def test_a_sender_whose_store_was_full_sends_the_next_version() -> None:
 def test_two_buffers_are_made_once_also_of_memory_that_belongs_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """As pinned memory does, which only a machine with a GPU has."""
     made: list[int] = []
-    monkeypatch.setattr(packing, "host_memory", lambda size: made.append(size) or torch.zeros(size).byte().numpy())
+
+    def host_memory(nbytes: int, *, pinned: bool) -> packing.Bucket:
+        assert not pinned, "the tensors are on the CPU"
+        made.append(nbytes)
+        return torch.zeros(nbytes, dtype=torch.uint8).numpy()
+
+    monkeypatch.setattr(packing, "host_memory", host_memory)
     units, packer = layers(), Packer(np.copy)
     layout = lay_out(units, bucket_bytes=400)
     sent = [packer.send(version, layout, units, None) for version in range(3)]
