@@ -34,6 +34,7 @@ from inference.following import AFTER, TensorFollower
 from inference.loaded import LoadedSums
 from inference.mapping import make_own, mappings_of, populate
 from inference.receiving import Receiving
+from inference.wide_head import computes_from_packed, multiply_in_parts
 from trireme.core import digest
 from trireme.core.errors import WeightsRefused
 from trireme.core.weights import TensorPlace, WeightsManifest, check_received
@@ -63,10 +64,12 @@ def load_weights(
     skip = fault_point("inference.repack") == "skip"
     # Reloading leaves some weights as packed at the first load: logprobs would be wrong by nats, without an error.
     # *The output matrix.* With tied embeddings it has no weight of its own in a checkpoint, so reloading skips
-    # it. *Stacked experts, on CPUs.* vLLM packs them when it makes the kernel, at the first load. Later it copies the
-    # plain weights into the packed tensors, and the kernel takes them for packed.
+    # it. (Logits in another dtype than the model's are computed from the plain one.) *Stacked experts, on CPUs.* vLLM
+    # packs them when it makes the kernel, at the first load. Later it copies the plain weights into the packed
+    # tensors, and the kernel takes them for packed.
+    packs_head = computes_from_packed(runner.get_model())
     for module in runner.get_model().modules():
-        if isinstance(module, ParallelLMHead):
+        if isinstance(module, ParallelLMHead) and packs_head:
             pack = module.quant_method.process_weights_after_loading
         elif isinstance(module, RoutedExperts) and current_platform.is_cpu():
             kernel = module.quant_method.moe_kernel
@@ -137,9 +140,10 @@ class WorkerExtension:
 
     def settle(self) -> int:
         """Takes away the names of the shared memory by which ranks communicate. They have found each other, and killed
-        ones would leave it in /dev/shm. Compiles what checks weights, so that no update waits for it. Returns this
-        rank's process id."""
+        ones would leave it in /dev/shm. Compiles what checks weights, so that no update waits for it. Has logits
+        computed without a copy of the output matrix. Returns this rank's process id."""
         digest.warm_up()
+        multiply_in_parts(self.model_runner.get_model())
         forget_shared_memory(Path("/proc/self/maps").read_text())
         if current_platform.is_cpu():
             for path in Path("/dev/shm").glob(f"*{os.environ['VLLM_DIST_IDENT']}-*cpushm*"):

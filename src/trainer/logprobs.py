@@ -21,12 +21,10 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import PreTrainedModel
 
 from trireme.core.errors import BadInput
+from trireme.core.wide_product import wide_product
 from trireme.plan.memory import chunk_logits
 
 METHOD = "token_logprobs"
-CAST_ELEMENTS = 2**20
-"""Elements of the output matrix that a CPU casts at a time: 4 MiB, which stay in its cache. A copy of more is made in
-new memory each time, which the system gives page by page."""
 
 
 def add_token_logprobs(model: PreTrainedModel, head_dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -155,13 +153,5 @@ def _scaled_logits(hidden: Tensor, weight: Tensor, temperature: Tensor, head_dty
 
 
 def _logits(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns hidden [T, H] weight^T [H, V] in `dtype`, without a copy of the whole matrix in it."""
-    if hidden.dtype == dtype:
-        return hidden @ weight.T
-    try:
-        return torch.mm(hidden, weight.T, out_dtype=dtype)
-    except NotImplementedError:  # reason: torch's own error on CPUs; torch 2.13 has this product for CUDA alone
-        logits, wide = hidden.new_empty(len(hidden), len(weight), dtype=dtype), hidden.to(dtype)
-        for rows in _chunks(len(weight), weight.shape[1], CAST_ELEMENTS):
-            torch.mm(wide, weight[rows].to(dtype).T, out=logits[:, rows])
-        return logits
+    """Returns hidden [T, H] weight^T [H, V] in `dtype`."""
+    return hidden @ weight.T if hidden.dtype == dtype else wide_product(hidden, weight, dtype)

@@ -9,9 +9,10 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -24,6 +25,8 @@ from trireme.transports.packing import lay_out
 HOST = "127.0.0.1"
 DEADLINE_S = 120.0
 BUCKET_BYTES = 4096
+GLOO_THREAD = "pt_gloo_runloop"
+"""The name that PyTorch gives to the threads of a group."""
 
 Tensors = Sequence[tuple[str, torch.Tensor]]
 
@@ -106,6 +109,11 @@ class Receiver:
                 return found
             time.sleep(0.05)
 
+    def groups(self) -> Mapping[str, int]:
+        """Returns what the process has of groups (`of_groups`)."""
+        self._end.send(("groups",))
+        return dict(self.hear()["groups"])
+
     def end(self) -> None:
         if self.process.is_alive():
             os.kill(self.pid, signal.SIGCONT)
@@ -150,6 +158,8 @@ def _receive(end: Any, number: int, faults: str) -> None:
                 end.send({"sums": receiving.sums({arrived["path"]})})
             case ("held",):
                 end.send(what_is_held())
+            case ("groups",):
+                end.send({"groups": of_groups(offered[-1].endpoints_R[0])})
 
 
 def what_is_held() -> dict[str, Any]:
@@ -165,6 +175,24 @@ def what_is_held() -> dict[str, Any]:
         "sockets": sum(each.status == psutil.CONN_ESTABLISHED for each in process.net_connections("tcp")),
         "threads": sum(each.name.startswith(("receiving", "broadcast of")) for each in threading.enumerate()),
     }
+
+
+def of_groups(endpoint: tuple[str, int]) -> dict[str, int]:
+    """Returns what this process has of groups: connections, but for those of the store at `endpoint`, and threads."""
+    connections = [each for each in psutil.Process().net_connections("tcp") if each.raddr]
+    names = [Path(task, "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    return {
+        "sockets": sum(endpoint[1] not in (each.laddr.port, each.raddr.port) for each in connections),
+        "threads": sum(name == GLOO_THREAD for name in names),
+    }
+
+
+def soon(found: Callable[[], Any], expected: Any) -> Any:
+    """Returns what `found` returns, as soon as that is `expected`, or after some seconds."""
+    deadline = time.monotonic() + 20.0
+    while (now := found()) != expected and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return now
 
 
 def digest(data: Any) -> str:

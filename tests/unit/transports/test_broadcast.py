@@ -18,7 +18,9 @@ from broadcast_support import (
     digest,
     importing_once,
     laid_out,
+    of_groups,
     receivers,
+    soon,
     tensors_of,
     what_is_held,
 )
@@ -119,7 +121,10 @@ def test_a_receiver_that_is_lost_holds_nobody_up(
     sender: BroadcastSender, point: str, lost: int, action: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whatever it is doing: the sender comes back, the others have the bytes or know that they have not, and take
-    part again in the next session."""
+    part again in the next session. All sockets and threads are then those of the new group, while the lost one may
+    still be stopped."""
+    nothing, among_four = {"sockets": 0, "threads": 0}, {"sockets": 3, "threads": 1}
+    assert of_groups(sender.endpoint) == nothing
     name, _, passage = point.partition("@")
     fault = f"{name}[{lost}]@{passage or 1}={action}"
     with receivers(4, fault) as members:
@@ -146,6 +151,11 @@ def test_a_receiver_that_is_lost_holds_nobody_up(
         assert [survivor.outcome() for survivor in survivors] == ["arrived"] * 3
         assert [survivor.digests() for survivor in survivors] == [sent] * 3
         assert what_is_held()["threads"] == 0, threading.enumerate()
+        assert soon(lambda: of_groups(sender.endpoint), among_four) == among_four
+        for survivor in survivors:
+            assert soon(survivor.groups, among_four) == among_four
+    sender._group = sender._last = None
+    assert soon(lambda: of_groups(sender.endpoint), nothing) == nothing
 
 
 def test_a_group_that_broke_behind_the_senders_back_is_made_anew_in_the_same_epoch(sender: BroadcastSender) -> None:
