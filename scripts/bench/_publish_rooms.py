@@ -8,6 +8,7 @@ their processes.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,13 +27,13 @@ Took = tuple[float, float]
 
 
 class ShardActor(trainer.actor.ShardActor):
-    """A shard of the trainer with `bare_gather` and `bare_cast`, and the root of `bare_broadcast`."""
+    """A shard of the trainer with `bare_gather` and `bare_cast`, the root of `bare_broadcast`, and `spread_over`."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         from trainer.shard import Shard
 
-        for part in (bare_gather, bare_cast, bare_root):
+        for part in (bare_gather, bare_cast, bare_root, spread_over):
             setattr(Shard, part.__name__, part)
 
 
@@ -46,6 +47,22 @@ def bare_gather(shard: Shard) -> Took:
         unit.unshard()
         unit.reshard()
     return began, time.monotonic()
+
+
+def spread_over(shard: Shard, seconds: float) -> None:
+    """Lets later versions be gathered and sent over so many seconds, between which the shard sleeps, as behind a slow
+    wire: layer after layer."""
+    import trainer.shard
+    from trainer.model import fsdp_units, gathered_units
+
+    pause = seconds / len(fsdp_units(shard._model))
+
+    def slowly(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        for unit in gathered_units(*args, **kwargs):
+            yield unit
+            time.sleep(pause)
+
+    trainer.shard.gathered_units = slowly  # type: ignore[assignment]
 
 
 @torch.no_grad()

@@ -1,11 +1,15 @@
 """Tokens/s of a replica while published bytes arrive, over its rate before.
 
     python scripts/bench/publish_sampling.py [--transport object_store] [--repeats 8] [--requests 4]
+        [--spread 3]
 
 One shard publishes a bfloat16 model of 100 million parameters to one replica on CPUs, which has `--requests` sequences
 in flight. *Before* is some seconds in which the trainer is idle; *meanwhile* is from `publish_weights` until the engine
 is asked to pause. The engine computes with one thread and may use all cores; all others (shard, actors, Ray, this
 process) share the last core, so that a core is free for it.
+
+On two cores the shard's work for a version fills that core, and none is left for receiving. With `--spread` the shard
+gathers and sends over so many seconds and sleeps in between, as behind a slow wire: then a core is free for receiving.
 
 CPU seconds of receiving are those of the replica's two processes meanwhile, less what they take for sampling: as much
 per token as before. The pause is that of `UpdateReport`. The last line of the output is the result, a JSON object.
@@ -47,13 +51,14 @@ WARM_UP = 2
 @dataclass
 class Measured:
     """Of each version: tokens/s before and meanwhile, the seconds of that, of the pause, and the CPU seconds of
-    receiving."""
+    receiving and of the shard meanwhile."""
 
     before: list[float] = field(default_factory=list)
     meanwhile: list[float] = field(default_factory=list)
     meanwhile_s: list[float] = field(default_factory=list)
     pause_s: list[float] = field(default_factory=list)
     receiving_cpu_s: list[float] = field(default_factory=list)
+    shard_cpu_s: list[float] = field(default_factory=list)
     load: list[float] = field(default_factory=list)
 
 
@@ -77,16 +82,22 @@ def pin_others(driver: psutil.Process) -> None:
                 continue
 
 
-def replica_cpu_s() -> float:
+def room_cpu_s(*rooms: str) -> float:
+    """CPU seconds so far of the processes of some rooms."""
     found = cpu_by_room(psutil.Process())
-    return sum(sum(found[room]) for room in REPLICA)
+    return sum(sum(found[room]) for room in rooms)
+
+
+def replica_cpu_s() -> float:
+    return room_cpu_s(*REPLICA)
 
 
 class Bench:
     """Keeps requests in flight and publishes versions."""
 
-    def __init__(self, shards: TrainerHandle, replicas: InferenceHandle, requests: int) -> None:
+    def __init__(self, shards: TrainerHandle, replicas: InferenceHandle, requests: int, spread_s: float) -> None:
         self._shards, self._replicas, self._requests = shards, replicas, requests
+        self._spread_s = spread_s
         self._numbers = count()
         self.measured = Measured()
 
@@ -96,6 +107,8 @@ class Bench:
         await self._router.update_weights(await asyncio.to_thread(self._shards.publish_weights, 0))
         sampling = [asyncio.create_task(self._sample(place)) for place in range(self._requests)]
         pin_others(psutil.Process())
+        if self._spread_s:
+            await asyncio.to_thread(self._shards._call, "spread_over", self._spread_s)
         for version in range(1, 1 + WARM_UP + repeats):
             if version == 1 + WARM_UP:
                 self.measured = Measured()
@@ -119,7 +132,7 @@ class Bench:
             length = ANSWER
 
     async def _publish(self, version: int, cpu_before_s: float, before: float) -> None:
-        began, cpu_s = time.monotonic(), replica_cpu_s()
+        began, cpu_s, shard_cpu_s = time.monotonic(), replica_cpu_s(), room_cpu_s("trainer shard")
         published = asyncio.create_task(asyncio.to_thread(self._shards.publish_weights, version))
         update = asyncio.create_task(self._update(published))
         (replica,) = self._replicas.replicas.values()
@@ -128,7 +141,7 @@ class Bench:
             if update.done() or (pauses and pauses[-1] > began):
                 break
             await asyncio.sleep(0.02)
-        meanwhile_cpu_s = replica_cpu_s() - cpu_s
+        meanwhile_cpu_s, shard_cpu_s = replica_cpu_s() - cpu_s, room_cpu_s("trainer shard") - shard_cpu_s
         report = await update
         steps, pauses = await replica.noted.remote()
         tokens_before, seconds_before = tokens_between(steps, before, began)
@@ -139,10 +152,12 @@ class Bench:
         m.meanwhile_s.append(pauses[-1] - began)
         m.pause_s.append(report.pause_s)
         m.receiving_cpu_s.append(meanwhile_cpu_s - (cpu_s - cpu_before_s) * tokens / tokens_before)
+        m.shard_cpu_s.append(shard_cpu_s)
         m.load.append(os.getloadavg()[0])
         print(
             f"{m.before[-1]:.1f} tokens/s before, {m.meanwhile[-1]:.1f} for {m.meanwhile_s[-1]:.2f} s meanwhile; "
-            f"receiving took {m.receiving_cpu_s[-1]:.2f} CPU s; pause {m.pause_s[-1]:.2f} s (load {m.load[-1]:.1f})",
+            f"receiving took {m.receiving_cpu_s[-1]:.2f} CPU s, the shard {m.shard_cpu_s[-1]:.2f}; "
+            f"pause {m.pause_s[-1]:.2f} s (load {m.load[-1]:.1f})",
             flush=True,
         )
 
@@ -151,11 +166,11 @@ class Bench:
         return report
 
 
-def result(measured: Measured, transport: str, requests: int, load: float) -> Result:
+def result(measured: Measured, args: argparse.Namespace, load: float) -> Result:
     ratios = [m / b for m, b in zip(measured.meanwhile, measured.before, strict=True)]
     ratio = median(ratios)
     return Result(
-        name=f"publish_sampling_{transport}",
+        name=f"publish_sampling_{args.transport}",
         value=median(measured.meanwhile),
         unit="tokens/s of a replica from publish_weights until the pause (median)",
         ratio=ratio,
@@ -163,7 +178,8 @@ def result(measured: Measured, transport: str, requests: int, load: float) -> Re
         holds=ratio >= TARGET,
         against="its rate in the seconds before, with an idle trainer",
         detail={
-            "requests": requests,
+            "requests": args.requests,
+            "spread_s": args.spread,
             "load_before": round(load, 2),
             "ratios": [round(each, 3) for each in ratios],
             **{name: [round(each, 3) for each in values] for name, values in vars(measured).items()},
@@ -176,9 +192,10 @@ def main() -> None:
     parser.add_argument("--transport", choices=list(TARGETS), default="object_store", help="default: object_store")
     parser.add_argument("--repeats", type=int, default=8, help="measured versions (default: 8)")
     parser.add_argument("--requests", type=int, default=4, help="sequences in flight (default: 4)")
+    parser.add_argument("--spread", type=float, default=0.0, metavar="S", help="seconds of sending (default: no pause)")
     args = parser.parse_args()
-    if min(args.repeats, args.requests) < 1:
-        parser.error("expected at least 1 repeat and 1 request")
+    if min(args.repeats, args.requests) < 1 or args.spread < 0:
+        parser.error("expected at least 1 repeat and 1 request, and 0 s or more")
     load = os.getloadavg()[0]
     prepare()
     with tempfile.TemporaryDirectory(prefix="tr-") as temp:
@@ -186,8 +203,8 @@ def main() -> None:
         make_model(directory / "model")
         cfg = config(directory / "model", args.transport, 1, 1, args.requests, ANSWER)
         with rooms(cfg, directory) as (shards, replicas):
-            measured = asyncio.run(Bench(shards, replicas, args.requests).run(args.repeats))
-    result(measured, args.transport, args.requests, load).print()
+            measured = asyncio.run(Bench(shards, replicas, args.requests, args.spread).run(args.repeats))
+    result(measured, args, load).print()
 
 
 if __name__ == "__main__":
