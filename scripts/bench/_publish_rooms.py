@@ -62,7 +62,7 @@ def spread_over(shard: Shard, seconds: float) -> None:
             yield unit
             time.sleep(pause)
 
-    trainer.shard.gathered_units = slowly  # type: ignore[assignment]
+    trainer.shard.gathered_units = slowly
 
 
 @torch.no_grad()
