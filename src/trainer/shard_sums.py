@@ -1,10 +1,7 @@
 """The sums of what this rank holds of each published tensor: a version gets its digest without a gather.
 
-A published tensor is mostly a part of one parameter: the parameter itself under another name, one of stacked experts,
-one of fused matrices. Which part of which is found by behaviour: transformers' conversions run on tensors without
-memory, in which a copy is a view of what it copies. A result that still lies in a parameter's storage is the part that
-its offset and strides say. Anything else (put together of several, permuted for rotary embeddings, rounded) has to be
-gathered before it can be summed.
+A published tensor is mostly a part of one parameter (`trireme.core.slices`). Anything else has to be gathered before it
+can be summed.
 
 Each rank sums its rows of the parts, cast piece by piece to the dtype in which they are published. Copies of a shard
 are summed once, and tensors that are not sharded by the first rank. The sums of all ranks add up to the whole's.
@@ -13,80 +10,19 @@ are summed once, and tensors that are not sharded by the first rank. The sums of
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.distributed.tensor import DTensor, Replicate
 
 from trireme.core.digest import Sums, warm_up
+from trireme.core.slices import Convert, Slice, find_slices
+from trireme.core.weights import gathered_text
 from trireme.process import trace
 from trireme.transports.tensor_sums import rectangle, sums_of_equals, tensor_sums, to_sums
-
-Convert = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
-"""Gives the published tensors, by name, of a model's tensors."""
-_ALIAS = torch.ops.aten.alias.default
-_COPY = torch.ops.aten.clone.default
-_RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
-NAMED = 3
-"""Names that `ShardSums.text` gives as examples."""
-
-
-@dataclass(frozen=True)
-class Slice:
-    """A published tensor that is a part of `source`: its element [j_0, j_1, ...] is element
-    `offset + sum of j_d strides[d]` of the whole `source`, counted in C order."""
-
-    source: Tensor
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
-
-    @property
-    def row(self) -> int:
-        """Elements of a row of the source."""
-        return prod(self.source.shape[1:])
-
-    @property
-    def steps(self) -> list[int]:
-        """The dimensions that go from row to row of the source; the others stay within a row."""
-        return [d for d, stride in enumerate(self.strides) if self.shape[d] > 1 and stride >= self.row]
-
-    @property
-    def is_rectangle_of_rows(self) -> bool:
-        """True if some rows of the source are a rectangle of this."""
-        steps = self.steps
-        inner = sum((self.shape[d] - 1) * self.strides[d] for d in range(len(self.shape)) if d not in steps)
-        whole_rows = all(self.strides[d] % self.row == 0 for d in steps)
-        return len(steps) <= 1 and whole_rows and self.offset % self.row + inner < self.row
-
-    def of_whole(self, whole: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-        """Returns this of the source, which is `whole`, as a view, and where it starts in this tensor."""
-        view = whole.as_strided(self.shape, self.strides, whole.storage_offset() + self.offset)
-        return view, (0,) * len(self.shape)
-
-    def of_rows(self, local: Tensor, begin: int, end: int) -> tuple[Tensor, tuple[int, ...]]:
-        """Returns what lies in the rows `begin : end` of the source, which are `local`, as a view, and where it starts
-        in this tensor."""
-        assert len(local) == end - begin, f"rows {begin} to {end} of a tensor are {len(local)} here"
-        shape, start, row = list(self.shape), [0] * len(self.shape), self.row
-        first, within = divmod(self.offset, row)
-        if steps := self.steps:
-            (d,) = steps
-            pace = self.strides[d] // row
-            start[d], stop = (min(max(0, -(-(edge - first) // pace)), self.shape[d]) for edge in (begin, end))
-            shape[d] = stop - start[d]
-            first += start[d] * pace
-        elif not begin <= first < end:  # all of it is in a row of another rank
-            return local.new_empty(0), tuple(start)
-        place = local.storage_offset() + (first - begin) * row + within
-        return local.as_strided(shape, self.strides, place if prod(shape) else 0), tuple(start)
 
 
 class PartPlace(NamedTuple):
@@ -101,56 +37,6 @@ class PartPlace(NamedTuple):
     """Shape of the part."""
     strides: tuple[int, ...]
     """Its strides in memory."""
-
-
-class _CopiesAsViews(TorchDispatchMode):
-    """Lets the copies that are made inside the block be views of what they copy."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.changed: set[int] = set()  # the storages that something was written to
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is _COPY:
-            return _ALIAS(args[0])
-        if func in _RESHAPES and not args[0].is_contiguous():
-            try:
-                return func(*args, **kwargs)
-            except RuntimeError:  # only a real copy can have this form
-                return func(torch.empty_like(args[0], memory_format=torch.contiguous_format), *args[1:], **kwargs)
-        if func._schema.is_mutable:
-            self.changed |= {_storage(each) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
-        return func(*args, **kwargs)
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
-@torch.no_grad()
-def find_slices(tensors: Mapping[str, Tensor], convert: Convert) -> dict[str, Slice | None]:
-    """Returns, by name, which part of which of `tensors` each published tensor is; None for one that has to be
-    gathered. `tensors` may be sharded; nothing of them is read."""
-    empty = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
-    sources = {_storage(tensor): tensors[name] for name, tensor in empty.items()}
-    with _CopiesAsViews() as copies:
-        published = convert(dict(empty))
-    return {
-        name: None if _storage(tensor) in copies.changed else _slice(tensor, sources.get(_storage(tensor)))
-        for name, tensor in published.items()
-    }
-
-
-def _slice(published: Tensor, source: Tensor | None) -> Slice | None:
-    """Returns what is `published` of the `source` with the same storage, if each shard has a rectangle of it."""
-    if source is None or published.dtype != source.dtype or published.is_conj() or published.is_neg():
-        return None
-    part = Slice(source, tuple(published.shape), published.stride(), int(published.storage_offset()))
-    if not isinstance(source, DTensor) or source.numel() == 0:
-        return part
-    spread = [placement for placement in source.placements if placement != Replicate()]
-    return part if spread == [Shard(0)] and part.is_rectangle_of_rows else None
 
 
 class ShardSums:
@@ -175,10 +61,7 @@ class ShardSums:
     @property
     def text(self) -> str:
         """Says which tensors are summed after the gather; "" if none are."""
-        if not self.gathered:
-            return ""
-        named = ", ".join([*self.gathered[:NAMED], *(["..."] if len(self.gathered) > NAMED else [])])
-        return f"digests of {len(self.gathered)} of {len(self._slices)} tensors are taken after the gather: {named}"
+        return gathered_text(self.gathered)
 
     @torch.no_grad()
     def of_shard(self, device: torch.device) -> Tensor:

@@ -65,6 +65,8 @@ class ModelFacts:
     """For each layer with attention: how many tokens a token sees at most, itself included; None: all before it."""
     linear_widths: Mapping[str, int] = field(hash=False)
     """Inputs and outputs of all linear layers of a name, such as q_proj, together."""
+    gathered: tuple[str, ...] = ()
+    """Names of the published tensors whose digest needs the gather (`trireme.core.slices`), in full training."""
     described: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     """The whole config.json."""
 

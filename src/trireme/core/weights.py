@@ -27,6 +27,8 @@ from trireme.core.types import WeightIdentity
 
 ALIGNMENT = 64
 """Bytes; of the tensors in a bucket."""
+NAMED = 3
+"""Names that `gathered_text` gives as examples."""
 
 
 class TensorPlace(NamedTuple):
@@ -84,6 +86,18 @@ class Layout:
 def padded(nbytes: int) -> int:
     """Returns the bytes that a tensor of `nbytes` takes in a bucket: tensors begin at multiples of ALIGNMENT."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def gathered_text(names: Sequence[str]) -> str:
+    """Says which published tensors are summed after the gather (`trireme.core.slices`); "" if none are.
+
+    >>> gathered_text(["a", "b", "c", "d"])
+    'summed after the gather: 4 of the published tensors (a, b, c, ...)'
+    """
+    if not names:
+        return ""
+    named = ", ".join([*names[:NAMED], *(["..."] if len(names) > NAMED else [])])
+    return f"summed after the gather: {len(names)} of the published tensors ({named})"
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 from trireme.config.model_facts import ModelFacts
 from trireme.config.schema import Config
+from trireme.core.weights import gathered_text
 from trireme.plan.base import SHARED_GPU_UTILIZATION, Part, count
 from trireme.plan.memory import GIB
 from trireme.plan.needs import ASSUMED_GPU, HOST_OF_CUDA_GIB, KEPT_VERSIONS, VERSIONS, Need, gib
@@ -206,6 +207,8 @@ class InferencePart(Part):
             what += f" ({self.published_bytes / 2**20:,.2f} MiB)"
         transport, why = choose_transport(config, self.resources)
         what += f" travel by {transport}{f' ({why})' if why else ''}{self._groups_text()}; "
+        if self.facts and not lora.on and (late := gathered_text(self.facts.gathered)):
+            what += f"{late}; "
         if config.inference.on_update == "drain":
             return f"{what}requests in flight are finished first"
         verb = "are computed again" if config.inference.on_update == "recompute_kv" else "stay, of older weights"

@@ -74,6 +74,14 @@ class TestNumbers:
         assert f"{gib(2 * inference(by_broadcast).published_bytes // shards)} in host memory (2 versions of" in text
         assert "from 2 shards to" not in text_of(given), "on one machine nothing is sent"
 
+    def test_tensors_that_are_summed_after_the_gather_are_named(self) -> None:
+        facts = replace(FACTS, gathered=("a", "b", "c", "d"))
+        assert "; summed after the gather: 4 of the published tensors (a, b, c, ...); up to" in text_of(
+            plan(facts=facts)
+        )
+        assert "summed after" not in text_of(plan(facts=facts, trainer={"lora": {"rank": 2}})), "adapters are published"
+        assert "summed after" not in text_of(plan())
+
     def test_too_little_memory_warns(self) -> None:
         assert any("of memory" in w for w in plan(resources=machines(memory_bytes=GIB)).warnings)
 

@@ -1,131 +1,30 @@
 """What each rank sums of its shard: which tensors are parts of parameters, which rows of them it has, and the total."""
 
-from itertools import pairwise
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from digest_support import plain_sums
-from hypothesis import given
-from hypothesis import strategies as st
 from ranks_support import run_ranks
 
 # The tiny models are the end-to-end tests' too.
 from trainer_support import make_config, make_model
-from transformers.core_model_loading import Chunk, PermuteForRope, SplitModulelist
 
 import trainer.model
 from trainer.shard import Shard
-from trainer.shard_sums import ShardSums, Slice, find_slices
-from trireme.core.digest import Sums
+from trainer.shard_sums import ShardSums
 from trireme.core.transport import join_parts
 from trireme.core.weights import check_received
 from trireme.transports.packing import Packer
-from trireme.transports.tensor_sums import rectangle, tensor_sums, to_sums
 
-FUSED = torch.arange(4 * 6 * 5, dtype=torch.float32).reshape(4, 6, 5)
-ROTATED = ["q_proj.weight", "k_proj.weight"]
+LATE = {"t": torch.zeros(8, 3)}
 
 
-def only(change):
-    """A conversion that publishes what `change` makes of the tensor `p`."""
-    return lambda tensors: {"t": change(tensors["p"])}
-
-
-def experts(tensors):
-    """Splits [experts, gate and up, hidden] as transformers' reversed conversions do."""
-    names = ["experts.*.gate", "experts.*.up"]
-    halves = Chunk(dim=1).convert({"experts.gate_up": tensors["p"]}, ["experts.gate_up"], names)
-    return SplitModulelist(dim=0).convert(halves, ["experts.gate_up"], names)
-
-
-def test_stacked_and_fused_experts_are_slices():
-    found = find_slices({"p": FUSED}, experts)
-    assert found == {
-        f"experts.{e}.{half}": Slice(FUSED, (3, 5), (5, 1), 30 * e + 15 * (half == "up"))
-        for half in ("gate", "up")
-        for e in range(4)
-    }
-    for name, tensor in experts({"p": FUSED}).items():
-        assert torch.equal(FUSED.as_strided(found[name].shape, found[name].strides, found[name].offset), tensor)
-
-
-CHANGES = {
-    "as it is": (lambda p: p, ((4, 6, 5), (30, 5, 1), 0)),
-    "a copy of a part": (lambda p: p[1:3, 2].clone(), ((2, 5), (30, 1), 40)),
-    "transposed": (lambda p: p[2].t().contiguous(), ((5, 6), (1, 5), 60)),
-    "flat": (lambda p: p.reshape(-1), ((120,), (1,), 0)),
-    "each second": (lambda p: p[::2, :, 0].contiguous(), ((2, 6), (60, 5), 0)),
-    "repeated": (lambda p: p[0, 0].expand(3, 5).contiguous(), ((3, 5), (0, 1), 0)),
-    "flat after a transposition": (lambda p: p[0].t().reshape(-1), None),
-    "a copy in another form": (lambda p: p.transpose(0, 1).contiguous().view(12, 10), None),
-    "put together": (lambda p: torch.cat([p[0], p[1]]), None),
-    "rounded": (lambda p: p.bfloat16(), None),
-    "computed": (lambda p: p + 1, None),
-    "computed in place": (lambda p: p.add_(1), None),
-    "a copy that is written to": (lambda p: p.clone().mul_(2), None),
-    "other bits": (lambda p: p.view(torch.int32), None),
-}
-
-
-@pytest.mark.parametrize(("change", "expected"), CHANGES.values(), ids=CHANGES)
-def test_what_a_published_tensor_is_of_a_parameter(change, expected):
-    (found,) = find_slices({"p": FUSED}, only(change)).values()
-    assert found == (expected and Slice(FUSED, *expected))
-    if found:
-        assert torch.equal(FUSED.as_strided(*expected), change(FUSED))
-
-
-def test_rows_that_rotary_embeddings_permute_are_no_slice():
-    permute = PermuteForRope(permute_layer_names=ROTATED).reverse_op
-    config = type("Config", (), {"num_attention_heads": 2})
-    convert = lambda tensors: permute.convert(tensors, [], [], config)  # noqa: E731
-    weights = {"q_proj.weight": torch.zeros(8, 3), "v_proj.weight": torch.zeros(8, 3)}
-    found = find_slices(weights, convert)
-    assert (found["q_proj.weight"], found["v_proj.weight"].shape) == (None, (8, 3))
-    sums = ShardSums([weights], convert, torch.float32, is_first=True)
-    assert sums.text == "digests of 1 of 2 tensors are taken after the gather: q_proj.weight"
-    assert ShardSums([weights], dict, torch.float32, is_first=True).text == ""
-
-
-@st.composite
-def splits(draw):
-    """Draws a parameter, a view of it, and rows at which it is cut into shards, some of them empty."""
-    shape = draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
-    whole = torch.arange(int(np.prod(shape)), dtype=torch.float32).reshape(shape)
-    view = whole
-    for d, size in enumerate(shape):
-        begin = draw(st.integers(0, size - 1))
-        view = view.narrow(d, begin, draw(st.integers(1, size - begin)))
-    if draw(st.booleans()):
-        view = view[:: draw(st.integers(1, 3))]
-    if draw(st.booleans()):
-        view = view.squeeze()
-    view = view.permute(draw(st.permutations(range(view.ndim))))
-    edges = sorted({0, shape[0]} | set(draw(st.lists(st.integers(0, shape[0]), max_size=3))))
-    return whole, view, [*edges, shape[0]]
-
-
-@given(splits())
-def test_the_rows_of_shards_are_rectangles_that_add_up(split):
-    whole, view, edges = split
-    part = Slice(whole, tuple(view.shape), view.stride(), view.storage_offset())
-    assert part.is_rectangle_of_rows
-    total = Sums()
-    for begin, end in pairwise(edges):
-        local, start = part.of_rows(whole[begin:end].clone(), begin, end)
-        total += to_sums(tensor_sums(local, *rectangle(view.shape, start))[None])[0]
-    assert total == plain_sums(view.contiguous().numpy().tobytes())
-
-
-def test_rows_in_two_dimensions_are_no_rectangle():
-    """Heads of rows, cut in the middle of a head; and a flat tensor, cut in the middle of nothing."""
-    whole = torch.zeros(6, 4)
-    heads, flat = whole.view(3, 2, 4), whole.view(-1)
-    for view in (heads, flat):
-        assert not Slice(whole, tuple(view.shape), view.stride(), 0).is_rectangle_of_rows
+def test_what_is_summed_after_the_gather_is_named():
+    sums = ShardSums([LATE], lambda tensors: {"t": tensors["t"] + 1}, torch.float32, is_first=True)
+    assert sums.text == "summed after the gather: 1 of the published tensors (t)"
+    assert ShardSums([LATE], dict, torch.float32, is_first=True).text == ""
 
 
 def permuting(revert):
