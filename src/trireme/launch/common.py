@@ -39,7 +39,7 @@ def prepare_cluster(config: CommonConfig, plan: Plan) -> None:
             else "a directory that all nodes share and that outlives the job",
             f"give an absolute --run.{key.replace('_', '-')}",
         ).error()
-    prepare_ray_environment(address, plan.threads, config.deterministic)
+    prepare_ray_environment(address, plan.threads, config.deterministic, huge_pages=not plan.on_gpus)
 
 
 class StartProgress:

@@ -21,7 +21,7 @@ from trireme.config.schema import CommonConfig
 from trireme.core.refusals import Refusal
 from trireme.plan.needs import GPU_TOLERANCE, HOST_TOLERANCE, Need, NodeNeeds, check_shm, distribute, gib
 from trireme.plan.ways import ways_out
-from trireme.process.environ import Resources, cluster_address
+from trireme.process.environ import HUGE_PAGES, Resources, cluster_address
 from trireme.process.worker_environment import travels_text
 
 C = TypeVar("C", bound=CommonConfig)
@@ -229,9 +229,9 @@ class Plan:
         gpus = (0.5 if self.shares_gpu else part.ranks * 1.0) if self.on_gpus and part.size_key else 0.0
         options: dict[str, Any] = {"num_cpus": round(part.ranks * self.cpus_per_process, 2), "num_gpus": gpus}
         if part.size_key and cluster_address(self.config) is not None:
-            # Else Ray gives an actor as many threads as `num_cpus`, so one: AdamW of offloaded weights would have one
-            # core. (In a cluster that is started here all processes inherit this variable.)
-            options["runtime_env"] = {"env_vars": {"OMP_NUM_THREADS": str(self.threads)}}
+            # Processes of a cluster that is started here inherit them. Else AdamW of offloaded weights had one thread.
+            variables = {"OMP_NUM_THREADS": str(self.threads)} | ({} if self.on_gpus else HUGE_PAGES)
+            options["runtime_env"] = {"env_vars": variables}
         return options
 
     @property

@@ -20,6 +20,9 @@ STACKS = signal.SIGUSR1
 """Makes a process write the stacks of all its threads to its log (`redirect_output`)."""
 STACKS_S = 0.5
 """Time for a process to write its stacks before it is killed."""
+HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+"""Has the C library (glibc from 2.35 on) ask for huge pages for what it allocates, where Linux leaves that to programs.
+On CPUs tensors get new memory all the time, and what a page costs is mostly the same for 4 KiB and for 2 MiB."""
 
 
 @dataclass(frozen=True)
@@ -66,15 +69,16 @@ def user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trireme"
 
 
-def prepare_ray_environment(address: str | None, threads: int, deterministic: bool) -> None:
+def prepare_ray_environment(address: str | None, threads: int, deterministic: bool, *, huge_pages: bool = True) -> None:
     """Sets the variables that Ray reads when it is imported, for the cluster at `address` or one started here (None).
 
     All processes of a cluster started here inherit this environment: `threads` for each (unless OMP_NUM_THREADS is set;
-    `deterministic` overrides it); the usual CPU priority (Ray's default for workers, nice 15, leaves no room below it
-    for work that can wait); an authentication token of its own (else Ray writes one into the home directory and prints
-    that at every start); and no address but 127.0.0.1, where all of them listen, the trainer's store and Ray's metrics
-    too (the variable's name is for the systems on which this is Ray's default). Other clusters ask for a token by
-    default, but a driver only sends it if told to.
+    `deterministic` overrides it); `huge_pages` for what they allocate (unless GLIBC_TUNABLES is set); the usual CPU
+    priority (Ray's default for workers, nice 15, leaves no room below it for work that can wait); an authentication
+    token of its own (else Ray writes one into the home directory and prints that at every start); and no address but
+    127.0.0.1, where all of them listen, the trainer's store and Ray's metrics too (the variable's name is for the
+    systems on which this is Ray's default). Other clusters ask for a token by default, but a driver only sends it if
+    told to.
     """
     if address is not None:
         if "RAY_AUTH_TOKEN" in os.environ or (Path.home() / ".ray" / "auth_token").is_file():
@@ -82,6 +86,8 @@ def prepare_ray_environment(address: str | None, threads: int, deterministic: bo
         return
     if deterministic or "OMP_NUM_THREADS" not in os.environ:
         os.environ["OMP_NUM_THREADS"] = str(threads)
+    for name, value in HUGE_PAGES.items() if huge_pages else ():
+        os.environ.setdefault(name, value)
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     if "RAY_AUTH_MODE" not in os.environ:

@@ -199,10 +199,15 @@ class TestThreadsOfActors:
     def test_processes_with_a_model_get_the_threads_of_the_plan(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
         given = plan(resources=machines(cpus=16))
-        threads = {"env_vars": {"OMP_NUM_THREADS": "4"}}
+        threads = {"env_vars": {"OMP_NUM_THREADS": "4", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}}
         found = given.by_room([options.get("runtime_env") for options in given.options])
         assert found == {"trainer": [threads, threads], "inference": [threads], "orchestrator": [None], "service": []}
         assert given.added_replica_options["runtime_env"] == threads
+
+    def test_memory_is_in_huge_pages_on_cpus_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+        given = plan(device="gpu", resources=machines(cpus=16, gpus=3))
+        assert set(given.options[0]["runtime_env"]["env_vars"]) == {"OMP_NUM_THREADS"}
 
     def test_processes_of_a_cluster_that_is_started_here_inherit_them(self) -> None:
         assert not any("runtime_env" in options for options in plan().options)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from trireme.process.environ import STACKS
+from trireme.process.environ import HUGE_PAGES, STACKS, prepare_ray_environment
 
 DEADLINE_S = 60
 HANGS = """
@@ -72,3 +72,36 @@ def test_a_cluster_of_its_own_is_at_an_address_that_others_cannot_reach() -> Non
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=True)
     assert said.stdout.strip() == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("before", "wanted", "after"),
+    [
+        (None, True, "glibc.malloc.hugetlb=1"),
+        ("glibc.malloc.check=1", True, "glibc.malloc.check=1"),
+        (None, False, None),
+    ],
+)
+def test_memory_is_in_huge_pages_unless_malloc_is_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, before: str | None, wanted: bool, after: str | None
+) -> None:
+    monkeypatch.setattr(os, "environ", {"HOME": "/", **({"GLIBC_TUNABLES": before} if before else {})})
+    prepare_ray_environment(None, 1, False, huge_pages=wanted)
+    assert os.environ.get("GLIBC_TUNABLES") == after
+
+
+def test_a_process_with_huge_pages_has_fewer_faults() -> None:
+    """What malloc gives to a new process, where Linux leaves huge pages to programs."""
+    if "[madvise]" not in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text():
+        pytest.skip("Linux does not leave huge pages to programs here")
+    code = (
+        "import resource, torch; torch.ones(1); count = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt; "
+        "before = count(); kept = [torch.ones(2**22) for _ in range(4)]; print(count() - before)"
+    )
+    faults = [
+        int(
+            subprocess.run([sys.executable, "-c", code], env=os.environ | pages, capture_output=True, check=True).stdout
+        )
+        for pages in ({"GLIBC_TUNABLES": ""}, HUGE_PAGES)
+    ]
+    assert faults[1] < faults[0] / 4
