@@ -1,12 +1,15 @@
 """The bare work of a training step in one process, without a training system: what `whole_job.py` is held against.
 
-    python scripts/bench/bare_job.py generate MODEL LONGEST ROLLOUTS REPEATS [--seeds]
-    python scripts/bench/bare_job.py train    MODEL LONGEST ROLLOUTS REPEATS
+    python scripts/bench/bare_job.py generate MODEL LONGEST ROLLOUTS REPEATS [--beside DIRECTORY]
+    python scripts/bench/bare_job.py train    MODEL LONGEST ROLLOUTS REPEATS [--beside DIRECTORY]
 
 `generate`: vLLM's `LLM.generate` in this process, as many sequences at once as there are rollouts, with the logprobs of
 the sampled tokens. `train`: forward and backward of a Hugging Face model over as many answers, of lengths drawn as the
 model draws them, in rectangles of similar lengths, and AdamW. Prints one JSON object: CPU seconds for ROLLOUTS of the
 process and of its busiest thread (medians of REPEATS, after one that does not count), and the mean length of answers.
+
+Two processes, one of each part, that are given the same empty DIRECTORY wait for each other before what counts, and
+each works until the other's part is measured too: all that counts is measured beside the other.
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ MICRO_BATCH_TOKENS = 4096
 KV_BYTES = 2**28
 TICK = os.sysconf("SC_CLK_TCK")
 LEARNING_RATE = 1e-30
+OTHER = {"generate": "train", "train": "generate"}
+MEET_S = 300.0
 
 
 def busiest_thread_s(before: dict[str, float]) -> float:
@@ -44,7 +49,7 @@ def thread_seconds() -> dict[str, float]:
     return found
 
 
-def generating(model: str, longest: int, rollouts: int, seeds: bool) -> Callable[[int], float]:
+def generating(model: str, longest: int, rollouts: int) -> Callable[[int], float]:
     """Returns a function that samples all answers and returns their mean length."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -68,13 +73,12 @@ def generating(model: str, longest: int, rollouts: int, seeds: bool) -> Callable
         params = [
             SamplingParams(
                 max_tokens=longest,
-                seed=repeat * rollouts + index if seeds else None,
                 stop_token_ids=[END],
                 logprobs=0,
                 flat_logprobs=True,
                 detokenize=False,
             )
-            for index in range(rollouts)
+            for _ in range(rollouts)
         ]
         outputs = llm.generate(prompts, params, use_tqdm=False)
         return statistics.mean(len(output.outputs[0].token_ids) for output in outputs)
@@ -111,6 +115,28 @@ def training(model_path: str, longest: int, rollouts: int) -> Callable[[int], fl
     return train
 
 
+class Meeting:
+    """Two processes say by files in a directory how far they are."""
+
+    def __init__(self, directory: Path, part: str) -> None:
+        self._directory, self._part = directory, part
+
+    def say(self, what: str) -> None:
+        (self._directory / f"{self._part}.{what}").touch()
+
+    def other_said(self, what: str) -> bool:
+        return (self._directory / f"{OTHER[self._part]}.{what}").exists()
+
+    def wait_until_ready(self) -> None:
+        """Returns when the other process has started. Raises TimeoutError after MEET_S."""
+        self.say("ready")
+        deadline = time.monotonic() + MEET_S
+        while not self.other_said("ready"):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"waited {MEET_S:.0f} s for {OTHER[self._part]}.ready in {self._directory}")
+            time.sleep(0.01)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("generate", "train"))
@@ -118,20 +144,27 @@ def main() -> None:
     parser.add_argument("longest", type=int)
     parser.add_argument("rollouts", type=int)
     parser.add_argument("repeats", type=int)
-    parser.add_argument("--seeds", action="store_true", help="each sequence is sampled with a seed of its own")
+    parser.add_argument("--beside", type=Path, metavar="DIRECTORY", help="measure it beside the other part")
     args = parser.parse_args()
     if args.part == "generate":
-        work = generating(args.model, args.longest, args.rollouts, args.seeds)
+        work = generating(args.model, args.longest, args.rollouts)
     else:
         work = training(args.model, args.longest, args.rollouts)
     cpu_s, busiest_s, lengths = [], [], []
+    meeting = Meeting(args.beside, args.part) if args.beside else None
     for repeat in range(1 + args.repeats):
+        if meeting and repeat == 1:
+            meeting.wait_until_ready()
         before, started = thread_seconds(), time.process_time()
         length = work(repeat)
         if repeat:
             cpu_s.append(time.process_time() - started)
             busiest_s.append(busiest_thread_s(before))
             lengths.append(length)
+    if meeting:
+        meeting.say("measured")
+        while not meeting.other_said("measured"):
+            work(args.repeats)
     result = {"cpu_s": cpu_s, "busiest_s": busiest_s, "length": lengths}
     print(json.dumps({name: round(statistics.median(values), 3) for name, values in result.items()}), flush=True)
 
