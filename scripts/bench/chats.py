@@ -9,8 +9,9 @@ phases begin where the run is warm.
 
     value         steps per second beside an idle service, over those without a service
     detail        `chatting`: steps per second while clients ask, over those of the same run while none does; then
-                  `share_cpu` is the cores that the service's process used, and `share_tokens` the tokens of chats over
-                  all that were sampled; `cpu_s`: CPU seconds of a step by room in each of the three
+                  `share_engine` is the share of the engine's time that chats had, as the run reports it, `share_cpu`
+                  the cores that the service's process used, and `share_tokens` the tokens of chats over all that were
+                  sampled; `cpu_s`: CPU seconds of a step by room in each of the three
 
 The last line of the output is the result, a JSON object.
 """
@@ -21,6 +22,7 @@ import argparse
 import asyncio
 import json
 import multiprocessing as mp
+import operator
 import os
 import socket
 import tempfile
@@ -36,6 +38,8 @@ from _common import DEADLINE_S, POLL_S, ROOT, Result, cpu_by_room, median, run_r
 
 CONFIG = ROOT / "configs" / "quickstart.toml"
 CLIENTS, WARM = 50, 8
+BETWEEN = 8
+"""Steps between phases: rollouts of the first were sampled in both, and chats first use up what they did not have."""
 TARGET = 0.99
 PROMPT, ANSWER = "Sort: 361695\n", 8
 NICEST = 19
@@ -55,6 +59,8 @@ class Phase:
     """Tokens of rollouts."""
     chatted: float
     """Tokens of chats."""
+    of_engine: float
+    """The share of the engine's time that chats had."""
 
     @property
     def rate(self) -> float:
@@ -152,8 +158,7 @@ def run(phases: Sequence[str], steps: int, *flags: str, port: int = 0) -> list[P
         def _measure(found: list[Phase], driver: psutil.Process, metrics: Path, ask: Callable[[bool], float]) -> None:
             for number, kind in enumerate(phases):
                 chatted = ask(kind == "chatting")
-                # One step passes between phases: its rollouts were sampled in both.
-                first = WARM + number * (steps + 1) + 1
+                first = WARM + number * (steps + BETWEEN) + BETWEEN
                 rows_at(metrics, first)
                 before, chatted = _cpu(driver), ask(kind == "chatting")
                 rows = rows_at(metrics, first + steps)
@@ -166,15 +171,23 @@ def run(phases: Sequence[str], steps: int, *flags: str, port: int = 0) -> list[P
                         {room: after[room] - before.get(room, 0.0) for room in after},
                         sum(row["perf/tokens"] for row in rows[first + 1 :]),
                         ask(kind == "chatting") - chatted,
+                        share_of_engine(rows[first + 1 :]),
                     )
                 )
 
-        total = WARM + len(phases) * (steps + 1) + 3
+        total = WARM + len(phases) * (steps + BETWEEN) + 3
         more = ["--service.port", str(port)] if port else []
         run_rl(
             CONFIG, "--max-steps", str(total), *more, *flags, directory=Path(directory), first_step=WARM, then=measure
         )
     return found
+
+
+def share_of_engine(rows: Sequence[Mapping[str, float]]) -> float:
+    """Returns the share of the engine's time that chats had over these steps."""
+    seconds = [row["time/step"] for row in rows]
+    shares = [row.get("perf/chat_engine_share", 0.0) for row in rows]
+    return sum(map(operator.mul, seconds, shares)) / sum(seconds)
 
 
 def _cpu(driver: psutil.Process) -> dict[str, float]:
@@ -227,6 +240,7 @@ def main() -> None:
         detail={
             "load_before": load,
             "chatting": round(rate["chatting"] / rate["idle"], 3),
+            "share_engine": median([phase.of_engine for phase in chatting]),
             "share_cpu": median([phase.cpu_s.get("service", 0.0) / phase.seconds for phase in chatting]),
             "share_tokens": median([phase.chatted / (phase.chatted + phase.sampled) for phase in chatting]),
             "chat_tokens_per_s": median([phase.chatted / phase.seconds for phase in chatting]),

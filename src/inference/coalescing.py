@@ -26,9 +26,10 @@ from msgspec.structs import replace
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import LogprobsLists
+
+from inference.sharing import SharingScheduler
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -147,7 +148,7 @@ def joined_logprobs(parts: Sequence[LogprobsLists]) -> LogprobsLists | None:
     )
 
 
-class CoalescingScheduler(Scheduler):
+class CoalescingScheduler(SharingScheduler):
     """Sends what has ended, what may not wait, and all after its longest wait."""
 
     longest_wait_s = UNREAD_S

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from inference.chat_share import SHARE, ChatCost, marked
 from inference.engine_startup import prepare_start
 from trireme.config import Config
 from trireme.config.installed import wrong_build
@@ -78,6 +79,7 @@ def start_engine(config: Config, who: str) -> AsyncLLM:
     as_server = UsageContext.OPENAI_API_SERVER
     engine = arguments.create_engine_config(as_server)
     coalesce_outputs(engine.scheduler_config, read=config.service.port is not None)
+    bound_chats(config)
     return AsyncLLM.from_vllm_config(
         engine, usage_context=as_server, stat_loggers=[EngineStats], disable_log_stats=arguments.disable_log_stats
     )
@@ -89,6 +91,12 @@ def coalesce_outputs(config: SchedulerConfig, *, read: bool) -> None:
     if config.scheduler_cls is None:
         name = f"{'Read' if read else ''}Coalescing{'Async' if config.async_scheduling else ''}Scheduler"
         config.scheduler_cls = f"inference.coalescing.{name}"
+
+
+def bound_chats(config: Config) -> None:
+    """Has an engine that this process starts from now on bound chats by `service.share` of its time
+    (`inference.sharing`), unless `inference.engine_args` names a scheduler."""
+    os.environ[SHARE] = str(config.service.share)
 
 
 def engine_seed(config: Config, start: str) -> int:
@@ -187,6 +195,7 @@ def vllm_params(request: SampleRequest, end_ids: list[int]) -> SamplingParams:
         detokenize=bool(params.stop_strings),
         skip_special_tokens=False,  # a string may be that of a special token
         output_kind=RequestOutputKind.FINAL_ONLY,
+        extra_args=marked(ChatCost(request.cpu_s)) if request.purpose == "chat" else None,
     )
 
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 
+from inference.chat_share import uses_in
+from trireme.core.engine_use import EngineUses
 from trireme.core.sampler import ReplicaStats
 
 if TYPE_CHECKING:
@@ -30,6 +32,8 @@ class EngineStats(PrometheusStatLogger):
         """Tokens whose KV its cache holds."""
         self.kv_used = 0.0
         self.preemptions = 0
+        self.uses: EngineUses | None = None
+        """What it has done for each purpose; None before its first step, and where another scheduler is configured."""
         self._excused = 0
         self._heard = time.monotonic()
         self.answered: Callable[[float], None] = lambda _silent_s: None
@@ -47,6 +51,7 @@ class EngineStats(PrometheusStatLogger):
         if scheduler_stats is not None:
             self.running = scheduler_stats.num_running_reqs
             self.kv_used = scheduler_stats.kv_cache_usage
+            self.uses = uses_in(scheduler_stats) or self.uses
         if iteration_stats is not None:
             excused = min(iteration_stats.num_preempted_reqs, self._excused)
             self._excused -= excused
@@ -70,7 +75,8 @@ class EngineStats(PrometheusStatLogger):
         """`unfinished`: number of sequences that the engine was given and has not answered."""
         running = min(self.running, unfinished)
         waiting = unfinished - running
-        return ReplicaStats(running, waiting, self.kv_used, self.preemptions, self.places, self.kv_tokens)
+        kept = self.kv_used, self.preemptions, self.places, self.kv_tokens
+        return ReplicaStats(running, waiting, *kept, uses=self.uses)
 
     def log_engine_initialized(self) -> None:
         pass

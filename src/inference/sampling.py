@@ -25,6 +25,7 @@ from trireme.core.deadline import LearnedDeadline
 from trireme.core.errors import BadInput, RoomFailed, TriremeError
 from trireme.core.types import SampledSequence, SampleRequest, WeightIdentity
 from trireme.process import trace
+from trireme.process.cpu_meter import CpuMeter
 from trireme.process.environ import STACKS, STACKS_S
 from trireme.process.faults import fault_point
 
@@ -71,6 +72,7 @@ class SamplingEngine:
         self.halting = self.standing = False  # told to stop between two steps; stands still
         self.pausing = asyncio.Lock()  # held while the engine is paused, so that nothing else resumes it
         self.proved = asyncio.Event()  # while it is not set, tokens may come from wrong weights
+        self._costs = CpuMeter()
         self._stalls = StallClock(self._cpu_s)
         self._step_deadline = LearnedDeadline(config.timeouts.update_s)  # of a step of the engine without progress
         self.call_deadline = LearnedDeadline(config.timeouts.update_s)  # of a call in an update without progress
@@ -227,6 +229,9 @@ class SamplingEngine:
     ) -> RequestOutputCollector:
         if request.params.stop_strings:
             give_tokenizer(self.engine, self.config.tokenizer_name)
+        self._costs.count()
+        if request.purpose == "chat":  # its share of the engine bears what it costs here too
+            request = replace(request, cpu_s=request.cpu_s + self._costs.take())
         params = vllm_params(request, self.end_ids)
         return await self._add(request.request_id, request.prompt, params, salt, adapter=adapter)
 

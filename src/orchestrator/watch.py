@@ -13,9 +13,12 @@ LOAD_TICK_S = 1.0
 
 
 async def watch_load(sampler: Sampler, pressure: Backpressure) -> None:
-    """Adapts the limit of the gate to the replicas' load."""
+    """Adapts the limit of the gate to the replicas' load, and notes what their engines do."""
+    now = asyncio.get_running_loop().time
     while True:
-        pressure.look(await sampler.stats())
+        loads = await sampler.stats()
+        pressure.look(loads)
+        pressure.uses.look({index: load.uses for index, load in loads.items()}, now())
         await asyncio.sleep(LOAD_TICK_S)
 
 

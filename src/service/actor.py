@@ -21,6 +21,7 @@ import uvicorn
 
 from service.app import make_app
 from service.asked import Made
+from service.chats import BoundedSampler
 from service.console.reading import RunReader
 from service.front import Front, ServedModels
 from service.guard import Limits
@@ -33,6 +34,7 @@ from service.sessions.journal import SessionJournal
 from service.sessions.registry import SessionRegistry
 from service.sessions.session import SessionLimits
 from trireme.config import Config
+from trireme.core.engine_use import UseMeter
 from trireme.core.errors import RoomFailed, TriremeError
 from trireme.core.sampler import Heartbeat, ReplicaStats
 from trireme.core.tokenizer import load_tokenizer, one_text_at_a_time
@@ -96,7 +98,7 @@ class ServiceActor:
         redirect_output(log_dir, "service_0")
         self._config, self._sampler_factory, self._models, self._keys = config, sampler_factory, models, keys
         self._adopt, self._directory, self._newest = adopt, sessions, 0
-        self._history = RunHistory(starts)
+        self._history, self._uses = RunHistory(starts), UseMeter()
         self._clients: dict[int, Any] = {}
         self._tasks: list[asyncio.Task[Any]] = []
         self._started = asyncio.Event()
@@ -114,12 +116,13 @@ class ServiceActor:
         tokenizer = load_tokenizer(self._config.tokenizer_name)
         renderer = make_renderer(**own.model_dump(), tokenizer=tokenizer)
         self._places = Places(1, options.max_waiting, options.wait_s)
-        front = self._front = Front(self._sampler, self._models, tokenizer, renderer, self._places)
+        self._chats = BoundedSampler(self._sampler, self._config.inference.answer_s, options.share)
+        front = self._front = Front(self._chats, self._models, tokenizer, renderer, self._places)
         limits = Limits(int(options.max_body_mb * MEGABYTE), options.body_s, options.requests_per_minute)
         keys = ServiceKeys(self._keys)
         self._door = await asyncio.to_thread(self._open_door, front, keys)
         run = RunReader(self._directory.parent, lambda: tokenizer)
-        app = make_app(front, self._door, keys, limits, run)
+        app = make_app(front, self._door, keys, limits, run, self._uses)
         self._server = uvicorn.Server(
             uvicorn.Config(app, options.host, options.port or 0, log_config=None, access_log=False, lifespan="off")
         )
@@ -141,7 +144,7 @@ class ServiceActor:
         options, own = self._config.service.sessions, self._config.inference.sampling
         sampling = replace(own.params(0, tuple(own.stop), self._models.max_len), seed=None)
         registry = SessionRegistry(
-            PlacedSampler(self._sampler, self._places),
+            PlacedSampler(self._chats, self._places),
             front.renderer,
             SessionJournal(self._directory),
             SessionLimits(options.turns, options.tokens, options.seconds, options.idle_s, options.kept_s),
@@ -191,11 +194,14 @@ class ServiceActor:
             ) from None
 
     async def _fit_places(self) -> None:
-        """Keeps as many places as `service.share` of the sequences that the replicas decode together."""
+        """Keeps as many places as `service.share` of the sequences that the replicas decode together, and notes what
+        their engines did for chats."""
         while True:
             with suppress(TriremeError):
                 found = await self._sampler.stats()
                 self._note(found)
+                self._uses.look({index: each.uses for index, each in found.items()}, time.monotonic())
+                self._uses.take()
                 decoded = sum(each.places or 0 for each in found.values())
                 self._places.resize(max(1, int(self._config.service.share * decoded)))
             await asyncio.sleep(LOOK_S)

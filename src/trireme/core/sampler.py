@@ -8,6 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from trireme.core.engine_use import EngineUses
 from trireme.core.transport import Offer, Session
 from trireme.core.types import SampledSequence, SampleRequest, WeightIdentity
 from trireme.core.weights import PublishedWeights, UpdateReport
@@ -31,6 +32,8 @@ class ReplicaStats:
     """Tokens whose keys and values its cache holds; None: it does not say."""
     weights: WeightIdentity | None = None
     """Its weights; None: it has none yet, or does not say."""
+    uses: EngineUses | None = None
+    """What its engine has done for each purpose since it started; None: it does not say."""
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from trireme.core.datum import Datum as Datum
 from trireme.core.datum import EncodedTextChunk as EncodedTextChunk
 from trireme.core.datum import ModelInput as ModelInput
 from trireme.core.datum import TensorData
+from trireme.core.engine_use import Purpose
 
 StopReason = Literal["length", "stop"]
 Which = Literal["policy", "reference"]
@@ -123,6 +124,10 @@ class SampleRequest:
     With `inference.on_update = "keep_kv"` keys and values in the prefix cache may be as old as these."""
     adapter: str = ""
     """The name of an adapter that the replicas have beside the weights of updates; "": those weights."""
+    purpose: Purpose = "run"
+    """For whom it is sampled: `service.share` bounds the engines' time for chats."""
+    cpu_s: float = 0.0
+    """CPU seconds that a chat has cost outside of the engine; they count as time of the engine for it."""
     after: str = ""
     """Set by the router: the id of the trajectory's last request, if it was this replica that answered it, "" if not.
     Then the first `extends` tokens need not travel again."""

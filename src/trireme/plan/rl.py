@@ -328,7 +328,8 @@ class ServicePart(Part):
             return []
         port = options.port or "any free port"
         text = (
-            f"1 actor, CPU: {options.host}, port {port}; chats take at most {options.share:.0%} of what replicas decode"
+            f"1 actor, CPU: {options.host}, port {port}; chats take at most {options.share:.0%} of the places and time "
+            "of replicas"
         )
         return [("service", text)]
 

@@ -21,6 +21,7 @@ from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
 from vllm.v1.outputs import LogprobsLists
 
 import inference.coalescing
+import inference.sharing
 from inference.coalescing import (
     END_S,
     READ_S,
@@ -146,10 +147,12 @@ def scheduler(monkeypatch: pytest.MonkeyPatch, clock: ManualClock) -> Coalescing
         return {0: EngineCoreOutputs(outputs=outputs, scheduler_stats=SchedulerStats())}
 
     monkeypatch.setattr(inference.coalescing, "time", clock)
+    monkeypatch.setattr(inference.sharing, "time", clock)
     monkeypatch.setattr(Scheduler, "__init__", lambda self: None)
     monkeypatch.setattr(Scheduler, "update_from_output", step)
     monkeypatch.setattr(Scheduler, "has_requests", lambda self: False)
     monkeypatch.setattr(Scheduler, "has_unfinished_requests", lambda self: bool(self.requests))
+    monkeypatch.setattr(Scheduler, "get_request_counts", lambda self: (len(self.requests), 0))
     made = ReadCoalescingScheduler()
     made._pause_state, made._all_sent = PauseState.UNPAUSED, clock.now
     stops = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, stop=["."])
@@ -160,7 +163,8 @@ def scheduler(monkeypatch: pytest.MonkeyPatch, clock: ManualClock) -> Coalescing
 
 def step(scheduler: CoalescingScheduler, *outputs: EngineCoreOutput) -> dict[str, list[int]] | None:
     """Returns the tokens of a step's message; None if it sends none."""
-    made = scheduler.update_from_output(cast(Any, None), cast(Any, list(outputs)))
+    planned = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
+    made = scheduler.update_from_output(cast(Any, planned), cast(Any, list(outputs)))
     return {each.request_id: each.new_token_ids for each in made[0].outputs} if made else None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
+import os
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,7 +29,8 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from inference import engine
-from inference.engine import engine_args, sampled_sequence, vllm_params
+from inference.chat_share import SHARE, ChatCost, cost_of
+from inference.engine import bound_chats, engine_args, sampled_sequence, vllm_params
 from trireme.config import Config
 from trireme.config.schema import SamplingConfig
 from trireme.core.errors import BadInput, RoomFailed
@@ -165,6 +167,20 @@ def test_a_plan_knows_what_vllm_asks_to_be_free_for_the_answers_of_a_rank() -> N
     assert ShmRingBuffer(1, chunk, chunks).total_bytes_of_buffer == QUEUE_BYTES, "with one reader"
     questions, group = chunks * envs.VLLM_MQ_MAX_CHUNK_BYTES_MB * 2**20, 6 * 2**22
     assert max(questions, group) < QUEUE_BYTES, "the other queues are smaller"
+
+
+def test_a_chat_reaches_the_engine_as_one_and_other_requests_do_not() -> None:
+    request = SampleRequest("r", (1,), SamplingParams(), "r")
+    assert cost_of(vllm_params(request, [])) is None
+    assert cost_of(vllm_params(replace(request, purpose="chat", cpu_s=0.5), [])) == ChatCost(0.5)
+
+
+@pytest.mark.parametrize("share", [0.1, 1.0])
+def test_an_engine_learns_the_share_of_chats(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SHARE, "0.5")
+    given = config()
+    bound_chats(given.model_copy(update={"service": given.service.model_copy(update={"share": share})}))
+    assert float(os.environ[SHARE]) == share
 
 
 def test_every_sampling_parameter_of_the_configuration_reaches_the_engine() -> None:

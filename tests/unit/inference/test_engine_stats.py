@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
+from inference.chat_share import put_uses
 from inference.engine_stats import EngineStats
+from trireme.core.engine_use import EngineUse, EngineUses
 from trireme.core.sampler import ReplicaStats
 
 
@@ -24,6 +27,15 @@ def test_the_newest_step_counts_and_what_it_has_not_seen_waits() -> None:
     log.record(*step(running=4, kv_used=0.25))
     assert log.stats(7) == ReplicaStats(running=4, waiting=3, kv_used=0.25, preemptions=0)
     assert log.stats(1) == ReplicaStats(running=1, waiting=0, kv_used=0.25, preemptions=0)
+
+
+def test_the_newest_uses_of_the_engine_are_kept() -> None:
+    log, uses = EngineStats(None), {"run": EngineUse(1.5, 20), "chat": EngineUse(0.5, 7)}
+    scheduler_stats, iteration = step(running=1)
+    put_uses(scheduler_stats, cast(EngineUses, uses))
+    log.record(scheduler_stats, iteration)
+    log.record(*step(running=1))  # another scheduler says nothing
+    assert log.stats(1).uses == uses
 
 
 def test_preemptions_for_want_of_space_are_counted_and_those_of_an_update_are_not() -> None:

@@ -38,6 +38,8 @@ REQUESTS = st.builds(
     trajectory=st.sampled_from(["", "t"]),
     extends=st.integers(0, 1),
     began=st.none() | IDENTITIES,
+    purpose=st.sampled_from(["run", "chat"]),
+    cpu_s=st.sampled_from([0.0, 0.25]),
     after=st.sampled_from(["", "before"]),
 )
 

@@ -1,0 +1,112 @@
+"""The share of an engine that chats may take: a step's time is divided among those for whom it worked, and what chats
+have of it is bounded by a bucket.
+
+    step: its seconds, tokens by purpose --EngineClock--> seconds by purpose --chats'--> ChatShare --> may chats go on?
+
+The bucket fills with `service.share` seconds in each second. A step in which chats have tokens takes from it; while it
+is empty, the engine's scheduler leaves chats out of its steps (`inference.sharing`). So in t seconds they get
+`share * t + BURST_S` at most, and one step more, however many ask and however long their answers are. They are never
+starved: the bucket fills whatever the run does, and the first step afterwards has all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import inf
+from typing import TYPE_CHECKING, Any, cast
+
+from trireme.core.engine_use import EngineUse, EngineUses, Purpose
+
+if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.metrics.stats import SchedulerStats
+
+SHARE = "TRIREME_CHAT_SHARE"
+"""Variable of the engine's process: `service.share` where clients may chat beside a run. (vLLM's configuration has no
+place for it that does not also name its compiled kernels.)"""
+CHAT = "chat"
+"""Key of vLLM's `extra_args` of a request: its CPU seconds, if it is a chat."""
+BURST_S = 0.25
+"""What the bucket holds, in seconds of the engine: chats that come after a pause need not wait at once."""
+
+
+@dataclass(frozen=True)
+class ChatCost:
+    """Marks a request as a chat in the engine."""
+
+    cpu_s: float = 0.0
+    """CPU seconds that it has cost outside of the engine, which its share has to bear too."""
+
+
+class EngineClock:
+    """Divides the time of an engine. Times are seconds of one monotonic clock."""
+
+    def __init__(self) -> None:
+        self.uses: dict[Purpose, EngineUse] = {"run": EngineUse(), "chat": EngineUse()}
+        self._busy_since: float | None = None
+
+    def begin(self, now: float) -> None:
+        """Notes that a step begins. Where the one before it is not over, or the engine did not wait since, the time
+        counts from its end."""
+        if self._busy_since is None:
+            self._busy_since = now
+
+    def stand_still(self) -> None:
+        """Notes that the engine waits, or does something else than steps, until the next step begins."""
+        self._busy_since = None
+
+    def end(self, now: float, tokens: Mapping[Purpose, int], *, busy: bool) -> dict[Purpose, EngineUse]:
+        """Divides the time since the step began, or the one before it ended, by the tokens of the step; a step without
+        any counts for none. `busy`: the engine has more to do at once. Returns what each purpose has of it."""
+        began, total = self._busy_since, sum(tokens.values())
+        self._busy_since = now if busy else None
+        if began is None or not total:
+            return {}
+        parts = {purpose: EngineUse((now - began) * n / total, n) for purpose, n in tokens.items() if n}
+        for purpose, use in parts.items():
+            self.uses[purpose] += use
+        return parts
+
+
+class ChatShare:
+    """A bucket of engine seconds for chats."""
+
+    def __init__(self, share: float, now: float) -> None:
+        """`share`: the seconds that it gains in a second; from 1 on nothing is bounded."""
+        self._share = share if share < 1 else inf
+        self._seconds, self._filled = BURST_S, now
+
+    def wait_s(self, now: float) -> float:
+        """Returns in how many seconds chats may be in a step: 0 if they may now."""
+        if self._share == inf:
+            return 0.0
+        self._seconds, self._filled = min(self._seconds + self._share * (now - self._filled), BURST_S), now
+        return max(-self._seconds / self._share, 0.0)
+
+    def charge(self, seconds: float) -> None:
+        """Takes `seconds` from the bucket, also such as it does not have: they must be gained before chats go on."""
+        self._seconds -= seconds
+
+
+def marked(cost: ChatCost) -> dict[str, Any]:
+    """Returns the `extra_args` of a chat."""
+    return {CHAT: cost.cpu_s}
+
+
+def cost_of(params: SamplingParams | None) -> ChatCost | None:
+    """Returns the cost of a chat; None for other requests."""
+    found = ((params and params.extra_args) or {}).get(CHAT)
+    return None if found is None else ChatCost(found)
+
+
+def put_uses(stats: SchedulerStats, uses: EngineUses) -> None:
+    """Lets a step's statistics bring `uses`: in the field for those of a connector, which this engine does not have,
+    and which vLLM passes on as it is."""
+    stats.kv_connector_stats = {purpose: (use.seconds, use.tokens) for purpose, use in uses.items()}
+
+
+def uses_in(stats: SchedulerStats) -> EngineUses | None:
+    """Returns what `put_uses` put there."""
+    found = stats.kv_connector_stats
+    return None if found is None else {cast(Purpose, purpose): EngineUse(*use) for purpose, use in found.items()}

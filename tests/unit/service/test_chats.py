@@ -1,0 +1,69 @@
+"""Requests of a service are chats, and end in time."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from service.asked import RequestRefused
+from service.chats import BoundedSampler
+from service.front import Told
+from trireme.core.errors import RoomFailed
+from trireme.core.types import SampledSequence, SampleRequest, SamplingParams
+
+REQUEST = SampleRequest("r", np.arange(3, dtype=np.int32), SamplingParams(), "key")
+ANSWER = SampledSequence(np.zeros(1, np.int32), np.zeros(1, np.float32), "stop", ())
+
+
+class Replicas:
+    def __init__(self, seconds: float = 0.0, error: Exception | None = None) -> None:
+        self.seconds, self.error = seconds, error
+        self.asked: list[tuple[SampleRequest, Told | None]] = []
+        self.aborted = 0
+
+    async def sample(self, request: SampleRequest, told: Told | None = None) -> SampledSequence:
+        self.asked.append((request, told))
+        try:
+            await asyncio.sleep(self.seconds)
+        except asyncio.CancelledError:
+            self.aborted += 1
+            raise
+        if self.error:
+            raise self.error
+        return ANSWER
+
+
+def test_a_request_is_marked_as_a_chat_with_what_it_has_cost() -> None:
+    async def play() -> None:
+        replicas = Replicas()
+        bounded, told = BoundedSampler(replicas, 30.0, 0.1), lambda made: None
+        sum(range(300_000))
+        assert await bounded.sample(REQUEST, told) is ANSWER
+        ((request, heard),) = replicas.asked
+        assert (request.purpose, request.request_id, request.prompt is REQUEST.prompt) == ("chat", "r", True)
+        assert request.cpu_s > 0
+        assert heard is told
+        assert REQUEST.purpose == "run"
+
+    asyncio.run(play())
+
+
+def test_an_answer_that_takes_too_long_ends_with_what_it_waited_for() -> None:
+    async def play() -> None:
+        replicas = Replicas(seconds=3600.0)
+        with pytest.raises(RequestRefused, match=r"after 0\.01 s \(inference\.answer_s\).* 0\.1 of the time") as late:
+            await BoundedSampler(replicas, 0.01, 0.1).sample(REQUEST)
+        assert (late.value.status, late.value.code, replicas.aborted) == (504, "answer_timeout", 1)
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("error", [RoomFailed("it died"), TimeoutError("of something else")])
+def test_what_replicas_raise_is_passed_on(error: Exception) -> None:
+    async def play() -> None:
+        with pytest.raises(type(error), match=str(error)):
+            await BoundedSampler(Replicas(error=error), 30.0, 0.1).sample(REQUEST)
+
+    asyncio.run(play())
