@@ -12,7 +12,7 @@ starved: the bucket fills whatever the run does, and the first step afterwards h
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING, Any, cast
 
@@ -100,13 +100,13 @@ def cost_of(params: SamplingParams | None) -> ChatCost | None:
     return None if found is None else ChatCost(found)
 
 
-def put_uses(stats: SchedulerStats, uses: EngineUses) -> None:
-    """Lets a step's statistics bring `uses`: in the field for those of a connector, which this engine does not have,
+def with_uses(stats: SchedulerStats, uses: EngineUses) -> SchedulerStats:
+    """Returns a step's statistics with `uses`: in the field for those of a connector, which this engine does not have,
     and which vLLM passes on as it is."""
-    stats.kv_connector_stats = {purpose: (use.seconds, use.tokens) for purpose, use in uses.items()}
+    return replace(stats, kv_connector_stats={purpose: (use.seconds, use.tokens) for purpose, use in uses.items()})
 
 
 def uses_in(stats: SchedulerStats) -> EngineUses | None:
-    """Returns what `put_uses` put there."""
+    """Returns what `with_uses` put there; None if it did not."""
     found = stats.kv_connector_stats
     return None if found is None else {cast(Purpose, purpose): EngineUse(*use) for purpose, use in found.items()}

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from inference.chat_share import SHARE, ChatShare, EngineClock, cost_of, put_uses
+from inference.chat_share import SHARE, ChatShare, EngineClock, cost_of, with_uses
 from trireme.core.engine_use import Purpose
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class SharingScheduler(Scheduler):
             self._share.charge(chats.seconds)
         for message in made.values():
             if message.scheduler_stats is not None:
-                put_uses(message.scheduler_stats, self._clock.uses)
+                message.scheduler_stats = with_uses(message.scheduler_stats, self._clock.uses)
         return made
 
     def set_pause_state(self, pause_state: PauseState) -> None:

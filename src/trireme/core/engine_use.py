@@ -16,7 +16,7 @@ is a client of the service that only asks, whom `service.share` bounds."""
 
 @dataclass(frozen=True)
 class EngineUse:
-    """What an engine has done for one purpose."""
+    """Counts what an engine has done for one purpose."""
 
     seconds: float = 0.0
     """Seconds of its steps: of each step the part that this purpose has of its tokens."""
@@ -38,7 +38,7 @@ EngineUses = Mapping[Purpose, EngineUse]
 
 @dataclass(frozen=True)
 class ChatShares:
-    """What chats had of the engines in some time."""
+    """Tells what chats had of the engines in some time."""
 
     seconds: float = 0.0
     """Their seconds of engines, over the seconds that passed for these."""

@@ -1,4 +1,4 @@
-"""What the requests of a process cost it."""
+"""Measures what the requests of a process cost it."""
 
 from __future__ import annotations
 

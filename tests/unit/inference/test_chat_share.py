@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from vllm.sampling_params import SamplingParams
 from vllm.v1.metrics.stats import SchedulerStats
 
-from inference.chat_share import BURST_S, ChatCost, ChatShare, EngineClock, cost_of, marked, put_uses, uses_in
+from inference.chat_share import BURST_S, ChatCost, ChatShare, EngineClock, cost_of, marked, uses_in, with_uses
 from trireme.core.engine_use import EngineUse
 
 SHARE = 0.1
@@ -110,5 +110,4 @@ def test_a_chat_is_known_by_its_request_alone() -> None:
 def test_statistics_bring_the_uses() -> None:
     stats, uses = SchedulerStats(), EngineClock().uses | {"chat": EngineUse(0.5, 7)}
     assert uses_in(stats) is None
-    put_uses(stats, uses)
-    assert uses_in(stats) == uses
+    assert uses_in(with_uses(stats, uses)) == uses

@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
-from inference.chat_share import put_uses
+from inference.chat_share import with_uses
 from inference.engine_stats import EngineStats
 from trireme.core.engine_use import EngineUse, EngineUses
 from trireme.core.sampler import ReplicaStats
@@ -32,8 +32,7 @@ def test_the_newest_step_counts_and_what_it_has_not_seen_waits() -> None:
 def test_the_newest_uses_of_the_engine_are_kept() -> None:
     log, uses = EngineStats(None), {"run": EngineUse(1.5, 20), "chat": EngineUse(0.5, 7)}
     scheduler_stats, iteration = step(running=1)
-    put_uses(scheduler_stats, cast(EngineUses, uses))
-    log.record(scheduler_stats, iteration)
+    log.record(with_uses(scheduler_stats, cast(EngineUses, uses)), iteration)
     log.record(*step(running=1))  # another scheduler says nothing
     assert log.stats(1).uses == uses
 
