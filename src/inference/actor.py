@@ -31,6 +31,7 @@ from trireme.core.sampler import Heartbeat, ReplicaStats
 from trireme.core.transport import load_transport
 from trireme.core.types import SampleRequest, SamplingParams, WeightIdentity
 from trireme.process import trace
+from trireme.process.collector import spare_collector
 from trireme.process.device import VISIBLE
 from trireme.process.environ import redirect_output
 from trireme.process.faults import fault_point, number_process
@@ -165,6 +166,7 @@ class ReplicaActor(UpdatingEngine):
         self._watch_ranks()
         self.engine_stats.answered = self.note_step  # from now on: the first steps of all are slow
         self.proved.set()
+        spare_collector()  # a fifth of this process's time was its passes over the same objects
         log.info("ready")
         return await self.health()
 

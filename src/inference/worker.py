@@ -38,6 +38,7 @@ from inference.wide_head import computes_from_packed, multiply_in_parts
 from trireme.core import digest
 from trireme.core.errors import WeightsRefused
 from trireme.core.weights import TensorPlace, WeightsManifest, check_received
+from trireme.process.collector import spare_collector
 from trireme.process.faults import fault_point
 from trireme.transports.packing import tensor_of
 
@@ -141,13 +142,15 @@ class WorkerExtension:
     def settle(self) -> int:
         """Takes away the names of the shared memory by which ranks communicate. They have found each other, and killed
         ones would leave it in /dev/shm. Compiles what checks weights, so that no update waits for it. Has logits
-        computed without a copy of the output matrix. Returns this rank's process id."""
+        computed without a copy of the output matrix. Lets the cycle collector run less often: each step makes many
+        objects, which live until their message leaves. Returns this rank's process id."""
         digest.warm_up()
         multiply_in_parts(self.model_runner.get_model())
         forget_shared_memory(Path("/proc/self/maps").read_text())
         if current_platform.is_cpu():
             for path in Path("/dev/shm").glob(f"*{os.environ['VLLM_DIST_IDENT']}-*cpushm*"):
                 path.unlink(missing_ok=True)  # another rank may be faster
+        spare_collector()
         return os.getpid()
 
     def receive_broadcast(self, pickled_offer: bytes) -> None:

@@ -1,0 +1,60 @@
+"""Log-probabilities enter a replica's actor by columns as vLLM enters them token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from vllm.logprobs import create_sample_logprobs
+from vllm.v1.engine.logprobs import LogprobsProcessor
+from vllm.v1.outputs import LogprobsLists
+
+from inference.frontend import enter_logprobs_by_columns
+
+ONE_BY_ONE = LogprobsProcessor._update_sample_logprobs
+
+
+@pytest.fixture(autouse=True)
+def by_columns() -> Iterator[None]:
+    enter_logprobs_by_columns()
+    yield
+    LogprobsProcessor._update_sample_logprobs = ONE_BY_ONE  # type: ignore[method-assign]
+
+
+def processor(asked: int, flat: bool) -> LogprobsProcessor:
+    return LogprobsProcessor(
+        tokenizer=None,
+        logprobs=create_sample_logprobs(flat),
+        prompt_logprobs=None,
+        cumulative_logprob=0.0,
+        num_logprobs=asked,
+        num_prompt_logprobs=None,
+    )
+
+
+def message(rng: np.random.Generator, tokens: int, columns: int) -> LogprobsLists:
+    shape = (tokens, columns)
+    logprobs = -rng.exponential(size=shape).astype(np.float32)
+    return LogprobsLists(rng.integers(0, 99, shape), logprobs, rng.integers(1, 9, tokens))
+
+
+@pytest.mark.parametrize("columns", [1, 4])
+@pytest.mark.parametrize(("asked", "flat"), [(0, True), (3, True), (0, False)])
+def test_what_is_kept_is_the_same(asked: int, flat: bool, columns: int) -> None:
+    rng = np.random.default_rng(0)
+    ours, theirs = processor(asked, flat), processor(asked, flat)
+    for tokens in (1, 17, 0, 5):
+        lists = message(rng, tokens, max(columns, asked + 1))
+        ours._update_sample_logprobs(lists)
+        ONE_BY_ONE(theirs, lists)
+    assert ours.logprobs == theirs.logprobs
+    assert ours.cumulative_logprob == theirs.cumulative_logprob
+    assert len(theirs.logprobs or ()) == 23
+
+
+def test_all_that_a_message_has_is_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.v1.engine.logprobs.append_logprobs_for_next_position", None)
+    ours = processor(0, flat=True)
+    ours._update_sample_logprobs(message(np.random.default_rng(0), 9, 1))
+    assert len(ours.logprobs or ()) == 9
