@@ -1,4 +1,4 @@
-"""What vLLM does in the process of a replica's actor for each token, done for all tokens of a message at once."""
+"""Does for all tokens of a message at once what vLLM does for each of them in the process of a replica's actor."""
 
 from __future__ import annotations
 
