@@ -34,7 +34,7 @@ GRACE_S = 30.0
 SPARES = "a spare replica"
 STOP_S = 10.0
 CHAT_PROGRESS_S = 0.05
-"""Seconds between the pieces of an answer that is streamed to a person."""
+"""Seconds between the pieces of an answer that is streamed to a person; others are asked for each second."""
 ALIVE_S = 3.0
 """Time for an actor to show that it is alive: the thread that asks also looks after the other replicas, and on a busy
 machine an answer may take a second."""

@@ -85,6 +85,11 @@ class Handover:
         """Number of tokens kept of the replica that works on the request now."""
         return len(self) - self._base
 
+    @property
+    def is_read(self) -> bool:
+        """Tells if its answer is read while it is sampled."""
+        return self._told is not None
+
     def next_request(self) -> SampleRequest:
         """Returns the request for the next replica: the rest, after the tokens that are kept."""
         self._base = kept = len(self)

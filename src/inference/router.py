@@ -82,7 +82,7 @@ class Router(AdapterLoading):
         `update_s`: the longest that an update waits for a replica; `client` has a deadline of its own.
         `vocab_size`: of the model (None: not known). A replica whose answers have other tokens, or log-probabilities
         that are not finite, several times in a row, has failed.
-        `progress_s`: seconds between two questions to a replica what its requests have (None: PROGRESS_S).
+        `progress_s`: seconds between two questions what requests have whose answers are read (None: PROGRESS_S).
         `updates`: False: another router brings weights to the replicas, which may name any.
         """
         self._members = Members(replicas, patience_s)
@@ -224,16 +224,19 @@ class Router(AdapterLoading):
             routed.handover.add(outcome)
 
     async def _follow(self, member: Member) -> None:
-        """Collects the progress of the member's requests while it has any."""
-        member.followed = True
+        """Collects the progress of the member's requests while it has any; of those that none reads, more seldom."""
+        member.followed, tick_s = True, self._progress_s or PROGRESS_S
+        ticks, seldom = itertools.count(1), max(round(PROGRESS_S / tick_s), 1) if tick_s else 1
         try:
-            await asyncio.sleep(self._progress_s or PROGRESS_S)
+            await asyncio.sleep(tick_s)
             while member.requests:
-                known = {name: routed.handover.known for name, routed in member.requests.items()}
-                for name, progress in (await self._members.call(member, member.client.progress(known))).items():
+                every = not next(ticks) % seldom
+                known = {n: r.handover.known for n, r in member.requests.items() if every or r.handover.is_read}
+                made = await self._members.call(member, member.client.progress(known)) if known else {}
+                for name, progress in made.items():
                     if routed := member.requests.get(name):
                         self._take(member, routed, progress)
-                await asyncio.sleep(self._progress_s or PROGRESS_S)
+                await asyncio.sleep(tick_s)
         except TriremeError as failure:
             self._members.fail(member, failure)
         finally:
@@ -354,8 +357,6 @@ class Router(AdapterLoading):
         member.acknowledged = weights.identity.version
 
     async def adopt(self, identity: WeightIdentity) -> None:
-        """Labels the weights that the replicas loaded from disk as `identity`, in place of a first update. Raises
-        RoomFailed."""
         self._bring_newest, self._newest = partial(self._adopt_one, identity), identity.version
         await asyncio.gather(*map(self._bring_newest, self._members.live))
 
@@ -375,8 +376,7 @@ class Router(AdapterLoading):
             raise joiner.gone
 
     def leave(self, index: int, reason: str) -> None:
-        """Dismisses replica `index`, which its watcher found dead: one that hangs raises nothing by itself.
-        `next_failure` does not report it."""
+        """Dismisses replica `index`, which its watcher found dead. `next_failure` does not report it."""
         if member := self._members.by_index.get(index):
             self._members.dismiss(member, RoomFailed(reason))
 

@@ -69,6 +69,7 @@ class FakeReplica:
         self.loaded: ReplicaStats | TriremeError = ReplicaStats(0, 0, 0.0, 0)
         self.made: dict[str, Progress] = {}
         self.asked: list[SampleRequest] = []
+        self.questions: list[list[str]] = []
 
     async def sample(self, requests: list[SampleRequest]) -> AsyncIterator[tuple[int, Outcome]]:
         names = [named(r.request_id) for r in requests]
@@ -86,6 +87,7 @@ class FakeReplica:
 
     async def progress(self, known: Mapping[str, int]) -> Mapping[str, Progress]:
         """Says at once all that is in `made`, whatever is known."""
+        self.questions.append(sorted(map(named, known)))
         return {name: self.made[named(name)] for name in known if named(name) in self.made}
 
     async def load_weights(self, published: PublishedWeights) -> UpdateReport:
@@ -478,6 +480,26 @@ def told_often(monkeypatch: pytest.MonkeyPatch) -> None:
 def made(text: str, identity: WeightIdentity = WEIGHTS.identity) -> Progress:
     tokens = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
     return Progress(0, tokens, np.zeros(len(tokens), np.float32), (VersionSpan(identity, 0, len(tokens)),))
+
+
+@in_loop
+async def test_requests_whose_answers_are_read_are_asked_for_more_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inference.router.PROGRESS_S", 0.04)
+    router, (replica,) = await updated_fleet(1, progress_s=0.01)
+    unread = asyncio.create_task(router.sample(request("unread")))
+    while len(replica.questions) < 2:  # noqa: ASYNC110  the router makes it true
+        await asyncio.sleep(0.001)
+    read = asyncio.create_task(router.sample(request("read"), lambda made: None))
+    while len(replica.questions) < 12:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    first, later = replica.questions[:2], replica.questions[2:]
+    assert first == [["unread"]] * 2, "none was asked for nothing"
+    both = [number for number, names in enumerate(later) if names != ["read"]]
+    assert [later[number] for number in both] == [["read", "unread"]] * len(both)
+    assert len(both) > 1
+    assert both == list(range(both[0], both[0] + 4 * len(both), 4))
+    replica.go.set()
+    await asyncio.gather(unread, read)
 
 
 @pytest.mark.usefixtures("told_often")
