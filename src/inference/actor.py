@@ -166,7 +166,7 @@ class ReplicaActor(UpdatingEngine):
         self._watch_ranks()
         self.engine_stats.answered = self.note_step  # from now on: the first steps of all are slow
         self.proved.set()
-        spare_collector()  # a fifth of this process's time was its passes over the same objects
+        spare_collector()  # its passes over the same objects took nearly a quarter of this thread's time
         log.info("ready")
         return await self.health()
 
