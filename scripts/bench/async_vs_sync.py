@@ -1,11 +1,13 @@
 """Rollouts per second of an asynchronous run (max_steps_off_policy = 1) against a synchronous one (0).
 
-    python scripts/bench/async_vs_sync.py [--repeats 1] [--steps 6]
+    python scripts/bench/async_vs_sync.py [--repeats 1] [--steps 6] [--minibatches auto]
 
 Both are whole runs of `rl` (Ray, vLLM on CPU, an FSDP2 shard over gloo, the orchestrator) that differ in this one key,
 in turn; each model has a core of its own in both. The lengths of answers are lognormal: the longest of a batch is some
 ten times the median. Sizes are such that in the synchronous run a batch takes about as long to sample as to train on,
-which is said in `stages_s`. The last line of the output is the result as one JSON object. Leave the machine alone.
+which is said in `stages_s`. `--minibatches 1` has both train on whole batches; by default (`trainer.num_minibatches`)
+the synchronous run trains on the groups that have finished while it samples the others, so that it overlaps both as
+well. The last line of the output is the result as one JSON object. Leave the machine alone.
 """
 
 from __future__ import annotations
@@ -31,8 +33,12 @@ asynchronous run has nothing left to sample."""
 SYNC, ASYNC = 0, 1
 
 
-def run(config: Path, max_steps_off_policy: int, steps: int) -> RunMeasured:
-    flags = {"orchestrator.max-steps-off-policy": max_steps_off_policy, "max-steps": FIRST + steps + REST}
+def run(config: Path, max_steps_off_policy: int, steps: int, minibatches: str) -> RunMeasured:
+    flags = {
+        "orchestrator.max-steps-off-policy": max_steps_off_policy,
+        "max-steps": FIRST + steps + REST,
+        "trainer.num-minibatches": minibatches,
+    }
     measured = run_rl(config, *(part for key, value in flags.items() for part in (f"--{key}", str(value))), then=pin)
     rate = rate_of(measured)
     print(f"max_steps_off_policy = {max_steps_off_policy}: {rate.rollouts_per_s:.2f} rollouts/s", flush=True)
@@ -84,6 +90,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=1, help="pairs of runs (default: 1)")
     parser.add_argument("--steps", type=int, default=6, help="measured steps of each run (default: 6)")
+    parser.add_argument("--minibatches", default="auto", help="trainer.num_minibatches of both runs (default: auto)")
     parser.add_argument("--batch-size", type=int, default=TASK.batch_size, help="smaller ones only try the script")
     args = parser.parse_args()
     if min(args.repeats, args.steps, args.batch_size) < 1:
@@ -98,7 +105,7 @@ def main() -> None:
         config.write_text(json.dumps(task.config(model)))
         for _ in range(args.repeats):
             for mode in (SYNC, ASYNC):
-                runs[mode].append(run(config, mode, args.steps))
+                runs[mode].append(run(config, mode, args.steps, args.minibatches))
     value, against = (median([rate_of(run).rollouts_per_s for run in runs[mode]]) for mode in (ASYNC, SYNC))
     Result(
         name="async_vs_sync",
@@ -113,6 +120,7 @@ def main() -> None:
             "synchronous": detail_of(runs[SYNC]),
             "asynchronous": detail_of(runs[ASYNC]),
             "measured_steps": args.steps,
+            "minibatches": args.minibatches,
             "parameters": parameters,
             "task": asdict(task),
             "cores": {**CORES, "all others": OTHERS_CORE},
