@@ -3,7 +3,8 @@
 A trainer broadcasts each version and puts it into the object store too. Both have the same digest and the same bytes,
 and replicas take one or the other, which proves what they have loaded. Two halves of an orthogonal array have each pair
 of values; one half and few updates run in CI. In long runs replicas are lost and join: each moment of an offer is in
-the half where it meets all models, and both values of all else. At the end of each run a shard dies while it sends.
+the half where it meets all models, and both values of all else. At the end of each run no socket and no thread is left
+but those of the last group, and a shard dies while it sends.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
@@ -110,6 +112,8 @@ class Rooms:
         await_start(self.replicas)
         self.offers = True
         self.newest: WeightIdentity | None = None
+        self.servers: Mapping[int, int] = {}  # of the replicas in the last session
+        self.threads = self.in_shards(threads_of_groups)
 
     def _environment(self, moments: Sequence[str], buckets: int) -> dict[str, str]:
         """Arms the points at which replica LOST and its successors are lost."""
@@ -159,6 +163,7 @@ class Rooms:
         assert sent.manifest.entries == stored.manifest.entries
         assert sent.identity == stored.identity != self.newest
         assert (await tensors(sent)) == (await tensors(stored))
+        self.servers = sent.source.session.servers
         reports = await self.router.update_weights(stored if version % 4 == 3 else sent)
         self.newest = sent.identity
         assert {report.identity for report in reports} == {sent.identity}
@@ -178,6 +183,9 @@ class Rooms:
         self.offers = True
         await self._train(version)
         assert self.in_shards(sending) == [[] for _ in self.trainer._actors_R], "nothing is left of what was sent"
+        for now, before in zip(self.in_shards(threads_of_groups), self.threads, strict=True):
+            assert now - before <= 1, "of the last group"
+        assert self._wires() <= Counter((server, replica) for replica, server in self.servers.items())
         last = self.trainer._actors_R[-1]
         get(last.__ray_call__.remote(die_in_between), who="a shard", timeout_s=60)
         with pytest.raises(RoomFailed, match=f"trainer shard {len(self.trainer._actors_R) - 1}"):
@@ -186,6 +194,24 @@ class Rooms:
         for answer in await asyncio.gather(*map(self.router.sample, requests)):
             assert {span.identity for span in answer.spans} == {self.newest}
         assert self.router.acknowledged().keys() == set(self.replicas.indices)
+
+    def _wires(self) -> Counter[tuple[int, int]]:
+        """Counts the connections between a shard and a replica, without those at the shards' stores."""
+        stores = {self.trainer._terms_R[rank][1][1] for rank in range(len(self.trainer._actors_R))}
+        shards = {pid: rank for rank, pid in enumerate(self.in_shards(pid_of))}
+        replicas = {pid: index for index in self.replicas.indices for pid in self.pids(index)}
+        connections = [each for each in psutil.net_connections("tcp") if each.raddr]
+        owner = {each.laddr: each.pid for each in connections}
+        return Counter(
+            (shards[each.pid], replicas[peer])
+            for each in connections
+            if each.pid in shards and (peer := owner.get(each.raddr)) in replicas
+            if not stores & {each.laddr.port, each.raddr.port}
+        )
+
+    def pids(self, index: int) -> Sequence[int]:
+        """Returns the processes of a replica."""
+        return list(get(self.replicas.heartbeat_ref(index), who="a replica", timeout_s=60).pids)
 
     def stop(self) -> None:
         self.replicas.stop()
@@ -211,6 +237,15 @@ def lay_out_small(actor: Any) -> int:
 def sending(actor: Any) -> list[str]:
     """Returns the threads of a shard that still send."""
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("broadcast of")]
+
+
+def threads_of_groups(actor: Any) -> int:
+    """Counts the threads of gloo's groups in a shard, those of FSDP among them."""
+    return sum(task.read_text().strip() == "pt_gloo_runloop" for task in Path("/proc/self/task").glob("*/comm"))
+
+
+def pid_of(actor: Any) -> int:
+    return os.getpid()
 
 
 def die_in_between(actor: Any) -> None:
@@ -256,8 +291,7 @@ def rooms_of(row: Row, replicas: int, moments: Sequence[str], directory: Path) -
     rooms = Rooms(row, replicas, moments, directory)
     try:
         yield rooms
-        beats = [rooms.replicas.heartbeat_ref(index) for index in rooms.replicas.indices]
-        pids += [pid for beat in beats for pid in get(beat, who="a replica", timeout_s=60).pids]
+        pids += [pid for index in rooms.replicas.indices for pid in rooms.pids(index)]
     finally:
         rooms.stop()
     processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
