@@ -7,6 +7,7 @@ their processes.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -114,6 +115,7 @@ class ReplicaActor(inference.actor.ReplicaActor):
             setattr(WorkerExtension, part.__name__, part)  # the engine is forked from here
         self.steps: list[tuple[float, int]] = []
         self.pauses: list[float] = []
+        self.asked_to_pause = asyncio.Event()
         steps, record = self.steps, EngineStats.record
 
         def recorded(self: EngineStats, scheduler: Any, iteration: Any, *args: Any, **kwargs: Any) -> None:
@@ -126,11 +128,19 @@ class ReplicaActor(inference.actor.ReplicaActor):
 
     async def pause(self, clear_cache: bool = True) -> None:
         self.pauses.append(time.monotonic())
+        self.asked_to_pause.set()
         await super().pause(clear_cache)
 
     async def noted(self) -> tuple[list[tuple[float, int]], list[float]]:
         """Returns when each step's tokens came and how many, and when a pause was asked for."""
         return self.steps, self.pauses
+
+    async def next_pause(self, since: float) -> float:
+        """Returns when the first pause after `since` was asked for, as soon as it is."""
+        while not (later := [at for at in self.pauses if at > since]):
+            self.asked_to_pause.clear()
+            await self.asked_to_pause.wait()
+        return later[0]
 
     async def bare(self, part: str, *args: Any) -> Took:
         """Does a part in rank 0 of the engine, and nothing in others: there are none."""

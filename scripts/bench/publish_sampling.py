@@ -136,20 +136,17 @@ class Bench:
         published = asyncio.create_task(asyncio.to_thread(self._shards.publish_weights, version))
         update = asyncio.create_task(self._update(published))
         (replica,) = self._replicas.replicas.values()
-        while True:  # until the pause, whose CPU seconds are not those of receiving
-            steps, pauses = await replica.noted.remote()
-            if update.done() or (pauses and pauses[-1] > began):
-                break
-            await asyncio.sleep(0.02)
+        paused = asyncio.ensure_future(replica.next_pause.remote(began))
+        await asyncio.wait({paused, update}, return_when=asyncio.FIRST_COMPLETED)
         meanwhile_cpu_s, shard_cpu_s = replica_cpu_s() - cpu_s, room_cpu_s("trainer shard") - shard_cpu_s
         report = await update
-        steps, pauses = await replica.noted.remote()
+        steps, _ = await replica.noted.remote()
         tokens_before, seconds_before = tokens_between(steps, before, began)
-        tokens, seconds = tokens_between(steps, began, pauses[-1])
+        tokens, seconds = tokens_between(steps, began, await paused)
         m = self.measured
         m.before.append(tokens_before / seconds_before)
         m.meanwhile.append(tokens / seconds)
-        m.meanwhile_s.append(pauses[-1] - began)
+        m.meanwhile_s.append(await paused - began)
         m.pause_s.append(report.pause_s)
         m.receiving_cpu_s.append(meanwhile_cpu_s - (cpu_s - cpu_before_s) * tokens / tokens_before)
         m.shard_cpu_s.append(shard_cpu_s)
