@@ -196,10 +196,11 @@ class Rooms:
         assert self.router.acknowledged().keys() == set(self.replicas.indices)
 
     def _wires(self) -> Counter[tuple[int, int]]:
-        """Counts the connections between a shard and a replica, without those at the shards' stores."""
+        """Counts the connections between a shard and the engine of a replica, without those at the shards' stores. (A
+        replica's actor has some of Ray's, when it has taken a version on demand.)"""
         stores = {self.trainer._terms_R[rank][1][1] for rank in range(len(self.trainer._actors_R))}
         shards = {pid: rank for rank, pid in enumerate(self.in_shards(pid_of))}
-        replicas = {pid: index for index in self.replicas.indices for pid in self.pids(index)}
+        replicas = {pid: index for index in self.replicas.indices for pid in self.pids(index)[1:]}
         connections = [each for each in psutil.net_connections("tcp") if each.raddr]
         owner = {each.laddr: each.pid for each in connections}
         return Counter(
@@ -210,7 +211,7 @@ class Rooms:
         )
 
     def pids(self, index: int) -> Sequence[int]:
-        """Returns the processes of a replica."""
+        """Returns the processes of a replica, its actor's first."""
         return list(get(self.replicas.heartbeat_ref(index), who="a replica", timeout_s=60).pids)
 
     def stop(self) -> None:
