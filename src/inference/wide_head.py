@@ -6,7 +6,8 @@ takes longer than the rest of a step of a model of 100 million parameters.
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
+from typing import TypeAlias
 
 from torch import Tensor, nn
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
@@ -15,13 +16,14 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from trireme.core.wide_product import wide_product
 
 APPLY = "_apply_head"
+Apply: TypeAlias = Callable[[VocabParallelEmbedding, Tensor, Tensor | None], Tensor]
 
 
 def multiply_in_parts(model: nn.Module) -> None:
     """Replaces vLLM's product of hidden states and output matrix in the objects of a model that compute it."""
     for module in model.modules():
         if isinstance(module, LogitsProcessor) and APPLY not in vars(module):
-            setattr(module, APPLY, partial(_apply_head, module))
+            setattr(module, APPLY, _in_parts(module))
 
 
 def computes_from_packed(model: nn.Module) -> bool:
@@ -32,14 +34,17 @@ def computes_from_packed(model: nn.Module) -> bool:
     return not processors or any(each.head_dtype in (None, dtype) for each in processors)
 
 
-def _apply_head(
-    processor: LogitsProcessor, head: VocabParallelEmbedding, hidden: Tensor, bias: Tensor | None
-) -> Tensor:
-    """Stands in for `LogitsProcessor._apply_head`."""
-    plain = isinstance(head.quant_method, UnquantizedEmbeddingMethod)
-    if not plain or processor.head_dtype in (None, hidden.dtype) or hidden.device.type != "cpu":
-        applied: Tensor = LogitsProcessor._apply_head(processor, head, hidden, bias)
-        return applied
-    weight = head.get_parameter("weight")
-    logits = wide_product(hidden.flatten(0, -2), weight, processor.head_dtype).view(*hidden.shape[:-1], len(weight))
-    return logits if bias is None else logits + bias.to(processor.head_dtype)
+def _in_parts(processor: LogitsProcessor) -> Apply:
+    """Returns what stands in for `LogitsProcessor._apply_head` of one object."""
+
+    def apply(head: VocabParallelEmbedding, hidden: Tensor, bias: Tensor | None) -> Tensor:
+        plain = isinstance(head.quant_method, UnquantizedEmbeddingMethod)
+        if not plain or processor.head_dtype in (None, hidden.dtype) or hidden.device.type != "cpu":
+            applied: Tensor = LogitsProcessor._apply_head(processor, head, hidden, bias)
+            return applied
+        weight = head.get_parameter("weight")
+        rows = wide_product(hidden.flatten(0, -2), weight, processor.head_dtype)
+        logits = rows.view(*hidden.shape[:-1], len(weight))
+        return logits if bias is None else logits + bias.to(processor.head_dtype)
+
+    return apply
