@@ -23,13 +23,12 @@ import os
 import signal
 from collections.abc import Mapping
 from contextlib import suppress
-from datetime import timedelta
 from multiprocessing import resource_tracker
 from multiprocessing.context import BaseContext, ForkContext, ForkProcess, SpawnContext, SpawnProcess
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
-from typing import Any
 
+from inference.gloo_loop import share_gloo_loop
 from trireme.process.environ import write_stacks_on_signal
 
 PR_SET_PDEATHSIG = 1
@@ -140,31 +139,6 @@ def multiply_by_few_kernels() -> None:
         return plain(dnnl_handler, torch.constant_pad_nd(x, (0, 0, 0, more)), bias)[:rows]
 
     _custom_ops.onednn_mm = multiply
-
-
-def share_gloo_loop() -> None:
-    """Has all process groups of gloo that this process, or one forked from it, makes use one device, so one thread.
-
-    Each device of gloo has a thread that wakes up a hundred times a second. vLLM makes 13 groups, also for an engine of
-    one rank: their threads interrupted it 1,200 times a second.
-    """
-    from torch.distributed import distributed_c10d
-
-    plain: Any = distributed_c10d.ProcessGroupGloo
-    devices: list[Any] = []  # made by the process that needs it: a forked one has no threads
-
-    class OneLoop(type(plain)):  # type: ignore[misc]
-        def __call__(cls, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-            if not devices:
-                devices.append(plain.create_default_device())
-            options = plain._Options()
-            options._devices, options._timeout = devices, timeout
-            return plain(store, rank, size, options)
-
-        def __instancecheck__(cls, instance: object) -> bool:
-            return isinstance(instance, plain)
-
-    distributed_c10d.ProcessGroupGloo = OneLoop(plain.__name__, (plain,), {})  # type: ignore[misc]
 
 
 def prepare_start(on_cpu: bool) -> None:

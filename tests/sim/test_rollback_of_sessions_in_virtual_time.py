@@ -73,7 +73,8 @@ def service_of(replica: Replica, directory: Path, starts: Any = ()) -> ServiceAc
     )
     models = ServedModels(("policy",), MAX_LEN, len(TOKENIZER))
     made: Any = ServiceActor(config, lambda: replica, models, [], None, directory, None, starts)  # type: ignore[arg-type, return-value]
-    made._sampler, made._places = replica, Places(8, 8, 1000.0)
+    made._sampler = made._chats = replica
+    made._places = Places(8, 8, 1000.0)
     front = Front(replica, models, TOKENIZER, make_renderer("auto", TOKENIZER), made._places)
     made._door = made._open_door(front, KEYS)
     made._started.set()

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from inference.engine_startup import _CONTEXTS, forget_shared_memory, round_up, share_gloo_loop
+from inference.engine_startup import _CONTEXTS, forget_shared_memory, round_up
+from inference.gloo_loop import share_gloo_loop
 
 
 def hold(seconds: float) -> None:

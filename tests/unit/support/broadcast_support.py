@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,8 @@ from trireme.transports.packing import lay_out
 HOST = "127.0.0.1"
 DEADLINE_S = 120.0
 BUCKET_BYTES = 4096
-GLOO_THREAD = "pt_gloo_runloop"
-"""The name that PyTorch gives to the threads of a group."""
+GLOO_THREAD = "pt_gloo_runloop\n"
+"""The name that PyTorch gives to the threads of a group, as the system tells it."""
 
 Tensors = Sequence[tuple[str, torch.Tensor]]
 
@@ -177,13 +177,31 @@ def what_is_held() -> dict[str, Any]:
     }
 
 
-def of_groups(endpoint: tuple[str, int]) -> dict[str, int]:
-    """Returns what this process has of groups: connections, but for those of the store at `endpoint`, and threads."""
-    connections = [each for each in psutil.Process().net_connections("tcp") if each.raddr]
-    names = [Path(task, "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+@dataclass(frozen=True)
+class Parts:
+    """What a process has of groups: ports of its connections, and ids of its threads."""
+
+    sockets: frozenset[tuple[int, int]] = frozenset()
+    threads: frozenset[str] = frozenset()
+
+    @classmethod
+    def here(cls) -> Parts:
+        """Returns those of this process."""
+        connections = [each for each in psutil.Process().net_connections("tcp") if each.raddr]
+        threads = set()
+        for task in Path("/proc/self/task").iterdir():
+            with suppress(FileNotFoundError):  # it has ended meanwhile
+                threads |= {task.name} if (task / "comm").read_text() == GLOO_THREAD else set()
+        return cls(frozenset((each.laddr.port, each.raddr.port) for each in connections), frozenset(threads))
+
+
+def of_groups(endpoint: tuple[str, int], before: Parts = Parts()) -> dict[str, int]:
+    """Returns how many connections, but for those of the store at `endpoint`, and threads of groups this process has
+    that it did not have `before`."""
+    now = Parts.here()
     return {
-        "sockets": sum(endpoint[1] not in (each.laddr.port, each.raddr.port) for each in connections),
-        "threads": sum(name == GLOO_THREAD for name in names),
+        "sockets": sum(endpoint[1] not in ports for ports in now.sockets - before.sockets),
+        "threads": len(now.threads - before.threads),
     }
 
 
