@@ -23,6 +23,7 @@ import os
 import signal
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import cache
 from multiprocessing import resource_tracker
 from multiprocessing.context import BaseContext, ForkContext, ForkProcess, SpawnContext, SpawnProcess
 from multiprocessing.shared_memory import SharedMemory
@@ -115,9 +116,10 @@ def round_up(rows: int) -> int:
     return -(-rows // unit) * unit
 
 
+@cache
 def multiply_by_few_kernels() -> None:
     """Has an engine in this process, or forked from it, multiply batches of a few sizes, with rows of zeros after those
-    that count; results are the same, bit for bit.
+    that count; results are the same, bit for bit. A second call changes nothing.
 
     oneDNN makes a kernel for each size of a batch that a matrix is multiplied with. While requests end one after the
     other, nearly every step has another size. A model of 0.3 million parameters took 0.8 ms longer for such a step, of

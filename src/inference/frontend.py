@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
 
+
+@cache
 def enter_logprobs_by_columns() -> None:
-    """Has vLLM's frontend in this process enter the log-probabilities of sampled tokens by columns.
+    """Has vLLM's frontend in this process enter the log-probabilities of sampled tokens by columns. A
+    second call changes nothing.
 
     A message has those of some twenty tokens for each request (`inference.coalescing`). vLLM makes four lists and two
     iterators for each token, which took 1.1 microseconds, and takes 0.1 by columns; what it keeps is the same.

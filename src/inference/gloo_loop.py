@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 
+@cache
 def share_gloo_loop() -> None:
     """Has all process groups of gloo that this process, or one forked from it, makes use one device, so one thread.
+
+    A second call changes nothing: an actor may start several engines, one after the other.
 
     Each device of gloo has a thread that wakes up a hundred times a second. vLLM makes 13 groups, also for an engine of
     one rank: their threads interrupted it 1,200 times a second.

@@ -373,11 +373,11 @@ def test_chats_have_their_share_of_the_engine_and_end(pair: dict[str, Room]) -> 
     async def run() -> None:
         await room.update()
         before, began = await chats(), time.monotonic()
-        asked = [replace(request(f"chat {i}", prompt_of(5), 400), purpose="chat") for i in range(8)]
+        asked = [replace(request(f"chat {i}", prompt_of(5), 60), purpose="chat") for i in range(8)]
         answers = await asyncio.gather(*begin(room, asked))
-        assert {len(answer.tokens) for answer in answers} == {400}
+        assert {len(answer.tokens) for answer in answers} == {60}
         passed_s, used = time.monotonic() - began, (await chats()).since(before)
-        assert 8 * 399 <= used.tokens <= 8 * 410
+        assert 8 * 59 <= used.tokens <= 8 * 70
         assert used.seconds <= share * passed_s + BURST_S + longest_step_s
 
     asyncio.run(asyncio.wait_for(run(), 120))

@@ -64,6 +64,7 @@ def test_a_name_that_ranks_have_taken_away_is_no_error_where_the_queue_ends(capf
 def sum_in_groups(rank: int, port: int, groups: int, found: Any) -> None:
     """Sums `rank` over two ranks in each of so many groups; gives the sums, and how many threads gloo has for them."""
     share_gloo_loop()
+    share_gloo_loop()  # as an actor does that starts its engine again
     store = dist.TCPStore("127.0.0.1", port, 2, False, timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     sums = []

@@ -17,8 +17,13 @@ ONE_BY_ONE = LogprobsProcessor._update_sample_logprobs
 
 @pytest.fixture(autouse=True)
 def by_columns() -> Iterator[None]:
+    enter_logprobs_by_columns.cache_clear()
     enter_logprobs_by_columns()
+    changed = LogprobsProcessor._update_sample_logprobs
+    enter_logprobs_by_columns()  # as an actor does that starts its engine again
+    assert LogprobsProcessor._update_sample_logprobs is changed
     yield
+    enter_logprobs_by_columns.cache_clear()
     LogprobsProcessor._update_sample_logprobs = ONE_BY_ONE  # type: ignore[method-assign]
 
 
