@@ -1,7 +1,7 @@
 """The share of an engine that chats may take: a step's time is divided among those for whom it worked, and what chats
 have of it is bounded by a bucket.
 
-    step: its seconds, tokens by purpose --EngineClock--> seconds by purpose --chats'--> ChatShare --> may chats go on?
+    a step's seconds and tokens by purpose --EngineClock--> seconds by purpose --ChatShare--> may chats be in a step?
 
 The bucket fills with `service.share` seconds in each second. A step in which chats have tokens takes from it; while it
 is empty, the engine's scheduler leaves chats out of its steps (`inference.sharing`). So in t seconds they get
@@ -85,7 +85,7 @@ class ChatShare:
         return max(-self._seconds / self._share, 0.0)
 
     def charge(self, seconds: float) -> None:
-        """Takes `seconds` from the bucket, also such as it does not have: they must be gained before chats go on."""
+        """Takes `seconds` from the bucket, also more than it has: chats then wait until it has gained them."""
         self._seconds -= seconds
 
 

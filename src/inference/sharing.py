@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 IDLE_S = 0.005
-"""The longest sleep of an engine that has only chats which may not go on: a request of the run waits for its end."""
+"""The longest sleep of an engine that has only chats that must wait: a request of the run may wait for its end."""
 
 
 class SharingScheduler(Scheduler):

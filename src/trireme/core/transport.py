@@ -20,7 +20,7 @@ map: the bytes arrive once, and vLLM's loaders keep each rank's part.
 
 *Memory.* A sender has two buckets beside what it keeps for those who come later. A receiver holds a whole version in
 host memory, beside the one that is loaded: it could load each bucket as it arrives only while its requests stand still,
-and they go on until all has arrived and is checked. The plan counts that version (`trireme.plan.rl`).
+and they continue until all has arrived and is checked. The plan counts that version (`trireme.plan.rl`).
 
 *A delta* is an encoding on any source: its entries hold indices and values, and the manifest names its base, an
 identity that the receiver must hold; else the receiver asks for the dense form.

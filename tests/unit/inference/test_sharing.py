@@ -320,7 +320,7 @@ def test_a_chat_is_preempted_as_any_request(make_engine: Callable[..., Engine]) 
     pool.get_new_blocks(pool.get_num_free_blocks())  # all that is free
     steps = 0
     while len(engine.scheduler.requests) > len(chats):
-        assert engine.step(), "the run goes on"
+        assert engine.step(), "the run has its steps"
         steps += 1
     assert steps > 80
     assert engine.scheduler._chats_wait

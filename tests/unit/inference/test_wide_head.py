@@ -65,4 +65,4 @@ def test_other_dtypes_and_layers_go_vllms_way(monkeypatch: pytest.MonkeyPatch) -
 def test_the_packed_matrix_is_used_for_logits_in_the_models_dtype() -> None:
     assert computes_from_packed(Model(torch.bfloat16))
     assert not computes_from_packed(Model(torch.float32))
-    assert computes_from_packed(nn.Linear(2, 2)), "nobody knows who computes with its output matrix"
+    assert computes_from_packed(nn.Linear(2, 2)), "an unknown module may compute with its output matrix"
