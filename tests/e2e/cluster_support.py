@@ -90,8 +90,8 @@ def blind_to(directory: Path, own: Path) -> list[str]:
     own. Skips the test where the system does not allow that."""
     if words := blinded_to(directory, own):
         return words
-    # reason: without one, every process on this machine sees the directory; unit tests of gathering need none
-    pytest.skip("this system allows no mount namespaces (unshare --mount)")
+    # Unit tests of gathering need none.
+    pytest.skip("this system allows no mount namespaces")  # reason: without one all processes see the same directory
 
 
 def blinded_to(directory: Path, own: Path) -> list[str]:

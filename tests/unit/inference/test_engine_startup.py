@@ -61,10 +61,11 @@ def test_a_name_that_ranks_have_taken_away_is_no_error_where_the_queue_ends(capf
     assert (process.exitcode, capfd.readouterr().err) == (0, "")
 
 
-def sum_in_groups(rank: int, port: int, groups: int, found: Any) -> None:
+def sum_in_groups(rank: int, port: int, groups: int, shared: bool, found: Any) -> None:
     """Sums `rank` over two ranks in each of so many groups; gives the sums, and how many threads gloo has for them."""
-    share_gloo_loop()
-    share_gloo_loop()  # as an actor does that starts its engine again
+    if shared:
+        share_gloo_loop()
+        share_gloo_loop()  # as an actor does that starts its engine again
     store = dist.TCPStore("127.0.0.1", port, 2, False, timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     sums = []
@@ -79,15 +80,17 @@ def sum_in_groups(rank: int, port: int, groups: int, found: Any) -> None:
     dist.destroy_process_group()
 
 
-def test_groups_of_a_rank_share_a_thread() -> None:
+@pytest.mark.parametrize("shared", [True, False])
+def test_groups_of_a_rank_share_a_thread(shared: bool) -> None:
+    """When they do so without `share_gloo_loop`, it is not needed any more."""
     store = dist.TCPStore("127.0.0.1", 0, 2, True, timedelta(seconds=60), wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
     found = context.Queue()
-    ranks = [context.Process(target=sum_in_groups, args=(rank, store.port, 3, found)) for rank in range(2)]
+    ranks = [context.Process(target=sum_in_groups, args=(rank, store.port, 3, shared, found)) for rank in range(2)]
     for process in ranks:
         process.start()
     try:
-        assert [found.get(timeout=120) for _ in ranks] == [([1.0, 3.0, 5.0], 1)] * 2
+        assert [found.get(timeout=120) for _ in ranks] == [([1.0, 3.0, 5.0], 1 if shared else 4)] * 2
     finally:
         for process in ranks:
             process.join(30)

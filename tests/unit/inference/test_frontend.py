@@ -63,3 +63,11 @@ def test_all_that_a_message_has_is_read_at_once(monkeypatch: pytest.MonkeyPatch)
     ours = processor(0, flat=True)
     ours._update_sample_logprobs(message(np.random.default_rng(0), 9, 1))
     assert len(ours.logprobs or ()) == 9
+
+
+def test_vllm_enters_them_token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When it does not, `enter_logprobs_by_columns` is not needed any more."""
+    entered: list[int] = []
+    monkeypatch.setattr("vllm.v1.engine.logprobs.append_logprobs_for_next_position", lambda *_, **__: entered.append(1))
+    ONE_BY_ONE(processor(0, flat=True), message(np.random.default_rng(0), 9, 1))
+    assert len(entered) == 9
