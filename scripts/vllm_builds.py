@@ -17,7 +17,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,19 +33,36 @@ DIFFERENT = {
 """Files that differ, and in what."""
 ONLY_CUDA = ("vllm/third_party/", "vllm/vllm_flash_attn/")
 """Directories that only the CUDA build has: kernels for GPUs, which the build copies from elsewhere."""
-PIP_S = 600
+ASK_S, DOWNLOAD_S = 120, 480
+"""Deadlines of one question to the package index, and of the wheel as a whole."""
+NO_PARTS = 3
+"""With this code the process ends that was to read a part of the wheel, if the index gives no parts."""
 
 
 class RegistryRefused(Exception):
     """The package index did not give the CUDA build; says why."""
 
 
-def pip(*arguments: str) -> str:
-    """Runs pip; returns what it prints. Raises RegistryRefused with pip's last line if it fails."""
-    command = [sys.executable, "-m", "pip", *arguments, "--quiet", "--no-deps", "--only-binary", ":all:"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=PIP_S, check=False)
+class NoPartsGiven(Exception):
+    """The package index does not answer requests for a part of a file."""
+
+
+def pip(*arguments: str, timeout_s: float) -> str:
+    """Runs pip; returns what it prints. Raises RegistryRefused with pip's last line if it fails or takes too long."""
+    return _run(["-m", "pip", *arguments, "--quiet", "--no-deps", "--only-binary", ":all:"], timeout_s)
+
+
+def _run(arguments: Sequence[str], timeout_s: float) -> str:
+    try:
+        ended = subprocess.run(
+            [sys.executable, *arguments], capture_output=True, text=True, timeout=timeout_s, check=False
+        )
+    except subprocess.TimeoutExpired as late:
+        raise RegistryRefused(f"the package index gave no whole answer within {timeout_s} s") from late
+    if ended.returncode == NO_PARTS:
+        raise NoPartsGiven
     if ended.returncode:
-        raise RegistryRefused((ended.stderr.strip() or "pip failed").splitlines()[-1])
+        raise RegistryRefused((ended.stderr.strip() or "the process that asked failed").splitlines()[-1])
     return ended.stdout
 
 
@@ -63,24 +80,34 @@ def record_of_cuda_build(number: str) -> str:
 
 
 def _record_of_wheel(number: str) -> str:
+    name = f"vllm-{number}.dist-info/RECORD"
+    asked = ("install", "--dry-run", "--ignore-installed", "--report", "-", f"vllm=={number}")
+    (found,) = json.loads(pip(*asked, timeout_s=ASK_S))["install"]
+    try:
+        # In a process of its own: pip's client waits for ever for an index that takes the connection and says nothing.
+        return _run([__file__, found["download_info"]["url"], name], ASK_S)
+    except NoPartsGiven:
+        with tempfile.TemporaryDirectory() as directory:
+            pip("download", "--dest", directory, f"vllm=={number}", timeout_s=DOWNLOAD_S)
+            (wheel,) = Path(directory).glob("*.whl")
+            return ZipFile(wheel).read(name).decode()
+
+
+def print_part(url: str, name: str) -> None:
+    """Prints the file `name` of the wheel at `url`, of which only the parts are fetched that hold it. Ends the process
+    with NO_PARTS if the index gives no parts, and with pip's error if it refuses."""
     from pip._internal.exceptions import NetworkConnectionError
     from pip._internal.network.lazy_wheel import HTTPRangeRequestUnsupported, LazyZipOverHTTP
     from pip._internal.network.session import PipSession
     from pip._vendor.requests import RequestException
 
-    name = f"vllm-{number}.dist-info/RECORD"
-    report = json.loads(pip("install", "--dry-run", "--ignore-installed", "--report", "-", f"vllm=={number}"))
-    (found,) = report["install"]
     try:
-        with LazyZipOverHTTP(found["download_info"]["url"], PipSession()) as part:
-            return ZipFile(part).read(name).decode()
-    except (NetworkConnectionError, RequestException) as error:
-        raise RegistryRefused(str(error)) from error
+        with LazyZipOverHTTP(url, PipSession()) as part:
+            sys.stdout.write(ZipFile(part).read(name).decode())
     except HTTPRangeRequestUnsupported:
-        with tempfile.TemporaryDirectory() as directory:
-            pip("download", "--dest", directory, f"vllm=={number}")
-            (wheel,) = Path(directory).glob("*.whl")
-            return ZipFile(wheel).read(name).decode()
+        sys.exit(NO_PARTS)
+    except (NetworkConnectionError, RequestException) as error:
+        sys.exit(str(error))
 
 
 def python_files(record: str) -> dict[str, str]:
@@ -123,4 +150,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    print_part(*sys.argv[1:]) if sys.argv[1:] else main()

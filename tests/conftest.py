@@ -1,9 +1,10 @@
-"""The environment of all tests, how many processes run them, and what they cost in CPU seconds.
+"""The environment of all tests, how many processes run them, their deadline, and what they cost in CPU seconds.
 
 Wall clock says little: hosts differ by a factor of two, and other programs run on them. So each test's CPU seconds are
 counted, in all processes that it starts, and printed as if the host took one second for a fixed calibration loop.
 """
 
+import faulthandler
 import os
 import secrets
 import threading
@@ -140,5 +141,31 @@ def calibrate() -> float:
     return process_time() - begin
 
 
+class Deadline:
+    """Ends the process that runs a test for longer than its deadline, and prints where each of its threads stands.
+
+    A test that waits for ever would hold up all others and say nothing. Without the process pytest-xdist reports the
+    test as failed by name and runs the others in a new process. The marker `long` has no deadline.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.stderr = os.dup(2)  # of the process itself: a test's own is captured and would be lost
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        if item.get_closest_marker("long") is None:
+            faulthandler.dump_traceback_later(self.seconds, exit=True, file=self.stderr)
+        try:
+            return (yield)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--deadline", type=float, default=900.0, help="seconds after which a test that hangs is ended")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Costs(), "costs")
+    config.pluginmanager.register(Deadline(config.getoption("--deadline")), "deadline")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import socket
 from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
 
+import vllm_builds
 from vllm_builds import DIFFERENT, RegistryRefused, python_files, record_of_cuda_build, surprises
 
 SAME = {"vllm/a.py": "sha256=1"}
@@ -62,3 +65,15 @@ def test_a_wheel_is_fetched_whole_where_the_index_gives_no_parts_and_its_list_is
 def test_an_index_without_the_build_is_said(index: Path) -> None:
     with pytest.raises(RegistryRefused, match=r"No matching distribution found for vllm==1\.0"):
         record_of_cuda_build("1.0")
+
+
+def test_an_index_that_takes_the_connection_and_says_nothing_is_left(
+    index: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/vllm-1.0-py3-none-any.whl"
+        report = json.dumps({"install": [{"download_info": {"url": url}}]})
+        monkeypatch.setattr(vllm_builds, "pip", lambda *_, timeout_s: report)
+        monkeypatch.setattr(vllm_builds, "ASK_S", 2)
+        with pytest.raises(RegistryRefused, match="no whole answer within 2 s"):
+            record_of_cuda_build("1.0")
