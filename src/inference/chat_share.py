@@ -12,31 +12,20 @@ starved: the bucket fills whatever the run does, and the first step afterwards h
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from trireme.core.engine_use import EngineUse, EngineUses, Purpose
 
 if TYPE_CHECKING:
-    from vllm.sampling_params import SamplingParams
     from vllm.v1.metrics.stats import SchedulerStats
 
 SHARE = "TRIREME_CHAT_SHARE"
 """Variable of the engine's process: `service.share` where clients may chat beside a run. (vLLM's configuration has no
 place for it that does not also name its compiled kernels.)"""
-CHAT = "chat"
-"""Key of vLLM's `extra_args` of a request: its CPU seconds, if it is a chat."""
 BURST_S = 0.25
 """What the bucket holds, in seconds of the engine: chats that come after a pause need not wait at once."""
-
-
-@dataclass(frozen=True)
-class ChatCost:
-    """Marks a request as a chat in the engine."""
-
-    cpu_s: float = 0.0
-    """CPU seconds that it has cost outside of the engine, which its share has to bear too."""
 
 
 class EngineClock:
@@ -87,17 +76,6 @@ class ChatShare:
     def charge(self, seconds: float) -> None:
         """Takes `seconds` from the bucket, also more than it has: chats then wait until it has gained them."""
         self._seconds -= seconds
-
-
-def marked(cost: ChatCost) -> dict[str, Any]:
-    """Returns the `extra_args` of a chat."""
-    return {CHAT: cost.cpu_s}
-
-
-def cost_of(params: SamplingParams | None) -> ChatCost | None:
-    """Returns the cost of a chat; None for other requests."""
-    found = ((params and params.extra_args) or {}).get(CHAT)
-    return None if found is None else ChatCost(found)
 
 
 def with_uses(stats: SchedulerStats, uses: EngineUses) -> SchedulerStats:

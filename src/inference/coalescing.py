@@ -29,15 +29,17 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import LogprobsLists
 
+from inference.marks import is_read
 from inference.sharing import SharingScheduler
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.request import Request
 
 READ_S, UNREAD_S = 0.05, 0.25
-"""The longest that a token waits for others: where answers may be read while they are sampled, as long as between two
-pieces that a person reads; elsewhere only their ends are waited for, and all is looked at once a second."""
+"""The longest that a token waits for others: while an answer is read as it is sampled, as long as between two pieces
+that a person reads; else only ends are waited for, and all is looked at once a second."""
 END_SHARE, END_S = 0.02, 0.03
 """The longest that an end waits for others: this share of the time since the first token, and no more than END_S."""
 
@@ -151,13 +153,26 @@ def joined_logprobs(parts: Sequence[LogprobsLists]) -> LogprobsLists | None:
 class CoalescingScheduler(SharingScheduler):
     """Sends what has ended, what may not wait, and all after its longest wait."""
 
-    longest_wait_s = UNREAD_S
-
     _all_sent = 0.0
 
     @cached_property
     def _held(self) -> defaultdict[int, HeldOutputs]:  # by client
         return defaultdict(HeldOutputs)
+
+    @cached_property
+    def _read(self) -> set[str]:  # requests whose tokens are read while they are sampled
+        return set()
+
+    def add_request(self, request: Request) -> None:
+        if is_read(request.sampling_params):
+            self._read.add(request.request_id)
+        super().add_request(request)
+
+    @property
+    def longest_wait_s(self) -> float:
+        """The longest that a token waits for others."""
+        self._read.intersection_update(self.requests)
+        return READ_S if self._read else UNREAD_S
 
     def has_requests(self) -> bool:
         """True while the engine is to make a step: an empty one for what is held, where it would make no other."""
@@ -194,15 +209,3 @@ class CoalescingScheduler(SharingScheduler):
 
 class CoalescingAsyncScheduler(CoalescingScheduler, AsyncScheduler):
     """Coalesces outputs where vLLM prepares a step while the one before it is computed."""
-
-
-class ReadCoalescingScheduler(CoalescingScheduler):
-    """Is for answers that may be read while they are sampled."""
-
-    longest_wait_s = READ_S
-
-
-class ReadCoalescingAsyncScheduler(CoalescingAsyncScheduler):
-    """Is for answers that may be read while they are sampled."""
-
-    longest_wait_s = READ_S

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from inference.chat_share import SHARE, ChatCost, marked
+from inference.chat_share import SHARE
 from inference.engine_startup import prepare_start
 from inference.frontend import enter_logprobs_by_columns
+from inference.marks import marks_of
 from trireme.config import Config
 from trireme.config.installed import wrong_build
 from trireme.config.trainer import UNEMBED
@@ -80,18 +81,17 @@ def start_engine(config: Config, who: str) -> AsyncLLM:
     # for the engine alone it takes the same few on all of them.
     as_server = UsageContext.OPENAI_API_SERVER
     engine = arguments.create_engine_config(as_server)
-    coalesce_outputs(engine.scheduler_config, read=config.service.port is not None)
+    coalesce_outputs(engine.scheduler_config)
     bound_chats(config)
     return AsyncLLM.from_vllm_config(
         engine, usage_context=as_server, stat_loggers=[EngineStats], disable_log_stats=arguments.disable_log_stats
     )
 
 
-def coalesce_outputs(config: SchedulerConfig, *, read: bool) -> None:
-    """Has the engine send few messages (`inference.coalescing`), unless `inference.engine_args` names a scheduler.
-    `read`: answers may be read while they are sampled."""
+def coalesce_outputs(config: SchedulerConfig) -> None:
+    """Has the engine send few messages (`inference.coalescing`), unless `inference.engine_args` names a scheduler."""
     if config.scheduler_cls is None:
-        name = f"{'Read' if read else ''}Coalescing{'Async' if config.async_scheduling else ''}Scheduler"
+        name = f"Coalescing{'Async' if config.async_scheduling else ''}Scheduler"
         config.scheduler_cls = f"inference.coalescing.{name}"
 
 
@@ -197,7 +197,7 @@ def vllm_params(request: SampleRequest, end_ids: list[int]) -> SamplingParams:
         detokenize=bool(params.stop_strings),
         skip_special_tokens=False,  # a string may be that of a special token
         output_kind=RequestOutputKind.FINAL_ONLY,
-        extra_args=marked(ChatCost(request.cpu_s)) if request.purpose == "chat" else None,
+        extra_args=marks_of(request),
     )
 
 

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from inference.chat_share import SHARE, ChatShare, EngineClock, cost_of, with_uses
+from inference.chat_share import SHARE, ChatShare, EngineClock, with_uses
+from inference.marks import chat_cpu_s
 from trireme.core.engine_use import Purpose
 
 if TYPE_CHECKING:
@@ -49,9 +50,9 @@ class SharingScheduler(Scheduler):
         return set()
 
     def add_request(self, request: Request) -> None:
-        if cost := cost_of(request.sampling_params):
+        if (cpu_s := chat_cpu_s(request.sampling_params)) is not None:
             self._chats.add(request.request_id)
-            self._share.charge(cost.cpu_s)
+            self._share.charge(cpu_s)
         super().add_request(request)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:

@@ -128,6 +128,8 @@ class SampleRequest:
     """For whom it is sampled: `service.share` bounds the engines' time for chats."""
     cpu_s: float = 0.0
     """CPU seconds that a chat has cost outside of the engine; they count as time of the engine for it."""
+    read: bool = False
+    """Set by the router: somebody reads its tokens while they are sampled, so the engine sends them soon."""
     after: str = ""
     """Set by the router: the id of the trajectory's last request, if it was this replica that answered it, "" if not.
     Then the first `extends` tokens need not travel again."""

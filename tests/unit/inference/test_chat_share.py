@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from vllm.sampling_params import SamplingParams
 from vllm.v1.metrics.stats import SchedulerStats
 
-from inference.chat_share import BURST_S, ChatCost, ChatShare, EngineClock, cost_of, marked, uses_in, with_uses
+from inference.chat_share import BURST_S, ChatShare, EngineClock, uses_in, with_uses
 from trireme.core.engine_use import EngineUse
 
 SHARE = 0.1
@@ -97,14 +96,6 @@ class TestChatShare:
         bucket = ChatShare(1.0, 0.0)
         bucket.charge(1e9)
         assert bucket.wait_s(0.0) == 0.0
-
-
-def test_a_chat_is_known_by_its_request_alone() -> None:
-    assert cost_of(SamplingParams(extra_args=marked(ChatCost(0.25)))) == ChatCost(0.25)
-    assert cost_of(SamplingParams(extra_args=marked(ChatCost()))) == ChatCost(0.0)
-    assert cost_of(SamplingParams()) is None
-    assert cost_of(SamplingParams(extra_args={"other": 1})) is None
-    assert cost_of(None) is None
 
 
 def test_statistics_bring_the_uses() -> None:

@@ -29,12 +29,11 @@ from inference.coalescing import (
     CoalescingAsyncScheduler,
     CoalescingScheduler,
     HeldOutputs,
-    ReadCoalescingAsyncScheduler,
-    ReadCoalescingScheduler,
     can_wait,
     joined,
 )
 from inference.engine import coalesce_outputs
+from inference.marks import READ
 
 FINAL = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY)
 
@@ -150,10 +149,11 @@ def scheduler(monkeypatch: pytest.MonkeyPatch, clock: ManualClock) -> Coalescing
     monkeypatch.setattr(inference.sharing, "time", clock)
     monkeypatch.setattr(Scheduler, "__init__", lambda self: None)
     monkeypatch.setattr(Scheduler, "update_from_output", step)
+    monkeypatch.setattr(Scheduler, "add_request", lambda self, added: self.requests.update({added.request_id: added}))
     monkeypatch.setattr(Scheduler, "has_requests", lambda self: False)
     monkeypatch.setattr(Scheduler, "has_unfinished_requests", lambda self: bool(self.requests))
     monkeypatch.setattr(Scheduler, "get_request_counts", lambda self: (len(self.requests), 0))
-    made = ReadCoalescingScheduler()
+    made = CoalescingScheduler()
     made._pause_state, made._all_sent = PauseState.UNPAUSED, clock.now
     stops = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, stop=["."])
     params = {"a": FINAL, "b": FINAL, "stops": stops, "streams": SamplingParams()}
@@ -168,14 +168,35 @@ def step(scheduler: CoalescingScheduler, *outputs: EngineCoreOutput) -> dict[str
     return {each.request_id: each.new_token_ids for each in made[0].outputs} if made else None
 
 
+def add_one_that_is_read(scheduler: CoalescingScheduler) -> None:
+    params = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, extra_args={READ: True})
+    scheduler.add_request(cast(Any, SimpleNamespace(request_id="read", sampling_params=params)))
+
+
 class TestCoalescing:
-    def test_tokens_wait_for_others_but_not_for_long(self, scheduler: CoalescingScheduler, clock: ManualClock) -> None:
+    @pytest.mark.parametrize(("read", "wait_s"), [(False, UNREAD_S), (True, READ_S)])
+    def test_tokens_wait_for_others_but_not_for_long(
+        self, scheduler: CoalescingScheduler, clock: ManualClock, read: bool, wait_s: float
+    ) -> None:
+        if read:
+            add_one_that_is_read(scheduler)
         assert step(scheduler, output("a", [1]), output("b", [11])) is None
-        clock.now += READ_S / 2
+        clock.now += wait_s / 2
         assert step(scheduler, output("a", [2]), output("b", [12])) is None
-        clock.now += READ_S
+        clock.now += wait_s
         assert step(scheduler, output("a", [3])) == {"a": [1, 2, 3], "b": [11, 12]}
         assert step(scheduler, output("a", [4])) is None
+
+    def test_tokens_wait_longer_again_when_no_answer_is_read_any_more(
+        self, scheduler: CoalescingScheduler, clock: ManualClock
+    ) -> None:
+        add_one_that_is_read(scheduler)
+        step(scheduler, output("a", [1]))
+        del scheduler.requests["read"]
+        clock.now += 2 * READ_S
+        assert step(scheduler, output("a", [2])) is None
+        clock.now += UNREAD_S
+        assert step(scheduler, output("a", [3])) == {"a": [1, 2, 3]}
 
     def test_an_end_is_said_at_once_and_alone(self, scheduler: CoalescingScheduler) -> None:
         step(scheduler, output("a", [1]), output("b", [11]))
@@ -210,7 +231,7 @@ class TestCoalescing:
     def test_requests_that_were_aborted_are_forgotten(self, scheduler: CoalescingScheduler, clock: ManualClock) -> None:
         step(scheduler, output("a", [1]), output("b", [11]))
         del scheduler.requests["a"]
-        clock.now += 2 * READ_S
+        clock.now += 2 * UNREAD_S
         assert step(scheduler) == {"a": [1], "b": [11]}
         assert set(scheduler._held[0]._began) == {"b"}
 
@@ -233,27 +254,16 @@ class TestCoalescing:
         assert not scheduler.has_requests()
 
 
-@pytest.mark.parametrize(
-    ("is_async", "read", "ours", "wait_s"),
-    [
-        (False, False, CoalescingScheduler, UNREAD_S),
-        (False, True, ReadCoalescingScheduler, READ_S),
-        (True, False, CoalescingAsyncScheduler, UNREAD_S),
-        (True, True, ReadCoalescingAsyncScheduler, READ_S),
-    ],
-)
-def test_the_scheduler_is_the_one_that_vllm_would_choose(
-    is_async: bool, read: bool, ours: type[CoalescingScheduler], wait_s: float
-) -> None:
+@pytest.mark.parametrize(("is_async", "ours"), [(False, CoalescingScheduler), (True, CoalescingAsyncScheduler)])
+def test_the_scheduler_is_the_one_that_vllm_would_choose(is_async: bool, ours: type[CoalescingScheduler]) -> None:
     config = SchedulerConfig.default_factory(async_scheduling=is_async)
     theirs = config.get_scheduler_cls()
-    coalesce_outputs(config, read=read)
+    coalesce_outputs(config)
     assert config.get_scheduler_cls() is ours
     assert issubclass(ours, theirs)
-    assert ours.longest_wait_s == wait_s
 
 
 def test_a_scheduler_of_the_users_stays() -> None:
     config = SchedulerConfig.default_factory(scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler")
-    coalesce_outputs(config, read=False)
+    coalesce_outputs(config)
     assert config.get_scheduler_cls() is Scheduler

@@ -29,8 +29,9 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from inference import engine
-from inference.chat_share import SHARE, ChatCost, cost_of
+from inference.chat_share import SHARE
 from inference.engine import bound_chats, engine_args, sampled_sequence, vllm_params
+from inference.marks import chat_cpu_s, is_read
 from trireme.config import Config
 from trireme.config.schema import SamplingConfig
 from trireme.core.errors import BadInput, RoomFailed
@@ -169,10 +170,14 @@ def test_a_plan_knows_what_vllm_asks_to_be_free_for_the_answers_of_a_rank() -> N
     assert max(questions, group) < QUEUE_BYTES, "the other queues are smaller"
 
 
-def test_a_chat_reaches_the_engine_as_one_and_other_requests_do_not() -> None:
+def test_the_engine_learns_of_a_request_if_it_is_a_chat_and_if_it_is_read() -> None:
     request = SampleRequest("r", (1,), SamplingParams(), "r")
-    assert cost_of(vllm_params(request, [])) is None
-    assert cost_of(vllm_params(replace(request, purpose="chat", cpu_s=0.5), [])) == ChatCost(0.5)
+    chat = replace(request, purpose="chat")
+    for cpu_s, asked in ((None, request), (0.0, chat), (0.5, replace(chat, cpu_s=0.5))):
+        for read in (False, True):
+            params = vllm_params(replace(asked, read=read), [])
+            assert (chat_cpu_s(params), is_read(params)) == (cpu_s, read)
+    assert vllm_params(request, []).extra_args is None
 
 
 @pytest.mark.parametrize("share", [0.1, 1.0])

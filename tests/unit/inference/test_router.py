@@ -498,6 +498,7 @@ async def test_requests_whose_answers_are_read_are_asked_for_more_often(monkeypa
     assert [later[number] for number in both] == [["read", "unread"]] * len(both)
     assert len(both) > 1
     assert both == list(range(both[0], both[0] + 4 * len(both), 4))
+    assert {named(each.request_id): each.read for each in replica.asked} == {"unread": False, "read": True}
     replica.go.set()
     await asyncio.gather(unread, read)
 

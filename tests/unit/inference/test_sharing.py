@@ -21,8 +21,9 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 import inference.coalescing
 import inference.sharing
-from inference.chat_share import BURST_S, SHARE, ChatCost, marked, uses_in
-from inference.coalescing import CoalescingScheduler, ReadCoalescingAsyncScheduler, ReadCoalescingScheduler
+from inference.chat_share import BURST_S, SHARE, uses_in
+from inference.coalescing import CoalescingAsyncScheduler, CoalescingScheduler
+from inference.marks import CHAT
 from inference.sharing import IDLE_S
 from trireme.core.engine_use import EngineUses, Purpose
 
@@ -73,7 +74,7 @@ class Engine:
             max_tokens=tokens,
             output_kind=RequestOutputKind.FINAL_ONLY,
             ignore_eos=True,
-            extra_args=marked(ChatCost(cpu_s)) if purpose == "chat" else None,
+            extra_args={CHAT: cpu_s} if purpose == "chat" else None,
         )
         self.scheduler.add_request(
             Request(request_id=name, prompt_token_ids=[1] * prompt, sampling_params=params, pooling_params=None)
@@ -126,7 +127,7 @@ def make_engine(vllm_config: VllmConfig, clock: ManualClock, monkeypatch: pytest
     for module in (inference.coalescing, inference.sharing):
         monkeypatch.setattr(module, "time", clock)
 
-    def make(share: float, kind: type[CoalescingScheduler] = ReadCoalescingScheduler) -> Engine:
+    def make(share: float, kind: type[CoalescingScheduler] = CoalescingScheduler) -> Engine:
         monkeypatch.setenv(SHARE, str(share))
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
         cache = KVCacheConfig(
@@ -152,7 +153,7 @@ def check_bounded(engine: Engine, seconds: float, share: float = A_TENTH) -> Non
     assert share * seconds - BURST_S <= engine.seconds("chat") <= share * seconds + BURST_S + longest
 
 
-@pytest.mark.parametrize("kind", [ReadCoalescingScheduler, ReadCoalescingAsyncScheduler])
+@pytest.mark.parametrize("kind", [CoalescingScheduler, CoalescingAsyncScheduler])
 def test_chats_have_their_share_of_a_full_engine_and_no_more(
     make_engine: Callable[..., Engine], kind: type[CoalescingScheduler]
 ) -> None:
