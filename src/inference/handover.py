@@ -73,7 +73,7 @@ class Handover:
     this replica reports, in which its own first token has number 0. `told` gets all that is kept after each `add`."""
 
     def __init__(self, request: SampleRequest, told: Callable[[Progress], None] | None = None) -> None:
-        self._request, self._told = request, told
+        self._request, self._told = replace(request, read=told is not None), told
         self._kept = NOTHING
         self._base = 0
 
@@ -88,7 +88,7 @@ class Handover:
     @property
     def is_read(self) -> bool:
         """Tells if its answer is read while it is sampled."""
-        return self._told is not None
+        return self._request.read
 
     def next_request(self) -> SampleRequest:
         """Returns the request for the next replica: the rest, after the tokens that are kept."""

@@ -1,4 +1,4 @@
-"""What an engine's scheduler has to know of a request beyond vLLM's parameters: if it is a chat, and if it is read.
+"""Marks tell an engine's scheduler what vLLM's parameters do not: if a request is a chat, and if it is read.
 
 They travel in `extra_args` of vLLM's SamplingParams, which vLLM carries to the engine's process and does not look at.
 """

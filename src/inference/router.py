@@ -14,7 +14,6 @@ import uuid
 from collections import OrderedDict, defaultdict
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -124,7 +123,6 @@ class Router(AdapterLoading):
         """Samples one sequence. Cancelling the caller aborts it on its replica. `told` gets all that it has whenever
         there is more. Raises RoomFailed or WeightsRefused when no replica is left, WeightsGone when none has the newest
         weights and none can have them any more, and RoomFailed when no replica can sample it."""
-        request = replace(request, read=told is not None)
         handover = Handover(request, told)
         while True:
             while not (self._opened.is_set() and self._members.any_serves):

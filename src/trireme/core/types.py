@@ -129,7 +129,7 @@ class SampleRequest:
     cpu_s: float = 0.0
     """CPU seconds that a chat has cost outside of the engine; they count as time of the engine for it."""
     read: bool = False
-    """Set by the router: somebody reads its tokens while they are sampled, so the engine sends them soon."""
+    """Set by the router: its tokens are read while they are sampled, so the engine sends them soon."""
     after: str = ""
     """Set by the router: the id of the trajectory's last request, if it was this replica that answered it, "" if not.
     Then the first `extends` tokens need not travel again."""
