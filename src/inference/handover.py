@@ -73,7 +73,7 @@ class Handover:
     this replica reports, in which its own first token has number 0. `told` gets all that is kept after each `add`."""
 
     def __init__(self, request: SampleRequest, told: Callable[[Progress], None] | None = None) -> None:
-        self._request, self._told = replace(request, read=told is not None), told
+        self._request, self._told = request if told is None else replace(request, read=True), told
         self._kept = NOTHING
         self._base = 0
 
