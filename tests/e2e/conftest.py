@@ -4,12 +4,14 @@ import fcntl
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
+from typing import IO
 
 import pytest
 from cluster_support import DECLARED_GPUS
 from resume_support import DETERMINISTIC
-from run_support import Ended, run_rl
+from run_support import DEADLINE_S, Ended, run_rl
 
 from trireme.core.errors import EXIT_OK
 
@@ -32,6 +34,17 @@ def ray_cluster() -> Iterator[str]:
         ray.shutdown()
 
 
+def lock_within(file: IO[str], limit_s: float, who: str) -> None:
+    """Locks a file, for which it waits for `who`."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            assert time.monotonic() < deadline, f"waited {limit_s:g} s for {who}"
+            time.sleep(0.1)
+
+
 @pytest.fixture(scope="session")
 def deterministic(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     """A deterministic run that nothing happens to: one for all workers of pytest-xdist, who have one parent."""
@@ -39,7 +52,7 @@ def deterministic(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     shared = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "deterministic"
     shared.mkdir(exist_ok=True)
     with (shared / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock_within(lock, 2 * DEADLINE_S, "the other worker's deterministic run")
         if not (shared / "whole").exists():
             shutil.rmtree(shared / "run", ignore_errors=True)  # of a worker that failed
             ended = run_rl(shared, *DETERMINISTIC)

@@ -10,9 +10,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,11 +151,32 @@ class Running:
 
     def kill_tree(self) -> None:
         """SIGKILL to every process of the run, until none is left."""
+        deadline = time.monotonic() + KILLED_GONE_S
         while alive := marked_processes(self.mark):
+            assert time.monotonic() < deadline, f"{KILLED_GONE_S:g} s after SIGKILL there are still {alive}"
             for pid in alive:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         self.process.wait(60)
+
+    def lines(self, limit_s: float = DEADLINE_S) -> Iterator[str]:
+        """Yields what it prints, line by line. After `limit_s` seconds all of its processes are killed, and the last
+        line says so: one that hangs prints nothing more, and would be read for ever."""
+        assert self.process.stdout is not None
+        killed = threading.Event()
+
+        def kill() -> None:
+            killed.set()
+            self.kill_tree()
+
+        timer = threading.Timer(limit_s, kill)
+        timer.start()
+        try:
+            yield from iter(self.process.stdout.readline, "")  # whose end does not close it
+            if killed.is_set():
+                yield f"(all of its processes were killed, as it had not ended in {limit_s:g} s)\n"
+        finally:
+            timer.cancel()
 
     def files_left(self) -> set[str]:
         """Returns the contents of the directory for temporary files, and removes it."""
@@ -189,14 +211,10 @@ def run_rl(
     )
     process = running.process
     lines = []
-    assert process.stdout is not None
-    started = time.monotonic()
-    for line in process.stdout:
+    for line in running.lines(limit_s):
         lines.append(line)
         if on_line:
             on_line(line, process)
-        if time.monotonic() - started > limit_s:
-            os.killpg(process.pid, signal.SIGKILL)
     code = process.wait(60)
     left = wait_until_gone(running.mark, gone_s)
     return Ended(code, "".join(lines), tmp_path / "run", left, running.files_left(), running.shm_left())

@@ -31,8 +31,7 @@ def command() -> Iterator[tuple[str, str]]:
         module=MODULE,
     )
     said = ""
-    assert running.process.stdout is not None
-    for line in running.process.stdout:
+    for line in running.lines():
         said += line
         if "all replicas serve" in line:
             break
@@ -42,7 +41,7 @@ def command() -> Iterator[tuple[str, str]]:
     assert key, said
     yield url[1], key[1]
     running.process.send_signal(signal.SIGINT)
-    rest = running.process.stdout.read()
+    rest = "".join(running.lines())
     assert running.process.wait(60) == EXIT_INTERRUPTED, rest
     assert "nothing is left running" in rest
     assert wait_until_gone(running.mark, 20.0) == []

@@ -29,8 +29,7 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str
     flags = ("serve", "@", "examples/sort.toml", "--service.port", "0", "--trainer.shards", "1", *place)
     running = Running.start(*flags, module="trireme.cli.trireme")
     said = ""
-    assert running.process.stdout is not None
-    for line in running.process.stdout:
+    for line in running.lines():
         said += line
         if "TINKER_BASE_URL" in line:
             break
@@ -39,7 +38,7 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str
     assert key, said
     yield url[1], key[1]
     running.process.send_signal(signal.SIGINT)
-    rest = running.process.stdout.read()
+    rest = "".join(running.lines())
     assert running.process.wait(60) == EXIT_INTERRUPTED, rest
     assert wait_until_gone(running.mark, 20.0) == []
     assert running.files_left() == set()
