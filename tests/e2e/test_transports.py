@@ -15,8 +15,8 @@ import signal
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -99,16 +99,21 @@ def test_the_halves_are_pairwise_together() -> None:
 class Rooms:
     """A trainer, and replicas that take what it publishes."""
 
-    def __init__(self, row: Row, replicas: int, moments: Sequence[str], directory: Path) -> None:
+    def __init__(self, row: Row, replicas: int, moments: Sequence[str], directory: Path, started: ExitStack) -> None:
+        """`started` stops at its end what was started here."""
         self.logs, self.once = directory / "logs", directory / "once"
         self.once.mkdir()
         random_model(*FAMILIES.get(row.model, FAMILIES["untied"]), seed=0).save_pretrained(directory / "model")
         config = config_of(row, directory / "model")
         self.trainer = TrainerHandle.start(config, [{"num_cpus": 0.5}] * row.shards, self.logs)
+        started.callback(self.trainer.stop)
         await_start(self.trainer)
+        self.doors = listening(self.in_shards(pid_of))
+        """The ports of the shards' stores, and of Ray's servers in them: there is no group yet."""
         (buckets,) = set(self.in_shards(lay_out_small))
         self.options = {"num_cpus": 0.5, "runtime_env": {"env_vars": self._environment(moments, buckets)}}
         self.replicas = InferenceHandle.start(config, [self.options] * replicas, self.logs)
+        started.callback(self.replicas.stop)
         await_start(self.replicas)
         self.offers = True
         self.newest: WeightIdentity | None = None
@@ -155,9 +160,7 @@ class Rooms:
 
     async def _publish(self, version: int) -> None:
         """Publishes a version both ways; the replicas take one of the two, each fourth from the object store."""
-        self.offers = True
-        sent = await asyncio.to_thread(self.trainer.publish_weights, version)
-        self.offers = False
+        sent = await self._send(version)
         stored = await asyncio.to_thread(self.trainer.publish_weights, version)
         assert (type(sent.source), type(stored.source)) == (broadcast.Source, tuple)
         assert sent.manifest.entries == stored.manifest.entries
@@ -173,6 +176,16 @@ class Rooms:
             self.router.leave(LOST, "it was lost")
             self.replicas.replace(LOST)
             await self._join(LOST, "the successor")
+
+    async def _send(self, version: int) -> PublishedWeights:
+        """Publishes a version by a broadcast. Where a machine stands still for seconds, all replicas are late for an
+        offer, and the version goes through the object store; then it is offered once more."""
+        self.offers = True
+        sent = await asyncio.to_thread(self.trainer.publish_weights, version)
+        if not isinstance(sent.source, broadcast.Source):
+            sent = await asyncio.to_thread(self.trainer.publish_weights, version)
+        self.offers = False
+        return sent
 
     async def _join(self, index: int, who: str) -> None:
         await asyncio.to_thread(get, self.replicas.ready_ref(index), who=who, timeout_s=START_S)
@@ -196,32 +209,35 @@ class Rooms:
         assert self.router.acknowledged().keys() == set(self.replicas.indices)
 
     def _wires(self) -> Counter[tuple[int, int]]:
-        """Counts the connections between a shard and the engine of a replica, without those at the shards' stores. (A
-        replica's actor has some of Ray's, when it has taken a version on demand.)"""
-        stores = {self.trainer._terms_R[rank][1][1] for rank in range(len(self.trainer._actors_R))}
+        """Counts the connections between a shard and the engine of a replica, without those at the shards' stores and
+        those of Ray. (A replica's actor has some of Ray's, when it has taken a version on demand. An engine that it
+        starts later is forked from it and has these open too, also when the actor has closed them.)"""
         shards = {pid: rank for rank, pid in enumerate(self.in_shards(pid_of))}
-        replicas = {pid: index for index in self.replicas.indices for pid in self.pids(index)[1:]}
+        processes = {index: self.pids(index) for index in self.replicas.indices}
+        doors = self.doors | listening({pids[0] for pids in processes.values()})
+        engines = {pid: index for index, pids in processes.items() for pid in pids[1:]}
         connections = [each for each in psutil.net_connections("tcp") if each.raddr]
-        owner = {each.laddr: each.pid for each in connections}
+        owner = {each.laddr: each.pid for each in connections if each.pid in engines}
         return Counter(
-            (shards[each.pid], replicas[peer])
+            (shards[each.pid], engines[owner[each.raddr]])
             for each in connections
-            if each.pid in shards and (peer := owner.get(each.raddr)) in replicas
-            if not stores & {each.laddr.port, each.raddr.port}
+            if each.pid in shards and each.raddr in owner and not doors & {each.laddr.port, each.raddr.port}
         )
 
     def pids(self, index: int) -> Sequence[int]:
         """Returns the processes of a replica, its actor's first."""
         return list(get(self.replicas.heartbeat_ref(index), who="a replica", timeout_s=60).pids)
 
-    def stop(self) -> None:
-        self.replicas.stop()
-        self.trainer.stop()
-
 
 def await_start(rooms: TrainerHandle | InferenceHandle) -> None:
     references, who = rooms.ready_refs()
     get_all(references, who=who, timeout_s=START_S)
+
+
+def listening(pids: Collection[int]) -> set[int]:
+    """Returns the ports at which these processes listen."""
+    found = (each for each in psutil.net_connections("tcp") if each.status == psutil.CONN_LISTEN)
+    return {each.laddr.port for each in found if each.pid in pids}
 
 
 def lay_out_small(actor: Any) -> int:
@@ -287,14 +303,13 @@ def config_of(row: Row, model: Path) -> Config:
 
 @contextmanager
 def rooms_of(row: Row, replicas: int, moments: Sequence[str], directory: Path) -> Iterator[Rooms]:
-    """Starts all of it. Nothing is left of it afterwards."""
+    """Starts all of it. Nothing is left of it afterwards, also where it could not start: other tests are to have the
+    cluster."""
     shared_memory, pids = set(os.listdir("/dev/shm")), list[int]()
-    rooms = Rooms(row, replicas, moments, directory)
-    try:
+    with ExitStack() as started:
+        rooms = Rooms(row, replicas, moments, directory, started)
         yield rooms
         pids += [pid for index in rooms.replicas.indices for pid in rooms.pids(index)]
-    finally:
-        rooms.stop()
     processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
     assert psutil.wait_procs(processes, timeout=30)[1] == []
     assert shm_left_since(shared_memory) == set()
