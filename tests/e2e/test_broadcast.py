@@ -59,25 +59,37 @@ def test_the_transport_changes_when_a_run_is_resumed(tmp_path: Path, determinist
     ended.assert_nothing_left()
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ("--inference.replicas", "2"),
-        ("--inference.tensor-parallel", "2"),
-        ("--trainer.lora.rank", "16", "--trainer.learning-rate", "2e-3"),
-    ],
-    ids=["two shards and two replicas", "two ranks", "adapters"],
-)
-def test_a_run_learns_by_broadcasts(tmp_path: Path, flags: tuple[str, ...]) -> None:
-    """The quickstart, whose updates are in flight."""
-    ended = run_rl(tmp_path, *flags, *BROADCAST)
+def assert_learned(ended: Ended) -> int:
+    """Checks a quickstart; returns the number of its steps."""
     assert ended.code == EXIT_OK, ended.out
     rewards = [row["reward/total"] for row in ended.rows]
     assert mean(rewards[-10:]) - mean(rewards[:5]) >= 0.25
     assert_bound_and_conservation(ended, bound=1)
-    assert len(versions(ended, 0, "as it was broadcast")) > len(rewards) / 2
     ended.assert_nothing_left()
+    return len(rewards)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("transport", ["object_store", "broadcast"])
+def test_the_quickstart_learns_with_each_transport(tmp_path: Path, transport: str, replicas: int) -> None:
+    """It has two shards, and its updates are in flight."""
+    ended = run_rl(tmp_path, "--inference.replicas", str(replicas), "--inference.transport", transport)
+    steps = assert_learned(ended)
+    for replica in range(replicas):
+        sent = versions(ended, replica, "as it was broadcast")
+        assert len(sent) > steps / 2 if transport == "broadcast" else not sent
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "flags",
+    [("--inference.tensor-parallel", "2"), ("--trainer.lora.rank", "16", "--trainer.learning-rate", "2e-3")],
+    ids=["two ranks", "adapters"],
+)
+def test_a_run_learns_by_broadcasts(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    ended = run_rl(tmp_path, *flags, *BROADCAST)
+    assert len(versions(ended, 0, "as it was broadcast")) > assert_learned(ended) / 2
 
 
 LOST = [
