@@ -72,7 +72,7 @@ def report(name: str, head: str) -> None:
 
     from inference.engine import engine_args, import_engine
     from trainer.logprobs import add_token_logprobs, token_logprobs
-    from trainer.publish import CANARY_TOKENS, canary_tokens, compute_canary
+    from trainer.publish import canary_tokens, compute_canary
     from trireme.config import Config
 
     torch.set_num_threads(1)
@@ -93,9 +93,10 @@ def report(name: str, head: str) -> None:
         llm = LLM(**arguments)
         add_token_logprobs(model, torch.float32 if head == "float32" else torch.bfloat16)
         vocabulary = model.config.vocab_size
-        canary = compute_canary(model, torch.bfloat16, LENGTH, torch.device("cpu"))
-        drawn = np.random.default_rng(0).integers(0, vocabulary, (SEQUENCES - 1, CANARY_TOKENS))
-        sequences = [canary_tokens(vocabulary, LENGTH).tolist(), *drawn.tolist()]
+        fixed = canary_tokens(vocabulary, LENGTH, experts="experts" in name)
+        canary = compute_canary(model, torch.bfloat16, fixed, torch.device("cpu"))
+        drawn = np.random.default_rng(0).integers(0, vocabulary, (SEQUENCES - 1, len(fixed)))
+        sequences = [fixed.tolist(), *drawn.tolist()]
         prompts = [TokensPrompt(prompt_token_ids=tokens) for tokens in sequences]
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
         means, largest = [], []
@@ -113,7 +114,7 @@ def report(name: str, head: str) -> None:
             broken = make_model(name, path)
             damaged(broken, damage)
             add_token_logprobs(broken, torch.float32 if head == "float32" else torch.bfloat16)
-            other = compute_canary(broken, torch.bfloat16, LENGTH, torch.device("cpu")).logprobs
+            other = compute_canary(broken, torch.bfloat16, fixed, torch.device("cpu")).logprobs
             difference = np.abs(other - canary.logprobs)
             found[damage] = [float(difference.mean()), float(difference.max())]
         print(json.dumps(found), flush=True)

@@ -13,8 +13,8 @@ parts run after each of them, in the same processes, groups and on the same core
 - *reload*: vLLM's layerwise reload of as many bytes that are in memory already, in both engines.
 
 `ratio_without_canaries` leaves out the time by which the canaries made a publication longer, as they were traced: of
-the shards the one that waited least for the others, and the mean of the replicas. They are 64 tokens through the whole
-model, which a CPU computes in the time in which it loads the weights, and a GPU in a hundredth of it.
+the shards the one that waited least for the others, and the mean of the replicas. They are 16 tokens through the whole
+model.
 
 CPU seconds are those of all processes of the run, Ray's included, while it published. The last line of the output is
 the result, a JSON object.

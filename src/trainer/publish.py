@@ -12,25 +12,33 @@ from trainer.mesh import Mesh
 from trireme.core.weights import EXACT, ROUNDED, Canary
 from trireme.process import trace
 
-CANARY_TOKENS = 64
-"""Enough for nearly all experts of a layer to be chosen (128, of which a token takes 8) and for a mean that does not
-hang on single tokens; little beside the prefill of the requests in flight, with which replicas compute them."""
+CANARY_TOKENS = 16
+"""For a model without experts: each token passes through all of its matrices, so these are enough for a mean that does
+not hang on single ones. More would cost time on CPUs, in trainer and replicas."""
+TOKENS_OF_EXPERTS = 64
+"""Enough for nearly all experts of a layer to be chosen (128, of which a token takes 8), and for a mean in which single
+tokens, whose experts rounding changes, count little."""
 
 
-def canary_tokens(vocab_size: int, max_seq_len: int) -> npt.NDArray[np.int32]:
-    """Returns the fixed sequence, int32, shorter than `max_seq_len` (a replica samples one token more)."""
-    position = np.arange(max(2, min(CANARY_TOKENS, max_seq_len - 1)), dtype=np.int64)
+def canary_tokens(vocab_size: int, max_seq_len: int, *, experts: bool) -> npt.NDArray[np.int32]:
+    """Returns the fixed sequence for a model with or without experts, int32, shorter than `max_seq_len` (a replica
+    samples one token more)."""
+    wanted = TOKENS_OF_EXPERTS if experts else CANARY_TOKENS
+    position = np.arange(max(2, min(wanted, max_seq_len - 1)), dtype=np.int64)
     return ((31 * position**2 + 17 * position + 3) % vocab_size).astype(np.int32)
 
 
 @torch.no_grad()
 def compute_canary(
-    model: PreTrainedModel, dtype: torch.dtype, max_seq_len: int, device: torch.device, whole_on: Mesh | None = None
+    model: PreTrainedModel,
+    dtype: torch.dtype,
+    tokens: npt.NDArray[np.int32],
+    device: torch.device,
+    whole_on: Mesh | None = None,
 ) -> Canary:
-    """Computes the canary by `model`, which computes in `dtype`, in the way in which it trains, with the weights that
-    it publishes. `whole_on`: the last rank of this mesh has all of the model gathered, and computes for all of them.
-    Collective."""
-    tokens = canary_tokens(model.config.get_text_config().vocab_size, max_seq_len)
+    """Computes the canary of `tokens` by `model`, which computes in `dtype`, in the way in which it trains, with the
+    weights that it publishes. `whole_on`: the last rank of this mesh has all of the model gathered, and computes for
+    all of them. Collective."""
     ids = torch.from_numpy(tokens.astype(np.int64)).to(device)[None]
     inputs, targets = ids[:, :-1], ids[:, 1:]
     with trace.span("canary"):

@@ -36,7 +36,7 @@ from trainer.mfu import peak_flops, train_flops
 from trainer.model import Sharding, freed_after, gathered_units, published_units, shard_sums
 from trainer.passes import Passes
 from trainer.proof import prove_models
-from trainer.publish import compute_canary
+from trainer.publish import canary_tokens, compute_canary
 from trainer.state import Checkpointer, make_adam_state
 from trainer.together import Together
 from trireme.checkpoint.files import FileRecord
@@ -90,6 +90,7 @@ class Shard(AdapterVerbs):
         self._model = self._sharding.shard_model(name, name, lora if lora.on else None, config.lora_seed)
         limit = facts.max_position_embeddings
         self._max_seq_len = min(limit, config.max_seq_len or limit)
+        self._canary_tokens = canary_tokens(facts.vocab_size, self._max_seq_len, experts=bool(facts.num_chosen))
         self._passes = Passes(self._sharding, self._device)
         first = first_adapter(config, self._mesh)
         self._reference = self._load_reference()
@@ -110,8 +111,7 @@ class Shard(AdapterVerbs):
             self._adapters = Adapters(self._model, parameters, self._optimizer, self._checkpointer, lora, first)
         sums = adapter_sums if first else shard_sums
         self._sums = sums(self._model, self._sharding.dtype, is_first=self._mesh.is_first)
-        self._sender = sender
-        self._attempt = attempt
+        self._sender, self._attempt = sender, attempt
         self._published = PublishedVersions(config.max_steps_off_policy)
         self._mesh.limit_collectives(config.timeouts.collective_s)
         log.info("ready")
@@ -329,7 +329,7 @@ class Shard(AdapterVerbs):
         share = self.layout.share(self._mesh.rank, self._mesh.size)
         with freed_after(model):
             part = self._sender.send(version, self.layout, self._sums.watching(units, share, sums), session)
-            canary = compute_canary(model, dtype, self._max_seq_len, self._device, whole_on)
+            canary = compute_canary(model, dtype, self._canary_tokens, self._device, whole_on)
         self._mesh.sum_over_ranks(sums)
         entries = self.layout.with_hashes({name: str(each) for name, each in self._sums.by_name(sums).items()})
         identity = WeightIdentity(self._attempt, version, weights_digest(entries, self._adapter))

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import ray
 import torch
-from inference_support import MAX_MODEL_LEN, START_S, make_config, prompt_of, random_model, request
+from inference_support import MAX_MODEL_LEN, START_S, VOCAB, make_config, prompt_of, random_model, request
 
 from inference.handle import InferenceHandle
 from inference.loaded import LoadedProof
 from trainer.logprobs import add_token_logprobs, token_logprobs
 from trainer.model import gathered_units
-from trainer.publish import compute_canary
+from trainer.publish import canary_tokens, compute_canary
 from trireme.core.errors import WeightsRefused
 from trireme.core.types import WeightIdentity
 from trireme.core.weights import ROUNDED, Drift, PublishedWeights, WeightsManifest, weights_digest
@@ -65,7 +65,8 @@ class Rounded:
         """Fresh random weights as a trainer publishes them."""
         self.model = self.next_model()
         entries, source = pack(gathered_units(self.model), ray.put)
-        canary = compute_canary(self.model, torch.bfloat16, MAX_MODEL_LEN, torch.device("cpu"))
+        tokens = canary_tokens(VOCAB, MAX_MODEL_LEN, experts=self.family == "qwen3_moe")
+        canary = compute_canary(self.model, torch.bfloat16, tokens, torch.device("cpu"))
         identity = WeightIdentity(1, self.published, weights_digest(entries))
         return PublishedWeights(WeightsManifest(identity, entries, canary), source)
 

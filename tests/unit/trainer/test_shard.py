@@ -184,10 +184,11 @@ def test_digest_depends_on_the_weights_alone(shard):
 
 
 def test_canary_fits_the_context_and_the_vocabulary():
-    assert len(canary_tokens(50, 4096)) == 64
-    assert len(canary_tokens(50, 6)) == 5
-    assert canary_tokens(7, 100).max() < 7
-    assert len(set(canary_tokens(150_000, 100).tolist())) == 64
+    assert len(canary_tokens(50, 4096, experts=False)) == 16
+    assert len(canary_tokens(50, 4096, experts=True)) == 64
+    assert len(canary_tokens(50, 6, experts=True)) == 5
+    assert canary_tokens(7, 100, experts=True).max() < 7
+    assert len(set(canary_tokens(150_000, 100, experts=True).tolist())) == 64
 
 
 def test_missing_columns_are_named(shard):
