@@ -145,7 +145,8 @@ class Deadline:
     """Ends the process that runs a test for longer than its deadline, and prints where each of its threads stands.
 
     A test that waits for ever would hold up all others and say nothing. Without the process pytest-xdist reports the
-    test as failed by name and runs the others in a new process. The marker `long` has no deadline.
+    test as failed by name and begins its file again in a new process, once (`--max-worker-restart`): a test that hangs
+    each time ends them all. The marker `long` has no deadline.
     """
 
     def __init__(self, seconds: float) -> None:
