@@ -1,17 +1,19 @@
 """Measures what chats cost the training beside them: without a service, beside an idle one, and beside 50 clients.
 
-    python scripts/bench/chats.py [--rounds 2] [--steps 30]
+    python scripts/bench/chats.py [--rounds 2] [--steps 30] [--only idle|chatting]
 
-Rounds alternate between two runs of `configs/quickstart.toml`. One has no service. The other one has, and alternates
-between phases of `--steps` steps in which none asks, and such in which 50 clients never stop asking for completions;
-there are two of each. Clients are in a process of their own, at the lowest priority, as they would be elsewhere. The
-phases begin where the run is warm.
+A round is three runs of `configs/quickstart.toml`, in phases of `--steps` steps, which begin where the run is warm. One
+has no service; one has a service that none asks; these have two phases. In the third one phases in which none asks and
+such in which 50 clients never stop asking for completions take turns; there are two of each. Clients are in a process
+of their own, at the lowest priority, as they would be elsewhere. `--only` leaves out the third run, or the first two.
 
     value         steps per second beside an idle service, over those without a service
-    detail        `chatting`: steps per second while clients ask, over those of the same run while none does; then
-                  `share_engine` is the share of the engine's time that chats had, as the run reports it, `share_cpu`
-                  the cores that the service's process used, and `share_tokens` the tokens of chats over all that were
-                  sampled; `cpu_s`: CPU seconds of a step by room in each of the three
+    detail        `cpu`: CPU seconds of a step without a service, over those beside an idle one; `chatting`: steps per
+                  second while clients ask, over those of the same run while none does; then `share_engine` is the
+                  share of the engine's time that chats had, as the run reports it, `share_cpu` the cores that the
+                  service's process used, and `share_tokens` the tokens of chats over all that were sampled; `cpu_s`:
+                  CPU seconds of a step by room, of each kind of phase; `between` is a phase of the third run in which
+                  none asks
 
 The last line of the output is the result, a JSON object.
 """
@@ -43,7 +45,7 @@ BETWEEN = 8
 TARGET = 0.99
 PROMPT, ANSWER = "Sort: 361695\n", 8
 NICEST = 19
-PHASES = ("idle", "chatting", "idle", "chatting")
+PHASES = ("between", "chatting", "between", "chatting")
 
 
 @dataclass(frozen=True)
@@ -217,37 +219,49 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--only", choices=["idle", "chatting"])
     options = parser.parse_args()
     load = os.getloadavg()[0]
-    alone: list[Phase] = []
-    served: list[Phase] = []
+    found: list[Phase] = []
     for _ in range(options.rounds):
-        alone += run(["alone", "alone"], options.steps)
-        served += run(PHASES, options.steps, port=free_port())
-    idle = [phase for phase in served if phase.kind == "idle"]
-    chatting = [phase for phase in served if phase.kind == "chatting"]
-    rates = {"alone": alone, "idle": idle, "chatting": chatting}
-    rate = {kind: median([phase.rate for phase in phases]) for kind, phases in rates.items()}
-    value = round(rate["idle"] / rate["alone"], 3)
+        if options.only != "chatting":
+            found += run(["alone", "alone"], options.steps)
+            found += run(["idle", "idle"], options.steps, port=free_port())
+        if options.only != "idle":
+            found += run(PHASES, options.steps, port=free_port())
+    kinds = {kind: [phase for phase in found if phase.kind == kind] for kind in ("alone", "idle", *PHASES[:2])}
+    kinds = {kind: phases for kind, phases in kinds.items() if phases}
+    rate = {kind: median([phase.rate for phase in phases]) for kind, phases in kinds.items()}
+    cpu = {kind: median([sum(each.cpu_s.values()) / each.steps for each in phases]) for kind, phases in kinds.items()}
+    value = round(rate["idle"] / rate["alone"], 3) if "idle" in kinds else None
     Result(
         name="chats",
         value=value,
         unit="of the steps per second without a service",
         ratio=value,
         target=TARGET,
-        holds=value >= TARGET,
+        holds=None if value is None else value >= TARGET,
         against="the same run without a service",
         detail={
             "load_before": load,
-            "chatting": round(rate["chatting"] / rate["idle"], 3),
-            "share_engine": median([phase.of_engine for phase in chatting]),
-            "share_cpu": median([phase.cpu_s.get("service", 0.0) / phase.seconds for phase in chatting]),
-            "share_tokens": median([phase.chatted / (phase.chatted + phase.sampled) for phase in chatting]),
-            "chat_tokens_per_s": median([phase.chatted / phase.seconds for phase in chatting]),
-            "steps_per_s": {kind: [round(phase.rate, 3) for phase in phases] for kind, phases in rates.items()},
-            "cpu_s": {kind: per_step(phases) for kind, phases in rates.items()},
+            **({"cpu": round(cpu["alone"] / cpu["idle"], 3)} if "idle" in kinds else {}),
+            **(beside_chats(kinds, rate) if "chatting" in kinds else {}),
+            "steps_per_s": {kind: [round(phase.rate, 3) for phase in phases] for kind, phases in kinds.items()},
+            "cpu_s": {kind: per_step(phases) for kind, phases in kinds.items()},
         },
     ).print()
+
+
+def beside_chats(kinds: Mapping[str, Sequence[Phase]], rate: Mapping[str, float]) -> dict[str, float]:
+    """Returns what chats had, and what they left, of the runs in which clients asked."""
+    chatting = kinds["chatting"]
+    return {
+        "chatting": round(rate["chatting"] / rate["between"], 3),
+        "share_engine": median([phase.of_engine for phase in chatting]),
+        "share_cpu": median([phase.cpu_s.get("service", 0.0) / phase.seconds for phase in chatting]),
+        "share_tokens": median([phase.chatted / (phase.chatted + phase.sampled) for phase in chatting]),
+        "chat_tokens_per_s": median([phase.chatted / phase.seconds for phase in chatting]),
+    }
 
 
 if __name__ == "__main__":
