@@ -72,6 +72,8 @@ class Handover:
     """Keeps what a request has so far. `next_request` gives it to another replica; then `add` takes the progress that
     this replica reports, in which its own first token has number 0. `told` gets all that is kept after each `add`."""
 
+    __slots__ = ("_base", "_kept", "_request", "_told")
+
     def __init__(self, request: SampleRequest, told: Callable[[Progress], None] | None = None) -> None:
         self._request, self._told = request if told is None else replace(request, read=True), told
         self._kept = NOTHING

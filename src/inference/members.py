@@ -61,7 +61,7 @@ class HandoverNeeded(Exception):
         self.reason = reason
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class RoutedRequest:
     """A request on its replica."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ from orchestrator.agents import play_session
 from orchestrator.effort import GroupEffort, RolloutEffort
 from orchestrator.env import AgentEnv, EnvGroupBuilder, Trajectory
 from orchestrator.ledger import Group
-from orchestrator.lifetimes import GroupEnvs, LeakedTasks, TaskOwner, start_contained, uninterrupted
+from orchestrator.lifetimes import NO_CONTEXT, GroupEnvs, LeakedTasks, TaskOwner, start_contained, uninterrupted
 from orchestrator.lockstep import OwnPace
 from orchestrator.rollout import (
     AnswerTimeout,
@@ -30,6 +30,7 @@ from orchestrator.rollout import (
     check_report,
     run_rollout,
 )
+from orchestrator.time_limits import TimeLimit
 from orchestrator.tool_waits import Place
 from orchestrator.unfinished import GroupProgress, RolloutProgress
 from trireme.config import Config
@@ -136,8 +137,8 @@ class GroupRunner:
             for sample, own in enumerate(effort.rollouts_G)
         ]
         for rollout, own in zip(rollouts, effort.rollouts_G, strict=True):
-            rollout.add_done_callback(permit.leave_one)
-            rollout.add_done_callback(own.end)
+            rollout.add_done_callback(permit.leave_one, context=NO_CONTEXT)
+            rollout.add_done_callback(own.end, context=NO_CONTEXT)
         try:
             done, _ = await asyncio.wait(rollouts, return_when=asyncio.FIRST_EXCEPTION)
             for rollout in done:
@@ -192,7 +193,7 @@ class GroupRunner:
         group: Group,
         envs: GroupEnvs,
         key: RolloutKey,
-        deadline: asyncio.Timeout,
+        deadline: TimeLimit,
         place: Place,
         effort: RolloutEffort,
         progress: RolloutProgress,
@@ -200,52 +201,21 @@ class GroupRunner:
         with trace.overlapping("make_env", "environment", problem=group.problem):
             env = await envs.make(key.sample)
 
-        async def sample(request: SampleRequest) -> SampledSequence:
-            envs.check()
-            await self.pace.before_sample(group.index, key.sample, deadline)
-            place.sample()
-            effort.ask()
-            with TaskOwner(None):
-                sampled = await self._answer(request, key)
-            effort.answer(len(sampled.tokens))
-            place.wait(len(request.prompt) + len(sampled.tokens))
-            return sampled
-
+        sample = _Turns(self, group.index, envs, key, deadline, place, effort).sample
         if isinstance(env, AgentEnv):
             return await play_session(env, sample, key, self.limits, self.sampling, self._seed, progress)
         return await run_rollout(env, sample, key, self.limits, self.sampling, self._seed, progress)
 
-    async def _answer(self, request: SampleRequest, key: RolloutKey) -> SampledSequence:
-        limit_s = self.config.inference.answer_s
-        try:
-            async with asyncio.timeout(limit_s) as waiting:
-                return await self._limited(waiting, self.sample(request))
-        except TimeoutError:
-            if not waiting.expired():
-                raise
-            raise AnswerTimeout(
-                f"{key}: an answer took longer than {limit_s:g} s (inference.answer_s); shorten answers "
-                "(inference.sampling.max_tokens), or raise the limit"
-            ) from None
+    def _deadline(self) -> TimeLimit:
+        return self.pace.limit(self.config.orchestrator.generation_timeout_s)
 
-    async def _limited(self, limit: asyncio.Timeout, work: Awaitable[T]) -> T:
-        """Returns the result of work within a time limit, which does not run while the pace holds."""
-        self.pace.begin_limit(limit)
-        try:
-            return await work
-        finally:
-            self.pace.end_limit(limit)
-
-    def _deadline(self) -> asyncio.Timeout:
-        return asyncio.timeout(self.config.orchestrator.generation_timeout_s)
-
-    async def _attempt(self, work: Coroutine[Any, Any, T], deadline: asyncio.Timeout, place: object) -> T | Exception:
+    async def _attempt(self, work: Coroutine[Any, Any, T], deadline: TimeLimit, place: object) -> T | Exception:
         """Returns the result of an environment's work at `place`, or notes and returns what it raises: the one place
         that catches it. Errors of the rooms themselves (TriremeError) are raised, for the driver. The work has a task
         of its own, so that a cancellation of this one is never the environment's doing."""
         try:
-            async with deadline:
-                return await self._limited(deadline, start_contained(work))
+            with deadline:
+                return await start_contained(work)
         except TriremeError:
             raise
         except asyncio.CancelledError as cancelled:
@@ -312,3 +282,40 @@ class GroupRunner:
             tags=(env, *tags),
             temperature=self.sampling.temperature,
         )
+
+
+@dataclass(eq=False, slots=True)
+class _Turns:
+    """Samples the answers of one try of a rollout."""
+
+    runner: GroupRunner
+    index: int
+    """Of the group."""
+    envs: GroupEnvs
+    key: RolloutKey
+    deadline: TimeLimit
+    """Of the try."""
+    place: Place
+    effort: RolloutEffort
+
+    async def sample(self, request: SampleRequest) -> SampledSequence:
+        """Returns an answer. Raises AnswerTimeout, what the sampler raises, and CancelledError for a rollout whose
+        environment has ignored its cancellation."""
+        self.envs.check()
+        runner, limit_s = self.runner, self.runner.config.inference.answer_s
+        await runner.pace.before_sample(self.index, self.key.sample, self.deadline)
+        self.place.sample()
+        self.effort.ask()
+        try:
+            with TaskOwner(None), runner.pace.limit(limit_s) as waiting:
+                sampled = await runner.sample(request)
+        except TimeoutError:
+            if not waiting.expired():
+                raise
+            raise AnswerTimeout(
+                f"{self.key}: an answer took longer than {limit_s:g} s (inference.answer_s); shorten answers "
+                "(inference.sampling.max_tokens), or raise the limit"
+            ) from None
+        self.effort.answer(len(sampled.tokens))
+        self.place.wait(len(request.prompt) + len(sampled.tokens))
+        return sampled

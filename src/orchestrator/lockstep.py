@@ -20,46 +20,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from orchestrator.time_limits import TimeLimit, TimeLimits
+
 END = -1
 """Stands in place of a sample's number for the group itself, which waits to be settled."""
 
 
-class OwnPace:
+class OwnPace(TimeLimits):
     """No rollout waits for another."""
-
-    def __init__(self) -> None:
-        self._limits: dict[asyncio.Timeout, float | None] = {}  # the seconds that are left, of those that do not run
-        self._holds = False
-
-    def begin_limit(self, limit: asyncio.Timeout) -> None:
-        """Takes note of a time limit that was entered."""
-        self._limits[limit] = None
-        if self._holds:
-            self._stop(limit)
-
-    def end_limit(self, limit: asyncio.Timeout) -> None:
-        """Takes note that what the limit was for has ended."""
-        del self._limits[limit]
-
-    def hold(self) -> None:
-        """Stops all time limits, and those that begin, until `resume`."""
-        self._holds = True
-        for limit in self._limits:
-            self._stop(limit)
-
-    def resume(self) -> None:
-        """Lets the time limits run on from where they were."""
-        self._holds = False
-        for limit, left in self._limits.items():
-            if left is not None:
-                limit.reschedule(asyncio.get_running_loop().time() + left)
-                self._limits[limit] = None
-
-    def _stop(self, limit: asyncio.Timeout) -> None:
-        due = limit.when()
-        if due is not None and not limit.expired():
-            self._limits[limit] = max(due - asyncio.get_running_loop().time(), 0.0)
-            limit.reschedule(None)
 
     def enter(self, index: int, rollouts: int) -> None:
         """Takes note that group `index` has been dispatched."""
@@ -70,7 +38,7 @@ class OwnPace:
     def leave(self, index: int) -> None:
         """Takes note that the group is settled."""
 
-    async def before_sample(self, index: int, sample: int, deadline: asyncio.Timeout) -> None:
+    async def before_sample(self, index: int, sample: int, deadline: TimeLimit) -> None:
         """Returns when rollout `sample` of the group may send its request. Waiting does not count for its deadline."""
 
     async def before_end(self, index: int) -> None:
@@ -97,7 +65,7 @@ class Lockstep(OwnPace):
         del self._rollouts[index]
         self._advance()
 
-    async def before_sample(self, index: int, sample: int, deadline: asyncio.Timeout) -> None:
+    async def before_sample(self, index: int, sample: int, deadline: TimeLimit) -> None:
         loop, due = asyncio.get_running_loop(), deadline.when()
         assert due is not None
         left = due - loop.time()

@@ -126,7 +126,7 @@ class RolloutLimits:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RolloutKey:
     """Names one try of one rollout."""
 

@@ -14,7 +14,7 @@ SMOOTHING = 0.02
 """The weight of a rollout that has ended in the mean of their lengths."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Place:
     """One rollout in flight."""
 

@@ -29,6 +29,7 @@ from trireme.core.types import VersionSpan, WeightIdentity
 log = logging.getLogger(__name__)
 SPECIAL = "__trireme__"
 """The key of what JSON does not know: the number of an array, a number that is not finite, a dict with this key."""
+NO_WEIGHTS: frozenset[WeightIdentity] = frozenset()
 KINDS, LARGEST_ITEM = "biuf", 8
 """The arrays that a state may have: bool, integers, and floats of at most so many bytes."""
 
@@ -85,6 +86,8 @@ class UnfinishedGroup:
 class RolloutProgress:
     """Knows what one try of a rollout has; `run_rollout` keeps it up to date. `begun`: what it continues."""
 
+    __slots__ = ("_answer", "_between", "_builder", "_held", "_noted", "_retry", "begun")
+
     def __init__(self, retry: int = 0, begun: UnfinishedRollout | None = None) -> None:
         self.begun = begun
         self._retry = retry
@@ -92,7 +95,7 @@ class RolloutProgress:
         self._between: tuple[Env, TrajectoryBuilder, npt.NDArray[np.int32], bool, StopCondition] | None = None
         self._builder: TrajectoryBuilder | None = None
         self._answer: tuple[VersionSpan, ...] = ()  # of the step in progress
-        self._noted: set[WeightIdentity] = set()
+        self._noted = NO_WEIGHTS
 
     def asks(
         self,
@@ -123,7 +126,7 @@ class RolloutProgress:
         begun = self.begun.trajectory.turns if self.begun else ()
         turns = self._builder.turns if self._builder else begun
         spans = (*(turn.spans for turn in turns), self._answer)
-        return self._noted | {span.identity for each in spans for span in each}
+        return {*self._noted} | {span.identity for each in spans for span in each}
 
     def take(self) -> UnfinishedRollout | None:
         """Returns what the rollout has between two turns; None if it has to start again."""

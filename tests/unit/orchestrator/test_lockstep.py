@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import virtual_time
 from games_support import Game, GameRun, Jitter, game_config, outcome, waves
 from orchestrator_fakes import Problem, Problems, Run, small_config, whole_run
 
 from orchestrator.env import Env, EnvGroupBuilder, StepResult
-from orchestrator.lockstep import Lockstep, OwnPace
+from orchestrator.lockstep import Lockstep
 from orchestrator.state import OrchestratorState
 from trireme.core.errors import LimitReached
 
@@ -65,7 +64,7 @@ def test_a_rollout_that_was_cancelled_is_not_waited_for() -> None:
         lockstep = Lockstep(lambda: False)
         lockstep.enter(0, rollouts=1)
         lockstep.enter(1, rollouts=1)
-        async with asyncio.timeout(60) as deadline:
+        with lockstep.limit(60) as deadline:
             waiting = asyncio.create_task(lockstep.before_sample(0, 0, deadline))
             await asyncio.sleep(0)
             waiting.cancel()
@@ -82,7 +81,7 @@ def test_a_request_that_ends_alone_leaves_its_rollout_its_deadline() -> None:
     async def scenario() -> None:
         lockstep = Lockstep(lambda: False)
         lockstep.enter(0, rollouts=2)
-        async with asyncio.timeout(60) as deadline, asyncio.timeout(60) as other:
+        with lockstep.limit(60) as deadline, lockstep.limit(60) as other:
             waiting = asyncio.create_task(lockstep.before_sample(0, 0, deadline))
             await asyncio.sleep(0)
             waiting.cancel()
@@ -166,34 +165,3 @@ def test_waiting_for_others_does_not_count_as_time_of_a_rollout() -> None:
         assert runner.get_loop().time() >= 300
     assert run.rows[0]["rollout_errors/TimeoutError"] == 3, "three tries of the one that hangs"
     assert [group["problem"] for group in run.released[0].trained] == ["0.0.1", "0.0.2"]
-
-
-def test_time_limits_do_not_run_while_the_pace_holds() -> None:
-    async def scenario() -> None:
-        pace, now = OwnPace(), asyncio.get_running_loop().time
-
-        async def limited(seconds: float) -> None:
-            async with asyncio.timeout(seconds) as limit:
-                pace.begin_limit(limit)
-                try:
-                    await asyncio.Event().wait()
-                finally:
-                    pace.end_limit(limit)
-
-        early = asyncio.create_task(limited(10.0))
-        await asyncio.sleep(4.0)
-        pace.hold()
-        pace.hold()
-        late = asyncio.create_task(limited(10.0))
-        await asyncio.sleep(100.0)
-        assert not early.done()
-        pace.resume()
-        pace.resume()
-        started = now()
-        await asyncio.wait([early])
-        assert now() - started == pytest.approx(6.0)
-        await asyncio.wait([late])
-        assert now() - started == pytest.approx(10.0)
-        assert all(isinstance(each.exception(), TimeoutError) for each in (early, late))
-
-    virtual_time.run(scenario())
