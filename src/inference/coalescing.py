@@ -17,7 +17,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Sequence
 from functools import cached_property
-from itertools import chain
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -48,7 +47,7 @@ class HeldOutputs:
     """Keeps outputs back, and joins those of a request to one."""
 
     def __init__(self) -> None:
-        self._held: dict[str, list[EngineCoreOutput]] = {}
+        self._held: defaultdict[str, list[EngineCoreOutput]] = defaultdict(list)
         self._began: dict[str, float] = {}  # when the first token of each running request came that may wait
         self._ended: list[str] = []
         self._due = inf  # when the first of these must go
@@ -70,10 +69,11 @@ class HeldOutputs:
             name = output.request_id
             began = self._began.get(name)
             if can_wait(output) and (began is not None or may_wait(name)):
-                self._began.setdefault(name, now)
-                self._held.setdefault(name, []).append(output)
+                if began is None:
+                    self._began[name] = now
+                self._held[name].append(output)
             elif began is not None and is_plain_end(output):
-                self._held.setdefault(name, []).append(output)
+                self._held[name].append(output)
                 self._ended.append(name)
                 self._due = min(self._due, now + min(END_SHARE * (now - self._began.pop(name)), END_S))
             else:
@@ -90,7 +90,7 @@ class HeldOutputs:
 
     def take(self, running: Container[str]) -> list[EngineCoreOutput]:
         """Returns all that is kept. `running`: the requests of which more may come."""
-        held, self._held, self._ended, self._due = self._held, {}, [], inf
+        held, self._held, self._ended, self._due = self._held, defaultdict(list), [], inf
         self._began = {name: began for name, began in self._began.items() if name in running}  # others were aborted
         return [joined(outputs) for outputs in held.values()]
 
@@ -107,15 +107,14 @@ def is_plain_end(output: EngineCoreOutput) -> bool:
 
 def has_tokens_alone(output: EngineCoreOutput) -> bool:
     """Tells if an output has nothing beside its tokens that `joined` would lose."""
-    others = (
-        output.pooling_output,
-        output.kv_transfer_params,
-        output.ec_transfer_params,
-        output.routed_experts,
-        output.new_sampling_mask,
-        output.prompt_token_id_logprobs,
+    return (
+        output.pooling_output is None
+        and output.kv_transfer_params is None
+        and output.ec_transfer_params is None
+        and output.routed_experts is None
+        and output.new_sampling_mask is None
+        and output.prompt_token_id_logprobs is None
     )
-    return all(each is None for each in others)
 
 
 def joined(outputs: Sequence[EngineCoreOutput]) -> EngineCoreOutput:
@@ -126,10 +125,10 @@ def joined(outputs: Sequence[EngineCoreOutput]) -> EngineCoreOutput:
     prompts = (each.new_prompt_logprobs_tensors for each in outputs)
     whole = replace(
         outputs[-1],
-        new_token_ids=list(chain.from_iterable(each.new_token_ids for each in outputs)),
+        new_token_ids=[token for each in outputs for token in each.new_token_ids],
         new_logprobs=joined_logprobs([each for each in logprobs if each is not None]),
         new_prompt_logprobs_tensors=next((each for each in prompts if each is not None), None),
-        events=[event for each in outputs for event in each.events or ()] or None,
+        events=[event for each in outputs if each.events for event in each.events] or None,
     )
     whole.prefill_stats = outputs[0].prefill_stats or whole.prefill_stats
     return whole
@@ -142,12 +141,11 @@ def joined_logprobs(parts: Sequence[LogprobsLists]) -> LogprobsLists | None:
     """
     if not parts:
         return None
-    width = min(part.logprobs.shape[1] for part in parts)
-    return LogprobsLists(
-        np.concatenate([part.logprob_token_ids[:, :width] for part in parts]),
-        np.concatenate([part.logprobs[:, :width] for part in parts]),
-        np.concatenate([part.sampled_token_ranks for part in parts]),
-    )
+    token_ids, logprobs, ranks, _ = zip(*parts, strict=True)
+    if len(widths := {each.shape[1] for each in logprobs}) > 1:
+        width = min(widths)
+        token_ids, logprobs = [each[:, :width] for each in token_ids], [each[:, :width] for each in logprobs]
+    return LogprobsLists(np.concatenate(token_ids), np.concatenate(logprobs), np.concatenate(ranks))
 
 
 class CoalescingScheduler(SharingScheduler):

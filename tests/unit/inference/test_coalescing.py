@@ -219,7 +219,9 @@ class TestCoalescing:
         step(scheduler, output("a", [1]))
         scheduler._all_sent = clock.now = clock.now + 1000.0
         assert step(scheduler, output("a", [2], finish_reason=FinishReason.STOP)) is None
-        clock.now += 1.01 * END_S
+        clock.now += 0.99 * END_S
+        assert step(scheduler) is None
+        clock.now += 0.02 * END_S
         assert step(scheduler) == {"a": [1, 2]}
 
     def test_the_last_end_of_all_is_said_at_once(self, scheduler: CoalescingScheduler, clock: ManualClock) -> None:
