@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 READ_S, UNREAD_S = 0.05, 0.25
 """The longest that a token waits for others: while an answer is read as it is sampled, as long as between two pieces
 that a person reads; else only ends are waited for, and all is looked at once a second."""
-END_SHARE, END_S = 0.02, 0.03
+END_SHARE, END_S = 0.05, 0.1
 """The longest that an end waits for others: this share of the time since the first token, and no more than END_S."""
 
 

@@ -206,7 +206,7 @@ class TestCoalescing:
         self, scheduler: CoalescingScheduler, clock: ManualClock
     ) -> None:
         step(scheduler, output("a", [1]), output("b", [11]))
-        scheduler._all_sent = clock.now = clock.now + 1.0  # so that an end waits for 0.02 s
+        scheduler._all_sent = clock.now = clock.now + 0.4  # so that an end waits for 0.02 s
         assert step(scheduler, output("a", [2], finish_reason=FinishReason.STOP), output("b", [12])) is None
         assert scheduler.has_requests(), "whatever vLLM says"
         clock.now += 0.015
