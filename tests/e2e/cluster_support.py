@@ -90,8 +90,7 @@ def blind_to(directory: Path, own: Path) -> list[str]:
     own. Skips the test where the system does not allow that."""
     if words := blinded_to(directory, own):
         return words
-    # Unit tests of gathering need none.
-    pytest.skip("this system allows no mount namespaces")  # reason: without one all processes see the same directory
+    pytest.skip("there are no mount namespaces")  # reason: without one all see one directory; unit tests need none
 
 
 def blinded_to(directory: Path, own: Path) -> list[str]:

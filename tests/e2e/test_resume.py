@@ -387,10 +387,9 @@ def small_file_system(place: Path, size: str) -> Iterator[None]:
     place.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)], capture_output=True)
     if mounted.returncode:
-        pytest.skip(  # reason: only root may mount, and no other way fills a real disk without harm; what remains is
-            # a shard's file on /dev/full (test_trainer.py) and writes that fail half-way (test_checkpoint_files.py)
-            f"needs to mount a file system: {mounted.stderr.decode().strip()}"
-        )
+        # What remains is a shard's file on /dev/full (test_trainer.py), and failed writes (test_checkpoint_files.py).
+        said = mounted.stderr.decode().strip()
+        pytest.skip(f"needs to mount: {said}")  # reason: only root may, and nothing else fills a real disk without harm
     try:
         yield
     finally:

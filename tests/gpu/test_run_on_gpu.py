@@ -3,15 +3,11 @@
 from pathlib import Path
 
 import pytest
-import torch
 from run_support import TINY, run_rl
 
 from trireme.core.errors import EXIT_OK
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU and vLLM's CUDA build"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def test_one_gpu_is_shared_by_trainer_and_replica(tmp_path: Path) -> None:

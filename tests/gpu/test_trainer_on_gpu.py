@@ -16,11 +16,17 @@ def exact(device: str, request: pytest.FixtureRequest, tmp_path_factory: pytest.
     return Exact.of(request.param, device, tmp_path_factory.mktemp("model"))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("device", "way"),
+    [
+        *(("cpu", way) for way in WAYS if way not in ONLY_GPU),
+        *(pytest.param("gpu", way, marks=pytest.mark.gpu) for way in WAYS),
+    ],
+    indirect=["device"],
+    scope="module",
+)
 def test_bfloat16_agrees_with_float32(exact: Exact, device: str, way: str) -> None:
     """Logprobs to the stated bound; the gradient points the same way as that of padded rows in float32."""
-    if device == "cpu" and way in ONLY_GPU:
-        pytest.skip(ONLY_GPU[way])  # reason: each is given in that table; scripts/gpu_check.py runs them on a GPU
     assert check_way(exact, device, way)
 
 
@@ -41,8 +47,6 @@ def test_a_wrong_attention_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
-# reason: it compares what the driver says with what PyTorch says, and there is neither without a GPU
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU and PyTorch's CUDA build")
 def test_the_driver_tells_the_plan_what_pytorch_sees() -> None:
     gpus = this_machine().gpus
     assert len(gpus) == torch.cuda.device_count()

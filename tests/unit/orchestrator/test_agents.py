@@ -25,7 +25,12 @@ from trireme.core.finite_json import to_json
 EXAMPLE = Path(__file__).parents[3] / "examples" / "agents"
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="there is no Node")  # reason: it is no package of Python
+def needs(program: str) -> pytest.MarkDecorator:
+    absent = shutil.which(program) is None
+    return pytest.mark.skipif(absent, reason=f"there is no {program}")  # reason: Node is no package of Python
+
+
+@needs("node")
 @asynchronous
 async def test_a_program_in_another_language_is_an_agent() -> None:
     args = {"command": ["node", str(EXAMPLE / "sums.mjs")], "problems": str(EXAMPLE / "sums.jsonl")}
@@ -43,8 +48,6 @@ async def test_a_program_in_another_language_is_an_agent() -> None:
 @pytest.fixture(scope="module")
 def node_agent(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The example with OpenAI's client for Node, and what it needs beside it."""
-    if shutil.which("npm") is None:
-        pytest.skip("there is no npm")  # reason: it is no package of Python
     place = tmp_path_factory.mktemp("node") / "agent"
     shutil.copytree(
         EXAMPLE / "tools-in-node", place, ignore=shutil.ignore_patterns("node_modules", "package-lock.json")
@@ -56,6 +59,7 @@ def node_agent(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place / "agent.mjs"
 
 
+@needs("npm")
 def test_openais_client_for_node_is_an_agent_with_a_tool(node_agent: Path) -> None:
     args = {"command": ["node", str(node_agent)], "problems": str(EXAMPLE / "sums.jsonl")}
     dataset = load_dataset(EnvConfig(id="agent:command", args=args), EnvContext(bpe(QWEN3), 0, 2, "train"))

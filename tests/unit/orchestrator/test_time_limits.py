@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import virtual_time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.time_limits import FEW, TimeLimits
+from orchestrator.time_limits import FEW, TimeLimit, TimeLimits
 
 Scenario = Callable[[TimeLimits], Coroutine[Any, Any, None]]
 
@@ -22,6 +23,15 @@ def within(scenario: Scenario) -> None:
 
 def now() -> float:
     return asyncio.get_running_loop().time()
+
+
+async def wait_within(limit: TimeLimit, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Waits until `limit` is over, and then does one thing more within its block."""
+    with limit:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await last()
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 20), st.integers(0, 30)), max_size=12))
@@ -79,14 +89,7 @@ def test_the_outer_one_of_two_blocks_is_the_one_that_raises() -> None:
 
 def test_a_task_that_is_cancelled_by_others_too_is_cancelled() -> None:
     async def scenario(limits: TimeLimits) -> None:
-        async def work() -> None:
-            with limits.limit(5.0):
-                try:
-                    await asyncio.Event().wait()
-                finally:
-                    await asyncio.sleep(1.0)
-
-        task = asyncio.create_task(work())
+        task = asyncio.create_task(wait_within(limits.limit(5.0), partial(asyncio.sleep, 1.0)))
         await asyncio.sleep(5.5)
         task.cancel()
         await asyncio.wait([task])
@@ -97,15 +100,11 @@ def test_a_task_that_is_cancelled_by_others_too_is_cancelled() -> None:
 
 def test_an_error_within_the_block_is_raised_as_it_is() -> None:
     async def scenario(limits: TimeLimits) -> None:
-        async def work() -> None:
-            with limits.limit(5.0):
-                try:
-                    await asyncio.Event().wait()
-                finally:
-                    raise ValueError("its own")
+        async def fail() -> None:
+            raise ValueError("its own")
 
         with pytest.raises(ValueError, match="its own"):
-            await work()
+            await wait_within(limits.limit(5.0), fail)
         assert now() == pytest.approx(5.0)
 
     within(scenario)
