@@ -1,19 +1,26 @@
 """Measures what chats cost the training beside them: without a service, beside an idle one, and beside 50 clients.
 
-    python scripts/bench/chats.py [--rounds 2] [--steps 30] [--only idle|chatting]
+    python scripts/bench/chats.py [--rounds 2] [--pairs 4] [--steps 15] [--only idle|chatting]
 
-A round is three runs of `configs/quickstart.toml`, in phases of `--steps` steps, which begin where the run is warm. One
-has no service; one has a service that none asks; these have two phases. In the third one phases in which none asks and
-such in which 50 clients never stop asking for completions take turns; there are two of each. Clients are in a process
-of their own, at the lowest priority, as they would be elsewhere. `--only` leaves out the third run, or the first two.
+A round is three runs of `configs/quickstart.toml` with a learning rate of almost 0, so that all steps do the same work.
+Their phases of `--steps` steps begin where the run is warm. One has no service; one has a service that none asks; these
+have twice `--pairs` phases. In the third one phases in which none asks and such in which 50 clients never stop asking
+for completions take turns; there are `--pairs` of each. Clients are in a process of their own, at the lowest priority,
+as they would be elsewhere. `--only` leaves out the third run, or the first two.
 
-    value         steps per second beside an idle service, over those without a service
-    detail        `cpu`: CPU seconds of a step without a service, over those beside an idle one; `chatting`: steps per
-                  second while clients ask, over those of the same run while none does; then `share_engine` is the
-                  share of the engine's time that chats had, as the run reports it, `share_cpu` the cores that the
-                  service's process used, and `share_tokens` the tokens of chats over all that were sampled; `cpu_s`:
-                  CPU seconds of a step by room, of each kind of phase; `between` is a phase of the third run in which
-                  none asks
+A virtual machine changes its speed within minutes, by more than half (a host's core may have two hardware threads, of
+which another machine uses one). So a fixed calculation is repeated beside each phase (`speed.py`), and its CPU time is
+the unit of the times that are compared.
+
+    value         steps per time beside an idle service, over those without a service
+    detail        `cpu`: CPU time of a step without a service, over that beside an idle one; `chatting`: steps per time
+                  while clients ask, over those of the same run while none does, and for each pair of phases; then
+                  `share_engine` is the share of the engine's time that chats had, as the run reports it, `share_cpu`
+                  the cores that the service's process used, `share_all` what all processes used more than without
+                  chats for the same steps, over what the machine has, and `share_tokens` the tokens of chats over all
+                  that were sampled; `by_the_clock` and `chatting_by_the_clock`: the ratios of seconds; `cpu_s`: CPU
+                  seconds of a step by room, of each kind of phase; `between` is a phase of the third run in which none
+                  asks
 
 The last line of the output is the result, a JSON object.
 """
@@ -27,6 +34,7 @@ import multiprocessing as mp
 import operator
 import os
 import socket
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +45,7 @@ from typing import Any
 
 import psutil
 from _common import DEADLINE_S, POLL_S, ROOT, Result, cpu_by_room, median, run_rl
+from speed import Calculating
 
 CONFIG = ROOT / "configs" / "quickstart.toml"
 CLIENTS, WARM = 50, 8
@@ -45,7 +54,8 @@ BETWEEN = 8
 TARGET = 0.99
 PROMPT, ANSWER = "Sort: 361695\n", 8
 NICEST = 19
-PHASES = ("between", "chatting", "between", "chatting")
+CALCULATE_S = 0.2
+STATIONARY = ("--trainer.learning-rate", "1e-30")
 
 
 @dataclass(frozen=True)
@@ -63,10 +73,23 @@ class Phase:
     """Tokens of chats."""
     of_engine: float
     """The share of the engine's time that chats had."""
+    calculation_ms: float
+    """The mean CPU time of the fixed calculation meanwhile."""
 
     @property
     def rate(self) -> float:
+        """Steps per second."""
         return self.steps / self.seconds
+
+    @property
+    def rate_at_one_speed(self) -> float:
+        """Steps in the time of a thousand calculations."""
+        return self.rate * self.calculation_ms
+
+    @property
+    def cpu_at_one_speed(self) -> float:
+        """CPU time of a step in calculations."""
+        return sum(self.cpu_s.values()) / self.steps / self.calculation_ms * 1e3
 
 
 class Clients:
@@ -143,7 +166,7 @@ def rows_at(metrics: Path, step: int) -> Sequence[dict[str, Any]]:
     raise RuntimeError(f"step {step} was not done after {DEADLINE_S:.0f} s")
 
 
-def run(phases: Sequence[str], steps: int, *flags: str, port: int = 0) -> list[Phase]:
+def run(phases: Sequence[str], steps: int, port: int = 0) -> list[Phase]:
     """Runs the quickstart for some phases of so many steps, and returns them. `port`: that of its service."""
     found: list[Phase] = []
     with tempfile.TemporaryDirectory(prefix="bench-") as directory:
@@ -152,12 +175,19 @@ def run(phases: Sequence[str], steps: int, *flags: str, port: int = 0) -> list[P
         def measure(driver: psutil.Process) -> None:
             clients = Clients(port, _client_key(place)) if port else None
             try:
-                _measure(found, driver, place / "metrics.jsonl", clients.ask if clients else lambda on: 0.0)
+                with Calculating(CALCULATE_S) as speed:
+                    _measure(found, driver, place / "metrics.jsonl", clients.ask if clients else lambda on: 0.0, speed)
             finally:
                 if clients:
                     clients.close()
 
-        def _measure(found: list[Phase], driver: psutil.Process, metrics: Path, ask: Callable[[bool], float]) -> None:
+        def _measure(
+            found: list[Phase],
+            driver: psutil.Process,
+            metrics: Path,
+            ask: Callable[[bool], float],
+            speed: Calculating,
+        ) -> None:
             for number, kind in enumerate(phases):
                 chatted = ask(kind == "chatting")
                 first = WARM + number * (steps + BETWEEN) + BETWEEN
@@ -174,13 +204,21 @@ def run(phases: Sequence[str], steps: int, *flags: str, port: int = 0) -> list[P
                         sum(row["perf/tokens"] for row in rows[first + 1 :]),
                         ask(kind == "chatting") - chatted,
                         share_of_engine(rows[first + 1 :]),
+                        speed.mean_ms(rows[first]["time/unix"], rows[-1]["time/unix"]),
                     )
                 )
 
         total = WARM + len(phases) * (steps + BETWEEN) + 3
         more = ["--service.port", str(port)] if port else []
         run_rl(
-            CONFIG, "--max-steps", str(total), *more, *flags, directory=Path(directory), first_step=WARM, then=measure
+            CONFIG,
+            "--max-steps",
+            str(total),
+            *STATIONARY,
+            *more,
+            directory=Path(directory),
+            first_step=WARM,
+            then=measure,
         )
     return found
 
@@ -218,47 +256,73 @@ def per_step(phases: Sequence[Phase]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--pairs", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--only", choices=["idle", "chatting"])
     options = parser.parse_args()
     load = os.getloadavg()[0]
     found: list[Phase] = []
     for _ in range(options.rounds):
         if options.only != "chatting":
-            found += run(["alone", "alone"], options.steps)
-            found += run(["idle", "idle"], options.steps, port=free_port())
+            found += run(["alone"] * 2 * options.pairs, options.steps)
+            found += run(["idle"] * 2 * options.pairs, options.steps, port=free_port())
         if options.only != "idle":
-            found += run(PHASES, options.steps, port=free_port())
-    kinds = {kind: [phase for phase in found if phase.kind == kind] for kind in ("alone", "idle", *PHASES[:2])}
-    kinds = {kind: phases for kind, phases in kinds.items() if phases}
-    rate = {kind: median([phase.rate for phase in phases]) for kind, phases in kinds.items()}
-    cpu = {kind: median([sum(each.cpu_s.values()) / each.steps for each in phases]) for kind, phases in kinds.items()}
-    value = round(rate["idle"] / rate["alone"], 3) if "idle" in kinds else None
+            found += run(["between", "chatting"] * options.pairs, options.steps, port=free_port())
+    kinds: dict[str, list[Phase]] = {}
+    for phase in found:
+        kinds.setdefault(phase.kind, []).append(phase)
+    idle = compared(kinds["idle"], kinds["alone"]) if "idle" in kinds else None
     Result(
         name="chats",
-        value=value,
-        unit="of the steps per second without a service",
-        ratio=value,
+        value=idle,
+        unit="of the steps per time without a service",
+        ratio=idle,
         target=TARGET,
-        holds=None if value is None else value >= TARGET,
+        holds=None if idle is None else idle >= TARGET,
         against="the same run without a service",
         detail={
             "load_before": load,
-            **({"cpu": round(cpu["alone"] / cpu["idle"], 3)} if "idle" in kinds else {}),
-            **(beside_chats(kinds, rate) if "chatting" in kinds else {}),
+            **beside_an_idle_service(kinds),
+            **beside_chats(kinds),
             "steps_per_s": {kind: [round(phase.rate, 3) for phase in phases] for kind, phases in kinds.items()},
+            "calculation_ms": {kind: [phase.calculation_ms for phase in phases] for kind, phases in kinds.items()},
             "cpu_s": {kind: per_step(phases) for kind, phases in kinds.items()},
         },
     ).print()
 
 
-def beside_chats(kinds: Mapping[str, Sequence[Phase]], rate: Mapping[str, float]) -> dict[str, float]:
-    """Returns what chats had, and what they left, of the runs in which clients asked."""
-    chatting = kinds["chatting"]
+def compared(phases: Sequence[Phase], others: Sequence[Phase], by: str = "rate_at_one_speed") -> float:
+    """Returns the mean of `phases` over that of `others`."""
+    means = [statistics.mean(getattr(phase, by) for phase in each) for each in (phases, others)]
+    return round(means[0] / means[1], 3)
+
+
+def beside_an_idle_service(kinds: Mapping[str, Sequence[Phase]]) -> dict[str, Any]:
+    """Returns what an idle service cost, of the runs in which none asked."""
+    if "idle" not in kinds:
+        return {}
+    idle, alone = kinds["idle"], kinds["alone"]
     return {
-        "chatting": round(rate["chatting"] / rate["between"], 3),
+        "cpu": compared(alone, idle, "cpu_at_one_speed"),
+        "by_the_clock": compared(idle, alone, "rate"),
+    }
+
+
+def beside_chats(kinds: Mapping[str, Sequence[Phase]]) -> dict[str, Any]:
+    """Returns what chats had, and what they left, of the runs in which clients asked."""
+    if "chatting" not in kinds:
+        return {}
+    chatting, between = kinds["chatting"], kinds["between"]
+    pairs = [compared([one], [other]) for one, other in zip(chatting, between, strict=True)]
+    step = statistics.mean(phase.cpu_at_one_speed for phase in between)
+    more = [(phase.cpu_at_one_speed - step) * phase.rate_at_one_speed / 1e3 for phase in chatting]
+    return {
+        "chatting": compared(chatting, between),
+        "chatting_pairs": pairs,
+        "chatting_by_the_clock": compared(chatting, between, "rate"),
         "share_engine": median([phase.of_engine for phase in chatting]),
         "share_cpu": median([phase.cpu_s.get("service", 0.0) / phase.seconds for phase in chatting]),
+        "share_all": round(statistics.mean(more) / (os.cpu_count() or 1), 3),
         "share_tokens": median([phase.chatted / (phase.chatted + phase.sampled) for phase in chatting]),
         "chat_tokens_per_s": median([phase.chatted / phase.seconds for phase in chatting]),
     }

@@ -19,9 +19,10 @@ LOOPS, PASSES = 40_000, 200
 
 
 class Calculating:
-    """Repeats the calculation in a thread, once a second, within a `with` block."""
+    """Repeats the calculation in a thread, every so many seconds, within a `with` block."""
 
-    def __init__(self) -> None:
+    def __init__(self, every_s: float = EVERY_S) -> None:
+        self._every_s = every_s
         self._ended = Event()
         self._thread = Thread(target=self._repeat, daemon=True)
         self._took: list[tuple[float, float]] = []  # seconds since 1970, CPU milliseconds
@@ -37,7 +38,7 @@ class Calculating:
     def _repeat(self) -> None:
         values = np.linspace(0, 1, 4096, dtype=np.float32)
         calculate(values)
-        while not self._ended.wait(EVERY_S):
+        while not self._ended.wait(self._every_s):
             started = time.thread_time()
             calculate(values)
             self._took.append((time.time(), (time.thread_time() - started) * 1e3))
@@ -47,7 +48,7 @@ class Calculating:
         ValueError if there was none."""
         took = [each for at, each in self._took if first <= at <= last]
         if not took:
-            raise ValueError(f"no calculation ended between {first} and {last}; it takes {EVERY_S} s until one does")
+            raise ValueError(f"no calculation ended between {first} and {last}; one does every {self._every_s} s")
         return round(statistics.mean(took), 3)
 
 

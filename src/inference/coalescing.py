@@ -59,6 +59,11 @@ class HeldOutputs:
     def has_ends(self) -> bool:
         return bool(self._ended)
 
+    @property
+    def due(self) -> float:
+        """When the first end that is kept must go; infinity if none is."""
+        return self._due
+
     def pass_on(
         self, outputs: Iterable[EngineCoreOutput], may_wait: Callable[[str], bool], now: float
     ) -> list[EngineCoreOutput]:
@@ -176,6 +181,13 @@ class CoalescingScheduler(SharingScheduler):
         """True while the engine is to make a step: an empty one for what is held, where it would make no other."""
         held = self._held.values()
         return super().has_requests() or (self._is_paused and any(held)) or any(each.has_ends for each in held)
+
+    def rest_s(self) -> float:
+        """As `SharingScheduler.rest_s`; what is kept may not wait for longer than its time."""
+        rest_s, now = super().rest_s(), time.monotonic()
+        for held in self._held.values():
+            rest_s = min(rest_s, held.due - now, self._all_sent + self.longest_wait_s - now if held else inf)
+        return rest_s
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput

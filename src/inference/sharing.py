@@ -3,19 +3,25 @@
 Chats that are left out keep their places and their KV cache, and lose nothing but time. vLLM's own scheduler skips a
 running request until the step `next_decode_eligible_step`, and leaves a waiting one where it is while
 `_handle_blocked_waiting_request` is false: both are what it does for requests that wait for something else.
+
+vLLM's engine makes steps as long as it has requests, also where each of them waits and the steps are empty. An empty
+step costs half a millisecond, so an engine that had only chats that must wait would use a sixth of a core for nothing.
+Before it looks for requests it therefore rests until one comes, or until chats may be in a step.
 """
 
 from __future__ import annotations
 
 import os
+import queue
 import time
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cached_property, wraps
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
 
 from inference.chat_share import SHARE, ChatShare, EngineClock, with_uses
 from inference.marks import chat_cpu_s
@@ -27,8 +33,9 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
-IDLE_S = 0.005
-"""The longest sleep of an engine that has only chats that must wait: a request of the run may wait for its end."""
+LONGEST_REST_S = 0.5
+"""An engine makes a step, an empty one at least, as often as this: else it would look like one that stands still
+(`inference.stalls`)."""
 
 
 class SharingScheduler(Scheduler):
@@ -59,25 +66,39 @@ class SharingScheduler(Scheduler):
         now = time.monotonic()
         if self._chats:
             self._chats.difference_update(self._chats - self.requests.keys() - self._scheduled.keys())
-            wait_s = self._share.wait_s(now)
-            self._chats_wait = wait_s > 0
+            self._chats_wait = self._share.wait_s(now) > 0
             if self._chats_wait:
-                now = self._leave_chats_out(now, wait_s)
+                self._leave_chats_out()
         self._clock.begin(now)
         made = super().schedule(throttle_prefills)
         self._scheduled = made.num_scheduled_tokens
         return made
 
-    def _leave_chats_out(self, now: float, wait_s: float) -> float:
-        """Keeps chats out of the next step. Returns the time, after a sleep if the engine has nothing else to do."""
-        chats = [self.requests[name] for name in self._chats if name in self.requests]
-        if len(chats) == len(self.requests) and self.pause_state is PauseState.UNPAUSED:
-            self._clock.stand_still()
-            time.sleep(min(wait_s, IDLE_S))
-            now = time.monotonic()
-        for chat in chats:
+    def _leave_chats_out(self) -> None:
+        """Keeps chats out of the next step."""
+        for name in self._chats & self.requests.keys():
+            chat = self.requests[name]
             chat.next_decode_eligible_step = max(chat.next_decode_eligible_step, self.current_step + 2)
-        return now
+
+    def rest_s(self) -> float:
+        """Returns for how many seconds the engine may rest: steps would be empty, as it has only chats that must wait.
+        Not to be asked while a step is in flight."""
+        if (
+            self._chats.issuperset(self.requests)
+            and self.has_unfinished_requests()
+            and not self.has_finished_requests()
+        ):
+            return min(self._share.wait_s(time.monotonic()), LONGEST_REST_S)
+        return 0.0
+
+    def rest(self, inbox: queue.Queue[Any]) -> None:
+        """Waits for as long as the engine may rest, or until there is something in `inbox`."""
+        if (rest_s := self.rest_s()) <= 0:
+            return
+        self._clock.stand_still()
+        with inbox.not_empty:
+            if not inbox.queue:
+                inbox.not_empty.wait(rest_s)
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         if self._chats_wait and request.request_id in self._chats:
@@ -103,3 +124,28 @@ class SharingScheduler(Scheduler):
         super().set_pause_state(pause_state)
         if pause_state is PauseState.UNPAUSED:  # until now the engine stood still
             self._clock.stand_still()
+
+
+def rest_before_requests() -> None:
+    """Has each engine of this process rest (`SharingScheduler.rest`) before it looks for requests.
+
+    vLLM gives schedulers no way to say that nothing can be done now: its loop waits for requests only where there are
+    none (`EngineCoreProc._process_input_queue`). One of several that share experts is left as it is, as they make their
+    steps together.
+    """
+    look = EngineCoreProc._process_input_queue
+    if hasattr(look, "__wrapped__"):
+        return
+
+    @wraps(look)
+    def rest_and_look(engine: EngineCoreProc) -> None:
+        scheduler = engine.scheduler
+        alone = not isinstance(engine, DPEngineCoreProc)
+        if alone and isinstance(scheduler, SharingScheduler) and not engine.batch_queue:
+            scheduler.rest(engine.input_queue)
+        look(engine)
+
+    EngineCoreProc._process_input_queue = rest_and_look
+
+
+rest_before_requests()

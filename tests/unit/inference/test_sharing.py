@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+import queue
+import threading
+import time
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -14,6 +17,7 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -22,9 +26,9 @@ from vllm.v1.structured_output import StructuredOutputManager
 import inference.coalescing
 import inference.sharing
 from inference.chat_share import BURST_S, SHARE, uses_in
-from inference.coalescing import CoalescingAsyncScheduler, CoalescingScheduler
+from inference.coalescing import END_S, CoalescingAsyncScheduler, CoalescingScheduler
 from inference.marks import CHAT
-from inference.sharing import IDLE_S
+from inference.sharing import LONGEST_REST_S
 from trireme.core.engine_use import EngineUses, Purpose
 
 MODEL = "./assets/sort-base"
@@ -53,6 +57,22 @@ def vllm_config() -> VllmConfig:
     made = arguments.create_engine_config()
     made.cache_config.num_gpu_blocks = BLOCKS
     return made
+
+
+class VirtualInbox(queue.Queue[Any]):
+    """A queue of requests in which nothing comes."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        super().__init__()
+        self.not_empty = cast(Any, self)
+        self.clock = clock
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def wait(self, seconds: float) -> None:
+        self.clock.now += seconds
 
 
 class Engine:
@@ -109,11 +129,16 @@ class Engine:
                         end(who)
         return set(names)
 
+    def rest(self) -> None:
+        """Rests as the loop of the engine does before it looks for requests."""
+        self.scheduler.rest(VirtualInbox(self.clock))
+
     def run(self, seconds: float) -> None:
         """Makes steps for some time."""
         until = self.clock.now + seconds
         while self.clock.now < until:
             if self.scheduler.has_requests():
+                self.rest()
                 self.step()
             else:
                 self.clock.now += 0.001
@@ -251,16 +276,98 @@ def test_a_share_of_all_bounds_nothing(make_engine: Callable[..., Engine], share
     assert (engine.seconds("chat") > 9.9) == (share == 1.0)
 
 
-def test_an_engine_of_waiting_chats_sleeps_and_wakes_up_for_the_run(make_engine: Callable[..., Engine]) -> None:
+def test_an_engine_of_waiting_chats_rests_until_they_may_be_in_a_step(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine(A_TENTH)
+    engine.scheduler._share.charge(BURST_S + 0.03)
+    name = engine.ask("chat", "chat")
+    assert engine.scheduler.rest_s() == pytest.approx(0.3)
+    engine.clock.now += 0.3 + 1e-6
+    assert engine.scheduler.rest_s() == 0
+    assert engine.step() == {name}
+    engine.scheduler._share.charge(10.0)
+    assert engine.scheduler.rest_s() == LONGEST_REST_S
+    engine.ask("run", "run")
+    assert engine.scheduler.rest_s() == 0
+
+
+def test_an_engine_does_not_rest_before_it_has_sent_what_it_keeps(make_engine: Callable[..., Engine]) -> None:
+    """The end of a request of the run waits for others for a moment, and not for as long as chats must wait."""
     engine = make_engine(A_TENTH)
     engine.scheduler._share.charge(10.0)
     engine.ask("chat", "chat")
-    began = engine.clock.now
-    steps = [engine.step() for _ in range(100)]
-    assert not any(steps)
-    assert engine.clock.now - began == pytest.approx(100 * (IDLE_S + 0.001)), "else it would use a core for nothing"
-    name = engine.ask("run", "run")
-    assert engine.step() == {name}
+    engine.ask("run", "run")
+    while len(engine.scheduler.requests) == 2:
+        assert engine.scheduler.rest_s() == 0
+        engine.step()
+    assert engine.scheduler.rest_s() == 0, "the worker is to forget the request"
+    engine.step()
+    assert not engine.ended["run"]
+    assert 0 < engine.scheduler.rest_s() < END_S
+    engine.rest()
+    engine.step()
+    assert engine.ended["run"] == 1
+    assert engine.scheduler.rest_s() == LONGEST_REST_S
+
+
+def test_time_of_rest_is_of_none(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine(A_TENTH)
+    engine.ask("chat", "chat")
+    engine.step()
+    before = engine.scheduler._clock.uses["chat"].seconds
+    engine.scheduler._share.charge(10.0)
+    for _ in range(250):
+        engine.rest()
+    assert engine.clock.now > 100.0
+    engine.step()
+    assert engine.scheduler._clock.uses["chat"].seconds - before == pytest.approx(STEP_S + TOKEN_S)
+
+
+def engine_core(kind: type[EngineCoreProc], scheduler: CoalescingScheduler) -> EngineCoreProc:
+    """Returns vLLM's engine with what its loop needs before a step."""
+    core = object.__new__(kind)
+    core.scheduler, core.batch_queue, core.engines_running = scheduler, deque(), False
+    core.input_queue = queue.Queue()
+    return core
+
+
+class TestTheLoopOfTheEngine:
+    @pytest.fixture
+    def core(self, make_engine: Callable[..., Engine]) -> EngineCoreProc:
+        engine = make_engine(A_TENTH)
+        engine.scheduler._share.charge(10.0)
+        engine.ask("chat", "chat")
+        return engine_core(EngineCoreProc, engine.scheduler)
+
+    def test_it_rests_and_is_woken_by_a_request(self, core: EngineCoreProc, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(inference.sharing, "LONGEST_REST_S", 30.0)
+        got: list[Any] = []
+        monkeypatch.setattr(EngineCoreProc, "_handle_client_request", lambda core, *request: got.append(request))
+        waker = threading.Timer(0.2, core.input_queue.put, [("add", "a request")])
+        began = time.monotonic()
+        waker.start()
+        core._process_input_queue()
+        waker.join()
+        assert got == [("add", "a request")]
+        assert 0.2 <= time.monotonic() - began < 15.0
+
+    def test_it_makes_a_step_now_and_then(self, core: EngineCoreProc) -> None:
+        began = time.monotonic()
+        core._process_input_queue()
+        assert time.monotonic() - began >= LONGEST_REST_S
+
+    @pytest.mark.parametrize("why", ["a step is in flight", "others wait for its steps"])
+    def test_it_does_not_rest_while(self, core: EngineCoreProc, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        def rest(*_: object) -> None:
+            raise AssertionError("it rests")
+
+        monkeypatch.setattr(core.scheduler, "rest", rest)
+        with pytest.raises(AssertionError, match="it rests"):
+            core._process_input_queue()
+        if why == "a step is in flight":
+            cast(deque[Any], core.batch_queue).append(None)
+        else:
+            core = engine_core(DPEngineCoreProc, cast(CoalescingScheduler, core.scheduler))
+        core._process_input_queue()
 
 
 def test_chats_that_are_aborted_while_they_wait_are_forgotten(make_engine: Callable[..., Engine]) -> None:
