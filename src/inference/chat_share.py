@@ -12,7 +12,7 @@ starved: the bucket fills whatever the run does, and the first step afterwards h
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING, cast
 
@@ -78,13 +78,28 @@ class ChatShare:
         self._seconds -= seconds
 
 
-def with_uses(stats: SchedulerStats, uses: EngineUses) -> SchedulerStats:
-    """Returns a step's statistics with `uses`: in the field for those of a connector, which this engine does not have,
-    and which vLLM passes on as it is."""
-    return replace(stats, kv_connector_stats={purpose: (use.seconds, use.tokens) for purpose, use in uses.items()})
+@dataclass(frozen=True)
+class EngineReport:
+    """What an engine's scheduler says beside vLLM's statistics."""
+
+    uses: EngineUses
+    preemptions: int
+    """The sequences of the run so far that lost their place for lack of space. (vLLM counts those whose KV cache an
+    update of the weights dropped as well, and it counts any with the next token of the sequence.)"""
+    chats_waiting: int = 0
+    """Chats without a place."""
 
 
-def uses_in(stats: SchedulerStats) -> EngineUses | None:
-    """Returns what `with_uses` put there; None if it did not."""
-    found = stats.kv_connector_stats
-    return None if found is None else {cast(Purpose, purpose): EngineUse(*use) for purpose, use in found.items()}
+def with_report(stats: SchedulerStats, report: EngineReport) -> SchedulerStats:
+    """Returns a step's statistics with `report`: in the field for those of a connector, which this engine does not
+    have, and which vLLM passes on as it is."""
+    uses = {purpose: (use.seconds, use.tokens) for purpose, use in report.uses.items()}
+    return replace(stats, kv_connector_stats={"uses": uses, "rest": (report.preemptions, report.chats_waiting)})
+
+
+def report_in(stats: SchedulerStats) -> EngineReport | None:
+    """Returns what `with_report` put there; None if it did not."""
+    if (found := stats.kv_connector_stats) is None:
+        return None
+    uses = {cast(Purpose, purpose): EngineUse(*use) for purpose, use in found["uses"].items()}
+    return EngineReport(uses, *found["rest"])

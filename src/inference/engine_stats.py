@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 
-from inference.chat_share import uses_in
+from inference.chat_share import report_in
 from trireme.core.engine_use import EngineUses
 from trireme.core.sampler import ReplicaStats
 
@@ -34,7 +34,7 @@ class EngineStats(PrometheusStatLogger):
         self.preemptions = 0
         self.uses: EngineUses | None = None
         """What it has done for each purpose; None before its first step, and where another scheduler is configured."""
-        self._excused = 0
+        self._excused = self._chats_waiting = 0
         self._heard = time.monotonic()
         self.answered: Callable[[float], None] = lambda _silent_s: None
         """Called when a step has ended, with the seconds since the engine answered before."""
@@ -51,16 +51,19 @@ class EngineStats(PrometheusStatLogger):
         if scheduler_stats is not None:
             self.running = scheduler_stats.num_running_reqs
             self.kv_used = scheduler_stats.kv_cache_usage
-            self.uses = uses_in(scheduler_stats) or self.uses
-        if iteration_stats is not None:
+            if report := report_in(scheduler_stats):
+                self.uses, self.preemptions, self._chats_waiting = report.uses, report.preemptions, report.chats_waiting
+                return
+        if iteration_stats is not None and self.uses is None:  # another scheduler is configured
             excused = min(iteration_stats.num_preempted_reqs, self._excused)
             self._excused -= excused
             self.preemptions += iteration_stats.num_preempted_reqs - excused
 
-    def cache_cleared(self) -> None:
-        """Call when an update has cleared the KV cache. vLLM counts each running sequence as preempted then, and
-        reports it with its next tokens; that is no want of space."""
-        self._excused, self.running, self.kv_used = self.running, 0, 0.0
+    def cache_cleared(self, unfinished: int) -> None:
+        """Call when an update has cleared the KV cache; `unfinished`: as in `stats`. vLLM counts each running sequence
+        as preempted then, and reports it with its next tokens; that is no lack of space."""
+        self._excused = min(self._excused + self.running, unfinished)
+        self.running, self.kv_used = 0, 0.0
 
     def listen(self) -> None:
         """Restarts the clock of `silent_s`: the engine has answered, or had nothing to do until now."""
@@ -74,7 +77,7 @@ class EngineStats(PrometheusStatLogger):
     def stats(self, unfinished: int) -> ReplicaStats:
         """`unfinished`: number of sequences that the engine was given and has not answered."""
         running = min(self.running, unfinished)
-        waiting = unfinished - running
+        waiting = max(unfinished - running - self._chats_waiting, 0)
         kept = self.kv_used, self.preemptions, self.places, self.kv_tokens
         return ReplicaStats(running, waiting, *kept, uses=self.uses)
 

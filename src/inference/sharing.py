@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
+from vllm.v1.request import RequestStatus
 
-from inference.chat_share import SHARE, ChatShare, EngineClock, with_uses
+from inference.chat_share import SHARE, ChatShare, EngineClock, EngineReport, with_report
 from inference.marks import chat_cpu_s
 from trireme.core.engine_use import Purpose
 
@@ -43,6 +44,7 @@ class SharingScheduler(Scheduler):
 
     _scheduled: Mapping[str, int] = MappingProxyType({})  # the tokens of the last step by request; it may be in flight
     _chats_wait = False
+    _preemptions = 0
 
     @cached_property
     def _clock(self) -> EngineClock:
@@ -105,6 +107,18 @@ class SharingScheduler(Scheduler):
             return False
         return super()._handle_blocked_waiting_request(request)
 
+    def _preempt_request(self, request: Request, timestamp: float, drop_stale_output: bool = False) -> None:
+        super()._preempt_request(request, timestamp, drop_stale_output)
+        if request.request_id not in self._chats:
+            self._preemptions += 1
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        before = self._preemptions
+        try:
+            return super().reset_prefix_cache(reset_running_requests, reset_connector)
+        finally:
+            self._preemptions = before  # these were not for lack of space
+
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
@@ -113,11 +127,14 @@ class SharingScheduler(Scheduler):
         made = super().update_from_output(scheduler_output, model_runner_output)
         tokens: dict[Purpose, int] = {"run": total - of_chats, "chat": of_chats}
         parts = self._clock.end(time.monotonic(), tokens, busy=any(self.get_request_counts()))
-        if chats := parts.get("chat"):
-            self._share.charge(chats.seconds)
+        if used := parts.get("chat"):
+            self._share.charge(used.seconds)
+        chats = (self.requests[name] for name in self._chats & self.requests.keys())
+        chats_waiting = sum(chat.status is not RequestStatus.RUNNING for chat in chats)
+        report = EngineReport(self._clock.uses, self._preemptions, chats_waiting)
         for message in made.values():
             if message.scheduler_stats is not None:
-                message.scheduler_stats = with_uses(message.scheduler_stats, self._clock.uses)
+                message.scheduler_stats = with_report(message.scheduler_stats, report)
         return made
 
     def set_pause_state(self, pause_state: PauseState) -> None:

@@ -204,8 +204,8 @@ class UpdatingEngine(SamplingEngine):
         chunk. One that vLLM has preempted for want of space counts: vLLM does not say which, and it must be prefilled
         again too.
         """
-        self.engine_stats.cache_cleared()
         states = self.engine.output_processor.request_states.values()
+        self.engine_stats.cache_cleared(len(states))
         made = ((state.prompt_len, state.detokenizer) for state in states)
         answers = ((prompt, tokens.num_output_tokens()) for prompt, tokens in made if tokens is not None)
         return sum(prompt + answer for prompt, answer in answers if answer)

@@ -35,7 +35,7 @@ KV_HIGH = 0.8
 LEAST_PLACES = 256
 """The least that a vLLM server decodes in parallel on a GPU; it may decide for more."""
 BACK_OFF = 0.8
-"""After a preemption the limit is this share of what is in flight."""
+"""After a preemption the limit is this share of the most that was in flight since the last look."""
 
 
 class Gate:
@@ -48,6 +48,8 @@ class Gate:
     def __init__(self, limit: int | None) -> None:
         self.limit = limit
         self.waits = ToolWaits()
+        self.most_busy = 0
+        """The most rollouts in flight whose places were not lent, since this was set to 0."""
         self._free_kv: float | None = None
         self._in_flight: dict[Kind, int] = dict.fromkeys(KINDS, 0)
         self._waiting: dict[Kind, deque[tuple[int, asyncio.Future[None]]]] = {kind: deque() for kind in KINDS}
@@ -109,6 +111,7 @@ class Gate:
                 return
             self._waiting[kind].popleft()
             self._in_flight[kind] += rollouts
+            self.most_busy = max(self.most_busy, self.busy)
             turn.set_result(None)
 
     def _fits(self, rollouts: int) -> bool:
@@ -224,8 +227,9 @@ class Backpressure:
     def _adapt(self, a_group_each: int, too_many: bool, too_few: bool) -> None:
         limit, busy = self.gate.limit, self.gate.busy
         assert limit is not None
+        most, self.gate.most_busy = self.gate.most_busy, busy
         if too_many and busy <= limit:
-            limit = int(BACK_OFF * busy)
+            limit = min(limit, int(BACK_OFF * most))
         elif not too_many and too_few and self.gate.is_full:
             limit += a_group_each
         self.gate.set_limit(max(limit, a_group_each))

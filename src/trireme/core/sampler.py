@@ -21,11 +21,11 @@ class ReplicaStats:
     running: int
     """Sequences that it decodes."""
     waiting: int
-    """Sequences that wait for a place."""
+    """Sequences that wait for a place, without chats: these may wait for their share of the engine."""
     kv_used: float
     """Share of its KV cache that is in use, 0 to 1."""
     preemptions: int
-    """How often it dropped a sequence's KV for want of space since it started."""
+    """How often it dropped a sequence's KV for lack of space since it started."""
     places: int | None = None
     """Sequences that it can decode at the same time; None: it does not say."""
     kv_tokens: int | None = None

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.v1.metrics.stats import SchedulerStats
 
-from inference.chat_share import BURST_S, ChatShare, EngineClock, uses_in, with_uses
+from inference.chat_share import BURST_S, ChatShare, EngineClock, EngineReport, report_in, with_report
 from trireme.core.engine_use import EngineUse
 
 SHARE = 0.1
@@ -98,7 +98,7 @@ class TestChatShare:
         assert bucket.wait_s(0.0) == 0.0
 
 
-def test_statistics_bring_the_uses() -> None:
-    stats, uses = SchedulerStats(), EngineClock().uses | {"chat": EngineUse(0.5, 7)}
-    assert uses_in(stats) is None
-    assert uses_in(with_uses(stats, uses)) == uses
+def test_statistics_bring_the_report() -> None:
+    stats, report = SchedulerStats(), EngineReport(EngineClock().uses | {"chat": EngineUse(0.5, 7)}, 3, 4)
+    assert report_in(stats) is None
+    assert report_in(with_report(stats, report)) == report

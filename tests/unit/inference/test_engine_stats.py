@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
-from inference.chat_share import with_uses
+from inference.chat_share import EngineReport, with_report
 from inference.engine_stats import EngineStats
 from trireme.core.engine_use import EngineUse, EngineUses
 from trireme.core.sampler import ReplicaStats
@@ -29,18 +29,20 @@ def test_the_newest_step_counts_and_what_it_has_not_seen_waits() -> None:
     assert log.stats(1) == ReplicaStats(running=1, waiting=0, kv_used=0.25, preemptions=0)
 
 
-def test_the_newest_uses_of_the_engine_are_kept() -> None:
+def test_the_newest_report_of_the_scheduler_is_kept() -> None:
     log, uses = EngineStats(None), {"run": EngineUse(1.5, 20), "chat": EngineUse(0.5, 7)}
-    scheduler_stats, iteration = step(running=1)
-    log.record(with_uses(scheduler_stats, cast(EngineUses, uses)), iteration)
-    log.record(*step(running=1))  # another scheduler says nothing
-    assert log.stats(1).uses == uses
+    scheduler_stats, iteration = step(running=1, preempted=9)
+    log.record(with_report(scheduler_stats, EngineReport(cast(EngineUses, uses), 2, chats_waiting=3)), iteration)
+    log.record(None, iteration)  # aborted requests alone
+    stats = log.stats(7)
+    assert (stats.uses, stats.preemptions) == (uses, 2), "what vLLM counts is of updates as well"
+    assert (stats.running, stats.waiting) == (1, 3)
 
 
-def test_preemptions_for_want_of_space_are_counted_and_those_of_an_update_are_not() -> None:
+def test_of_another_scheduler_preemptions_for_lack_of_space_are_counted_and_those_of_an_update_are_not() -> None:
     log = EngineStats(None)
     log.record(*step(running=3, preempted=2))
-    log.cache_cleared()
+    log.cache_cleared(3)
     assert log.stats(3) == ReplicaStats(running=0, waiting=3, kv_used=0.0, preemptions=2)
     log.record(*step(running=2, preempted=2))
     log.record(*step(running=3, preempted=1))
@@ -52,11 +54,22 @@ def test_preemptions_for_want_of_space_are_counted_and_those_of_an_update_are_no
 def test_a_sequence_that_ended_during_an_update_excuses_nothing_after_the_next() -> None:
     log = EngineStats(None)
     log.record(*step(running=3))
-    log.cache_cleared()
+    log.cache_cleared(3)
     log.record(*step(running=1, preempted=1))
-    log.cache_cleared()
+    log.cache_cleared(1)
     log.record(*step(running=1, preempted=2))
     assert log.stats(1).preemptions == 1
+
+
+def test_a_sequence_that_two_updates_found_is_excused_for_both() -> None:
+    """It was preempted by the first and made no token until the second, when others ran."""
+    log = EngineStats(None)
+    log.record(*step(running=2))
+    log.cache_cleared(4)
+    log.record(*step(running=2))
+    log.cache_cleared(4)
+    log.record(*step(running=4, preempted=4))
+    assert log.stats(4).preemptions == 0
 
 
 def test_an_engine_is_silent_since_its_last_step_or_since_it_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:

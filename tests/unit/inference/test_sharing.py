@@ -25,11 +25,11 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 import inference.coalescing
 import inference.sharing
-from inference.chat_share import BURST_S, SHARE, uses_in
+from inference.chat_share import BURST_S, SHARE, EngineReport, report_in
 from inference.coalescing import END_S, CoalescingAsyncScheduler, CoalescingScheduler
 from inference.marks import CHAT
 from inference.sharing import LONGEST_REST_S
-from trireme.core.engine_use import EngineUses, Purpose
+from trireme.core.engine_use import Purpose
 
 MODEL = "./assets/sort-base"
 PLACES, BLOCK, BLOCKS = 32, 16, 800
@@ -83,7 +83,7 @@ class Engine:
         self.ended: Counter[str] = Counter()
         """Requests that have ended, by the first word of their names."""
         self.ends: list[Callable[[str], None]] = []
-        self.uses: EngineUses = {}
+        self.report = EngineReport({}, 0)
         self.sampled: Counter[str] = Counter()
         """Tokens by request."""
         self._numbers = itertools.count()
@@ -119,7 +119,7 @@ class Engine:
         )
         for message in self.scheduler.update_from_output(planned, output).values():
             if message.scheduler_stats:
-                self.uses = uses_in(message.scheduler_stats) or self.uses
+                self.report = report_in(message.scheduler_stats) or self.report
             for each in message.outputs:
                 self.sampled[each.request_id] += len(each.new_token_ids)
                 if each.finished:
@@ -144,7 +144,7 @@ class Engine:
                 self.clock.now += 0.001
 
     def seconds(self, purpose: Purpose) -> float:
-        return self.uses[purpose].seconds
+        return self.report.uses[purpose].seconds
 
 
 @pytest.fixture
@@ -286,6 +286,10 @@ def test_an_engine_of_waiting_chats_rests_until_they_may_be_in_a_step(make_engin
     assert engine.step() == {name}
     engine.scheduler._share.charge(10.0)
     assert engine.scheduler.rest_s() == LONGEST_REST_S
+    engine.ask("chat", "chat")
+    engine.clock.now += LONGEST_REST_S
+    engine.step()
+    assert engine.report.chats_waiting == 1, "the other has a place"
     engine.ask("run", "run")
     assert engine.scheduler.rest_s() == 0
 
@@ -410,6 +414,7 @@ def test_chats_keep_what_they_have_over_a_pause_that_drops_the_cache(make_engine
     engine.scheduler.set_pause_state(PauseState.UNPAUSED)
     engine.run(0.5)
     assert engine.scheduler.requests[name].num_output_tokens == 3
+    assert not engine.report.preemptions
     engine.run(20.0)
     assert (engine.ended["chat"], engine.sampled[name]) == (1, ANSWER)
 
@@ -432,4 +437,25 @@ def test_a_chat_is_preempted_as_any_request(make_engine: Callable[..., Engine]) 
         steps += 1
     assert steps > 80
     assert engine.scheduler._chats_wait
+    assert not engine.report.preemptions, "the run has all of its places"
     assert any(request.num_preemptions for request in engine.scheduler.requests.values())
+
+
+def test_preemptions_of_the_run_for_lack_of_space_are_counted_and_those_of_an_update_are_not(
+    make_engine: Callable[..., Engine],
+) -> None:
+    """The run has as many sequences as fit, of which an update drops the cache twice; then space becomes short."""
+    engine = make_engine(A_TENTH)
+    for _ in range(PLACES):
+        engine.ask("run", "run", tokens=200)
+    for _ in range(2):
+        engine.step()
+        engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+        engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    engine.run(0.5)
+    assert not engine.report.preemptions
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    pool.get_new_blocks(pool.get_num_free_blocks())
+    engine.run(0.5)
+    assert 0 < engine.report.preemptions < PLACES

@@ -382,6 +382,22 @@ def test_a_place_that_ends_waits_no_more_and_says_how_long_rollouts_become() -> 
     assert waits.count == 0, "a new wait begins anew"
 
 
+def test_after_a_preemption_the_limit_is_a_share_of_the_most_that_was_in_flight() -> None:
+    """Most of them may have ended before it is looked at."""
+
+    async def scenario() -> None:
+        async with Looked(held_back=False) as looked:
+            looked.pressure.look({0: load()})
+            for _ in range(FIRST - 8):
+                looked.permit.leave_one()
+            looked.pressure.look({0: load(preemptions=1)})
+            assert looked.pressure.gate.limit == int(BACK_OFF * FIRST)
+            looked.pressure.look({0: load(preemptions=2)})
+            assert looked.pressure.gate.limit == int(BACK_OFF * 8), "since then there were no more than these"
+
+    asyncio.run(scenario())
+
+
 def test_each_live_replica_keeps_a_group() -> None:
     async def scenario() -> None:
         async with Looked() as looked:
