@@ -80,7 +80,7 @@ class ChatShare:
 
 @dataclass(frozen=True)
 class EngineReport:
-    """What an engine's scheduler says beside vLLM's statistics."""
+    """An engine's scheduler says this beside vLLM's statistics."""
 
     uses: EngineUses
     preemptions: int

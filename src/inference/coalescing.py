@@ -183,7 +183,7 @@ class CoalescingScheduler(SharingScheduler):
         return super().has_requests() or (self._is_paused and any(held)) or any(each.has_ends for each in held)
 
     def rest_s(self) -> float:
-        """As `SharingScheduler.rest_s`; what is kept may not wait for longer than its time."""
+        """Returns what `SharingScheduler` does, or less: what is kept may not wait for longer than its time."""
         rest_s, now = super().rest_s(), time.monotonic()
         for held in self._held.values():
             rest_s = min(rest_s, held.due - now, self._all_sent + self.longest_wait_s - now if held else inf)
