@@ -1,6 +1,6 @@
 """Rollouts per second of an asynchronous run (max_steps_off_policy = 1) against a synchronous one (0).
 
-    python scripts/bench/async_vs_sync.py [--repeats 1] [--steps 6] [--minibatches auto]
+    python scripts/bench/async_vs_sync.py [--repeats 1] [--steps 6] [--minibatches auto] [--sequences N] [--prompt N]
 
 Both are whole runs of `rl` (Ray, vLLM on CPU, an FSDP2 shard over gloo, the orchestrator) that differ in this one key,
 in turn; each model has a core of its own in both. The lengths of answers are lognormal: the longest of a batch is some
@@ -92,12 +92,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6, help="measured steps of each run (default: 6)")
     parser.add_argument("--minibatches", default="auto", help="trainer.num_minibatches of both runs (default: auto)")
     parser.add_argument("--batch-size", type=int, default=TASK.batch_size, help="smaller ones only try the script")
+    parser.add_argument("--sequences", type=int, default=TASK.sequences, help="those that the engine decodes at once")
+    parser.add_argument("--prompt", type=int, default=TASK.prompt, help="tokens of a prompt")
     args = parser.parse_args()
-    if min(args.repeats, args.steps, args.batch_size) < 1:
-        parser.error("--repeats, --steps and --batch-size: expected at least 1 of each")
+    if min(args.repeats, args.steps, args.batch_size, args.sequences, args.prompt) < 1:
+        parser.error("--repeats, --steps, --batch-size, --sequences and --prompt: expected at least 1 of each")
 
     let_actors_import_benchmarks()
-    task = replace(TASK, batch_size=args.batch_size)
+    task = replace(TASK, batch_size=args.batch_size, sequences=args.sequences, prompt=args.prompt)
     runs: dict[int, list[RunMeasured]] = {SYNC: [], ASYNC: []}
     with tempfile.TemporaryDirectory(prefix="bench-") as directory:
         model, config = Path(directory) / "model", Path(directory) / "task.json"
