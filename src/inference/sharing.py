@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import queue
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property, wraps
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -150,7 +150,7 @@ def rest_before_requests() -> None:
     none (`EngineCoreProc._process_input_queue`). One of several that share experts is left as it is, as they make their
     steps together.
     """
-    look = EngineCoreProc._process_input_queue
+    look: Callable[[EngineCoreProc], None] = EngineCoreProc._process_input_queue
     if hasattr(look, "__wrapped__"):
         return
 

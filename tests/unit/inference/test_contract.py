@@ -40,6 +40,8 @@ ALLOWED = {
     "vllm.v1.engine.EngineCoreOutput.routed_experts": "only whether it is there",
     "vllm.v1.engine.async_llm.AsyncLLM.collective_rpc()": "answers of our own `WorkerExtension`",
     "vllm.v1.engine.async_llm.AsyncLLM.engine_core": "vLLM decorates what makes it; `_core` declares its type",
+    "vllm.v1.engine.core.EngineCore.batch_queue": "only whether it is empty",
+    "vllm.v1.engine.core.EngineCoreProc.input_queue": "only whether it is empty",
     "vllm.v1.metrics.stats.SchedulerStats.kv_connector_stats": "what `inference.chat_share` puts there itself",
     "vllm.v1.outputs.LogprobsLists()": "arrays of numpy",
 }
