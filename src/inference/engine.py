@@ -198,6 +198,7 @@ def vllm_params(request: SampleRequest, end_ids: list[int]) -> SamplingParams:
         skip_special_tokens=False,  # a string may be that of a special token
         output_kind=RequestOutputKind.FINAL_ONLY,
         extra_args=marks_of(request),
+        skip_clone=True,  # made for one request: vLLM need not copy all that is in it
     )
 
 
