@@ -25,7 +25,7 @@ from _common import Result, RunMeasured, median, run_rl
 from _rooms import CORES, OTHERS_CORE, Rate, Task, let_actors_import_benchmarks, pin
 from counting import make_model
 
-TASK = Task(hidden=256, layers=4, batch_size=16, group_size=8, sequences=128, prompt=128, median=48, sigma=1.0)
+TASK = Task(hidden=256, layers=4, batch_size=16, group_size=8, sequences=32, prompt=64, median=48, sigma=1.0)
 TARGET = 1.6
 FIRST, REST = 2, 1
 """Steps of a run before those that are measured (rooms are pinned after the first), and after them: in the last one an
