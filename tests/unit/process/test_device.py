@@ -77,9 +77,16 @@ def test_a_driver_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch, tmp_
         assert part in said
 
 
-# reason: the text under test is that of a PyTorch without CUDA
-@pytest.mark.skipif(torch.version.cuda is not None, reason="this PyTorch is built for CUDA")
+def not_compiled() -> None:
+    raise AssertionError("Torch not compiled with CUDA enabled")
+
+
 def test_a_torch_without_cuda_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The installed one, or one built for CUDA that says what such a one does."""
+    if torch.version.cuda is not None:
+        monkeypatch.setattr(torch.version, "cuda", None)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        monkeypatch.setattr(torch.cuda, "init", not_compiled)
     monkeypatch.setattr(device, "DRIVER", tmp_path / "none")
     monkeypatch.delenv(VISIBLE, raising=False)
     found = "no NVIDIA driver is loaded; PyTorch is built without CUDA; CUDA_VISIBLE_DEVICES is not set; torch.cuda"

@@ -91,9 +91,8 @@ def test_memory_is_in_huge_pages_unless_malloc_is_told_otherwise(
 
 
 def test_a_process_with_huge_pages_has_fewer_faults() -> None:
-    """What malloc gives to a new process, where Linux leaves huge pages to programs."""
-    if "[madvise]" not in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text():
-        pytest.skip("Linux does not leave huge pages to programs here")
+    """What malloc gives to a new process: where Linux does not leave huge pages to programs, as much as without."""
+    to_programs = "[madvise]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
     code = (
         "import resource, torch; torch.ones(1); count = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt; "
         "before = count(); kept = [torch.ones(2**22) for _ in range(4)]; print(count() - before)"
@@ -104,4 +103,4 @@ def test_a_process_with_huge_pages_has_fewer_faults() -> None:
         )
         for pages in ({"GLIBC_TUNABLES": ""}, HUGE_PAGES)
     ]
-    assert faults[1] < faults[0] / 4
+    assert faults[1] < faults[0] * (1 / 4 if to_programs else 1.1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ def actions(names: str, most: int) -> SearchStrategy[list[Action]]:
     return st.lists(st.tuples(kinds, st.sampled_from(names)), max_size=most)
 
 
-class TurningReplicas:
+class TurningReplicas(ABC):
     """The part that is alike: a subclass does one step, and checks it."""
 
     def __init__(self, turns: Any) -> None:
@@ -29,13 +30,13 @@ class TurningReplicas:
         self.loads: list[str] = []
         """The names of the weights that were loaded, in that order."""
 
+    @abstractmethod
     def do(self, step: Any) -> None:
         """Does what the turns say, and checks it; a sample that starts is noted by `started`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def renew(self, name: str) -> None:
         """Changes the weights of a name."""
-        raise NotImplementedError
 
     def step(self) -> bool:
         """Does one thing; returns False if there is nothing to do."""

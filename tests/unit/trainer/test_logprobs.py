@@ -98,7 +98,7 @@ def test_the_product_that_cuda_has_is_called_as_torch_declares_it():
 def test_torch_still_lacks_the_product_on_cpus():
     """Fails when torch has it: then the cast in `trireme.core.wide_product` can go."""
     ones = torch.ones(2, 2, dtype=torch.bfloat16)
-    with pytest.raises(NotImplementedError, match=r"aten::mm\.dtype"):  # reason: torch's own error, not a stub of ours
+    with pytest.raises(RuntimeError, match=r"Could not run 'aten::mm\.dtype' with arguments from the 'CPU' backend"):
         torch.mm(ones, ones, out_dtype=torch.float32)
 
 
