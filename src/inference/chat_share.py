@@ -94,7 +94,7 @@ def with_report(stats: SchedulerStats, report: EngineReport) -> SchedulerStats:
     """Returns a step's statistics with `report`: in the field for those of a connector, which this engine does not
     have, and which vLLM passes on as it is."""
     uses = {purpose: (use.seconds, use.tokens) for purpose, use in report.uses.items()}
-    return replace(stats, kv_connector_stats={"uses": uses, "rest": (report.preemptions, report.chats_waiting)})
+    return replace(stats, kv_connector_stats={"uses": uses, "counts": (report.preemptions, report.chats_waiting)})
 
 
 def report_in(stats: SchedulerStats) -> EngineReport | None:
@@ -102,4 +102,4 @@ def report_in(stats: SchedulerStats) -> EngineReport | None:
     if (found := stats.kv_connector_stats) is None:
         return None
     uses = {cast(Purpose, purpose): EngineUse(*use) for purpose, use in found["uses"].items()}
-    return EngineReport(uses, *found["rest"])
+    return EngineReport(uses, *found["counts"])

@@ -359,6 +359,17 @@ class TestTheLoopOfTheEngine:
         core._process_input_queue()
         assert time.monotonic() - began >= LONGEST_REST_S
 
+    def test_vllm_itself_still_makes_steps_without_a_rest(
+        self, core: EngineCoreProc, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Fails when vLLM waits where each request waits: then `inference.sharing.rest_before_requests` can go."""
+
+        def get(*_: object, **__: object) -> None:
+            raise AssertionError("vLLM's loop waits for a request")
+
+        monkeypatch.setattr(core.input_queue, "get", get)
+        cast(Any, EngineCoreProc._process_input_queue).__wrapped__(core)
+
     @pytest.mark.parametrize("why", ["a step is in flight", "others wait for its steps"])
     def test_it_does_not_rest_while(self, core: EngineCoreProc, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
         def rest(*_: object) -> None:
