@@ -18,6 +18,7 @@ from rich.filesize import decimal
 from trireme.cli.common import Parser, run_command
 from trireme.cli.distill import main as distill
 from trireme.cli.launch import main as launch
+from trireme.config.removed import refuse_removed_command
 from trireme.core.errors import EXIT_INTERRUPTED, EXIT_OK, TriremeError
 from trireme.core.extras import require
 from trireme.core.finite_json import to_json
@@ -44,6 +45,11 @@ PIPE_WIDTH = 200
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command (of `sys.argv` when none is given) and returns its exit code (`trireme.core.errors`)."""
     given = sys.argv[1:] if argv is None else list(argv)
+    try:
+        refuse_removed_command(given)
+    except TriremeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
     if given[:1] == ["eval"]:
         from trireme.cli.eval import evaluate
 

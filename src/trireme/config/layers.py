@@ -29,6 +29,7 @@ from typing import Any, get_origin
 from pydantic import TypeAdapter, ValidationError
 
 from trireme.config.keys import Keys, Path
+from trireme.config.removed import removed_key
 from trireme.config.section import Section
 from trireme.core.finite_json import to_json
 from trireme.core.refusals import Refusal
@@ -117,8 +118,13 @@ class MergedLayers:
 
 
 def unknown_key(given: GivenValue, known: Keys) -> Refusal:
-    """Refuses a key that does not exist, and names the one that looks most like it."""
+    """Refuses a key that does not exist: says what replaces a removed one, or names the key that looks most like it."""
     path, (flat, entry) = given.spelling, known.split_number(given.spelling)
+    shown = f"`{'.'.join(path)}` ({given.place})"
+    if given.place.startswith("flag"):
+        shown = f"`{' '.join(filter(None, (given.place.removeprefix('flag '), given.value)))}`"
+    if removed := removed_key(flat, shown):
+        return removed
     near = known.nearest(flat)
     if near and entry and near[: len(entry) - 1] == entry[:-1]:
         near = (*entry, *near[len(entry) - 1 :])
@@ -133,10 +139,7 @@ def unknown_key(given: GivenValue, known: Keys) -> Refusal:
         advice = f"did you mean `{PREFIX}{'__'.join(near).upper()}`? {known.help}"
     else:
         advice = f"did you mean `{'.'.join(near)}`? {known.help}"
-    said = f"`{'.'.join(path)}` ({given.place})"
-    if given.place.startswith("flag"):
-        said = f"`{' '.join(filter(None, (given.place.removeprefix('flag '), given.value)))}`"
-    return Refusal(said, "a known key; there is none of that name", advice)
+    return Refusal(shown, "a known key; there is none of that name", advice)
 
 
 def _convert(path: Path, given: GivenValue, known: Keys) -> Any:

@@ -120,13 +120,6 @@ def _check_ports(ports: str) -> str:
     raise ValueError("a range of ports from 1024 to 65535, such as 20000-20999")
 
 
-def _check_place(directory: str) -> str:
-    """Refuses a directory that would be another one for each process."""
-    if directory.startswith(("/", "~")):
-        return directory
-    raise ValueError("a directory that begins with / or ~, as processes of nodes work in directories of Ray")
-
-
 class ClusterConfig(Section):
     address: str | None = Field(None, json_schema_extra=NAMES_CODE)
     """Address of a running Ray cluster; none = start one here."""
@@ -138,8 +131,6 @@ class ClusterConfig(Section):
     variables: list[str] = Field([])
     """Further environment variables of the driver that all nodes get; those of Hugging Face, W&B, NCCL, gloo, vLLM and
     Trireme travel anyway."""
-    model_cache: Annotated[str, AfterValidator(_check_place)] = "~/.cache/trireme/models"
-    """Directory on each node for the files of models that it lacks, which the driver's node sends it."""
     max_restarts: NonNegativeInt = 3
     """How often the same part of a run (a replica; the trainer, with the orchestrator; Ray itself on one
     machine) is started again after its death within restart_window_s; then the run stops with exit code 3. 0 = never:

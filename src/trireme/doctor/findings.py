@@ -167,7 +167,7 @@ def _model(name: str, facts: NodeFacts, examination: Examination, expected: Expe
     is_directory = expected.model.startswith(("/", ".", "~"))
     if asking.model_bytes and (facts.model is None or not is_directory):  # the driver's node sends them
         if examination.sent_model(name) and facts.model_room < asking.model_bytes:
-            has = f"{gib(facts.model_room)} are free in cluster.model_cache, for {gib(asking.model_bytes)} of the model"
+            has = f"{gib(facts.model_room)} are free for sent models, for {gib(asking.model_bytes)} of the model"
             yield Finding(name, "model", has, "room for the files that it lacks and is sent", copy)
     elif facts.model is None:
         # A hub's model is downloaded by the node itself, a directory is not.

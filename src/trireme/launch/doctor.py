@@ -29,6 +29,7 @@ from trireme.doctor.links import Endpoint
 from trireme.doctor.report import model_line, network_line
 from trireme.plan.base import Plan
 from trireme.process import waits
+from trireme.process.model_cache import MODEL_CACHE
 from trireme.process.ray_cluster import on_node
 
 ANSWER_S = 60.0
@@ -118,7 +119,7 @@ def examine(config: CommonConfig | None, among: Collection[str] = ()) -> Examina
     """Examines all nodes of the cluster, or the head and those `among` them, for a run of `config`, whose directory is
     made; without one what is needed by any run."""
     output_dir = absolute(config.run.directory) if config else ""
-    model, cache = (config.model.name, config.cluster.model_cache) if config else ("", "")
+    model, cache = (config.model.name, MODEL_CACHE) if config else ("", "")
     ports = config.cluster.port_range if config else range(0)
     nodes = joined_nodes(among)
     living = {node.name: node for node in nodes if node.alive}

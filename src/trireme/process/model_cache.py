@@ -29,6 +29,7 @@ SPARE_BYTES = 64 << 20
 LOCK_TICK_S = 0.2
 ARRIVING = ".arriving"
 """The end of the name of a directory whose files are not whole yet."""
+MODEL_CACHE = "~/.cache/trireme/models"
 Contents = npt.NDArray[np.uint8]
 
 
@@ -167,7 +168,7 @@ class ModelCache:
 
     def _advice(self) -> str:
         return (
-            f"make room there (what lies in {self.root} can be deleted while no run uses it), set cluster.model_cache "
+            f"make room there (what lies in {self.root} can be deleted while no run uses it), set HOME "
             "to another directory, or copy the model to that node"
         )
 

@@ -24,7 +24,7 @@ from trireme.config import CommonConfig
 from trireme.core.model_files import TOKENIZER, ModelFiles, model_directory, sendable
 from trireme.core.model_places import set_place
 from trireme.process import waits
-from trireme.process.model_cache import Contents, ModelCache, ModelPiece, checksum
+from trireme.process.model_cache import MODEL_CACHE, Contents, ModelCache, ModelPiece, checksum
 
 SOURCE = "model files"
 """The name of the actor, in the namespace that Ray gives each driver."""
@@ -99,7 +99,7 @@ def bring_models(config: CommonConfig) -> None:
         return
     deadline = time.monotonic() + config.timeouts.start_s
     here, address = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
-    cache = ModelCache(Path(config.cluster.model_cache).expanduser(), address)
+    cache = ModelCache(Path(MODEL_CACHE).expanduser(), address)
     for model in config.models:
         who = f"the node of the driver, asked by node {address} for the files of {model}"
         offered: Offered | None = waits.get(source.offered.remote(model), who=who, timeout_s=ANSWER_S)

@@ -138,7 +138,7 @@ class TestModelThatIsSent:
     def test_a_node_without_room_is_named(self) -> None:
         (finding,) = found(self.lacking(model_room=GIB // 2))
         assert (finding.node, finding.check, finding.fatal) == (THIRD, "model", True)
-        assert "0.50 GiB are free in cluster.model_cache, for 1.00 GiB" in finding.found
+        assert "0.50 GiB are free for sent models, for 1.00 GiB" in finding.found
         assert found(self.lacking(model_room=GIB // 2, model_cached=True)) == []
 
     def test_a_part_of_a_hubs_model_is_completed_and_another_directory_refused(self) -> None:

@@ -71,9 +71,9 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     monkeypatch.setenv(PLACES, "{}")
     given = plan().config
     assert isinstance(given, Config)
-    cluster = given.cluster.model_copy(update={"model_cache": str(tmp_path / "cache")})
+    monkeypatch.setattr("trireme.process.model_source.MODEL_CACHE", str(tmp_path / "cache"))
     there = given.model.model_copy(update={"name": str(tmp_path / "base")})
-    return given.model_copy(update={"model": there, "cluster": cluster})
+    return given.model_copy(update={"model": there})
 
 
 def source_of(config: Config, directory: Path) -> ModelSource:

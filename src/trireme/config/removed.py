@@ -1,0 +1,34 @@
+"""Keys of the configuration and commands that no longer exist, and what to use instead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trireme.core.refusals import Refusal
+
+REMOVED: dict[str, str] = {
+    "cluster.model_cache": "give model.name as an id of the hub, which each node fetches, or as a path that all have",
+}
+"""What to do instead of a removed key (`section.key`, or a whole `section`), command (`trireme foo`) or option of a
+command (`trireme foo --bar`)."""
+
+
+def removed_key(path: Sequence[str], shown: str) -> Refusal | None:
+    """Returns the refusal of a key that was removed, itself or with its section; None for any other.
+
+    `path`: its parts, without the number of an entry. `shown`: the key and its place, for a person.
+    """
+    names = (".".join(path[:end]) for end in range(len(path), 0, -1))
+    advice = next((REMOVED[name] for name in names if name in REMOVED), None)
+    return Refusal(shown, "a key that exists; this one was removed", advice) if advice else None
+
+
+def refuse_removed_command(argv: Sequence[str]) -> None:
+    """Raises BadInput if the arguments of `trireme` begin with a command that was removed, or have an option that
+    was removed from their command."""
+    command = " ".join(["trireme", *argv[:1]])
+    options = [f"{command} {word.partition('=')[0]}" for word in argv[1:]]
+    for name in [command, *options]:
+        if name in REMOVED:
+            kind = "an option" if name in options else "a command"
+            raise Refusal(f"`{name}`", f"{kind} that exists; this one was removed", REMOVED[name]).error()
