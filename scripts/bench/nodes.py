@@ -49,7 +49,7 @@ CONFIG = ROOT / "configs" / "quickstart.toml"
 SIZES = ["--trainer.shards", "2", "--inference.replicas", "2"]
 SMALL_BATCH = ["--orchestrator.batch-size", "4", "--orchestrator.group-size", "2"]
 SENT = re.compile(r"([\d,.]+) MB to ([\d.]+)")
-RATE = re.compile(r"slowest connection ([\d,]+) Mbit/s")
+RATE = re.compile(r" sends ([\d,]+) Mbit/s to the slowest")
 
 
 @dataclass(frozen=True)

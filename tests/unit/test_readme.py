@@ -170,8 +170,8 @@ def try_tool(tool: str, *arguments: str) -> None:
     elif tool == "serve":
         assert load(["@", str(serve.UNREAD), *arguments], {})
     elif tool == "doctor":
-        _, keys = doctor._parser().parse_known_args(arguments)
-        assert not doctor._config("rl", keys) or Path(keys[1]).exists()
+        _, config = doctor.parse(arguments)
+        assert (config is None) == ("@" not in arguments)
     else:
         parser: argparse.ArgumentParser = distill._parser() if tool == "distill" else trireme._parser()
         parser.parse_args(arguments if tool == "distill" else [tool, *arguments])

@@ -1,82 +1,50 @@
-"""The part of an examination that runs on a node, in a process that other nodes and the asking one call."""
+"""The part of an examination that runs on a node, in a process that the driver calls and other nodes connect to."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from trireme.core.errors import RoomFailed
-from trireme.doctor.facts import NodeFacts, Questions, collect, remove_answer, write_answer
+from trireme.doctor.facts import NodeFacts, Questions, collect
 from trireme.doctor.links import Endpoint, Link, Listener, rate, reach
-from trireme.process.interfaces import GLOO, address_of
 
-AT_ONCE = 64
-"""Connections that a node tries at the same time."""
+PARALLEL_CONNECTIONS = 64
+"""Connections that a node opens at the same time."""
 
 
 @dataclass(frozen=True)
-class Open:
-    """Where a node listens for the examination."""
+class Report:
+    """A node's facts, and where it listens for the other nodes."""
 
+    facts: NodeFacts
+    """What the node reports of itself."""
     endpoints: Sequence[Endpoint]
-    """Each place, the one at any port of its address in the cluster first."""
-    errors: Sequence[str]
-    """Why it cannot listen at others."""
+    """Each endpoint, first the one at any port of the node's address in the cluster."""
 
 
 class Examiner:
-    """Examines one node of a cluster. `name`: what the node is called in findings; `number`: its place in the list."""
+    """Examines one node of a cluster. `name`: the node's name in findings; `token`: callers must know it."""
 
-    def __init__(self, name: str, number: int) -> None:
-        self._name, self._number = name, number
-        self._listener: Listener | None = None
-        self._token = b""
-        self._asked: Questions | None = None
+    def __init__(self, name: str, token: bytes) -> None:
+        self._name = name
+        self._token = token
+        self._listener = Listener(token)
 
-    def collect(self, asked: Questions) -> NodeFacts:
-        """Returns what the node reports of itself, and leaves its file beside the nonce."""
-        if asked.nonce:
-            self._asked = asked
-            write_answer(asked, self._number)
-        return collect(asked)
-
-    def now(self) -> float:
-        """Returns the time by the node's clock."""
-        return time.time()
-
-    def listen(self, host: str, ports: Sequence[int], token: bytes, chosen: Mapping[str, str]) -> Open:
-        """Listens at `host`, the node's address in the cluster: at any port, and if `ports` are given at the first and
-        the last free one of them; and at the address of the interface that is `chosen` for gloo."""
-        self._token, self._listener = token, Listener(token)
-        wanted: list[tuple[str, Sequence[int]]] = [(host, ())]
-        if ports:
-            wanted += [(host, ports), (host, ports[::-1])]
-        if (interface := chosen.get(GLOO)) and (own := address_of(interface, host)) not in ("", host):
-            wanted.append((own, ()))
-        endpoints, errors = [], []
-        for address, among in wanted:
-            try:
-                endpoints.append(self._listener.add(address, among))
-            except RoomFailed as error:
-                errors.append(str(error))
-        return Open(endpoints, errors)
+    def report(self, questions: Questions, host: str, ports: Sequence[int]) -> Report:
+        """Collects the node's facts, and listens at `host`, the node's address in the cluster: at any port, and at the
+        first and the last free one of `ports` (cluster.ports). Raises RoomFailed where it cannot listen."""
+        choices = [(), ports, ports[::-1]] if ports else [()]
+        return Report(collect(questions), [self._listener.add(host, choice) for choice in choices])
 
     def reach(self, others: Mapping[str, Sequence[Endpoint]]) -> list[Link]:
-        """Tries all endpoints of other nodes, {name: endpoints}, side by side."""
-        tries = [(name, endpoint) for name, endpoints in others.items() for endpoint in endpoints]
-        with ThreadPoolExecutor(AT_ONCE) as threads:
-            errors = threads.map(lambda each: reach(each[1], self._token), tries)
-        return [Link(self._name, name, at, error) for (name, at), error in zip(tries, errors, strict=True)]
+        """Connects to all endpoints of other nodes, {name: endpoints}, side by side."""
+        pairs = [(name, endpoint) for name, endpoints in others.items() for endpoint in endpoints]
+        with ThreadPoolExecutor(PARALLEL_CONNECTIONS) as threads:
+            errors = threads.map(lambda pair: reach(pair[1], self._token), pairs)
+        return [Link(self._name, name, at, error) for (name, at), error in zip(pairs, errors, strict=True)]
 
-    def rate(self, to: Endpoint) -> float:
-        """Returns the bytes per second that reach another node; 0 if none do."""
-        return rate(to, self._token)
-
-    def close(self) -> None:
-        """Stops listening, and removes the node's file."""
-        if self._asked:
-            remove_answer(self._asked, self._number)
-        if self._listener:
-            self._listener.close()
+    def rates(self, receivers: Mapping[str, Endpoint]) -> dict[str, float]:
+        """Returns the bytes per second that reach each of `receivers`, one after the other; 0 for one that is not
+        reached."""
+        return {name: rate(endpoint, self._token) for name, endpoint in receivers.items()}

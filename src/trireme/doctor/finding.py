@@ -1,4 +1,4 @@
-"""One thing that is wrong, in four parts: where, what was found, what was expected, what to type."""
+"""One thing that is wrong, in four parts: the node, the actual state, the expected state, what to type."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from trireme.core.refusals import Refusal
 
 CLUSTER = "cluster"
-"""Stands for the node where a finding is about all of them."""
+"""Stands for the node of a finding about all nodes."""
 
 
 @dataclass(frozen=True)
@@ -15,25 +15,25 @@ class Finding:
     """One thing that is wrong with a node."""
 
     node: str
-    """The name of the node; CLUSTER if it is about all of them."""
+    """The name of the node; CLUSTER for a finding about all nodes."""
     check: str
-    """A word for what was looked at."""
-    found: str
-    """What is there."""
+    """A word for the check that failed."""
+    actual: str
+    """The state of the node."""
     expected: str
-    """What should be there, and why."""
+    """The state that a run needs, and why."""
     do: str
     """What to type, and where."""
     fatal: bool = True
-    """True: a run is refused. False: it works, but something is lost or slow."""
+    """True: a run is refused. False: a run works, but it is slower or may fail later."""
 
     def refusal(self) -> Refusal:
-        """Returns it as the reason why a run is refused."""
-        return Refusal(f"{self._where}: {self.found}", self.expected, self.do)
+        """Returns the finding as the reason why a run is refused."""
+        return Refusal(f"{self._where}: {self.actual}", self.expected, self.do)
 
     def line(self) -> str:
-        """Returns it as a sentence, for a warning."""
-        return f"{self._where}: {self.found}; expected: {self.expected}; to do: {self.do}"
+        """Returns the finding as a sentence, for a warning."""
+        return f"{self._where}: {self.actual}; expected: {self.expected}; to do: {self.do}"
 
     @property
     def _where(self) -> str:

@@ -6,7 +6,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,6 @@ from trireme.launch.common import StartProgress
 from trireme.launch.doctor import check_nodes
 from trireme.launch.far_logs import GatheredLogs
 from trireme.launch.gathering import AskedNodes, FarNodes
-from trireme.launch.joiners import Joiners
 from trireme.launch.restoring import bring_back
 from trireme.plan.base import Plan
 from trireme.process import signals, trace, waits
@@ -210,13 +209,11 @@ def supervised(
         config = plan.resolved(training.config)
         group, options = reserve(plan.options, config.timeouts.place_s, StartProgress(console), ending, plan.blocks)
         training.places = plan.by_room(options)
-        joiners: AbstractContextManager[object] = nullcontext()
         if cluster_address(config):
-            joiners = Joiners(plan, console)
             check_nodes(plan, nodes_of(training.places), console)
         elastic = training.start_lasting(run, ending)
         nodes = len(set(placement_group_table(group)["bundles_to_node_id"].values()))
-        with joiners, Supervisor(config, roster, training.core, elastic) as supervisor:
+        with Supervisor(config, roster, training.core, elastic) as supervisor:
             yield supervisor, "1 node" if nodes == 1 else f"{nodes} nodes"
 
 

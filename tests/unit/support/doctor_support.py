@@ -6,8 +6,8 @@ from dataclasses import replace
 from itertools import permutations
 from typing import Any
 
-from trireme.doctor.examination import ClockOffset, Declared, Examination, Expected
-from trireme.doctor.facts import UNLIMITED, NodeFacts
+from trireme.doctor.examination import Declared, Examination, Expected
+from trireme.doctor.facts import NodeFacts
 from trireme.doctor.finding import Finding
 from trireme.doctor.findings import findings
 from trireme.doctor.links import Endpoint, Link
@@ -21,14 +21,12 @@ EXPECTED = Expected(
     head=f"{HEAD}:6379",
     on_gpus=True,
     version_bytes=GIB,
-    commit_bytes=8 * GIB,
-    kept=3,
     memory=dict.fromkeys(NAMES, 20 * GIB),
     shm_free={THIRD: GIB},
+    writers=[HEAD, THIRD],
     output_dir="/shared/outputs",
     model="/models/base",
     ports=range(20000, 21000),
-    grace_s=60.0,
 )
 
 
@@ -39,16 +37,9 @@ def facts_of(name: str) -> NodeFacts:
         machine=MACHINE,
         available_bytes=50 * GIB,
         shm_free=31 * GIB,
-        open_files=65536,
-        processes=UNLIMITED,
-        disk_free=100 * GIB,
-        nonce_seen="salt",
+        shares_run_directory=True,
         model={"config.json": "1", "model.safetensors": "2"},
-        variables={"HF_HOME": "/models/hub", "HF_TOKEN": "(secret, digest 12)"},
-        routes={peer: "lo" if peer == name else "eth0" for peer in NAMES},
-        interfaces={"lo": ["127.0.0.1"], "docker0": ["172.17.0.1"], "eth0": [name, "fe80::1"]},
-        kernel_ports=(32768, 60999),
-        stop_wait_s=60,
+        offline=False,
     )
 
 
@@ -57,31 +48,31 @@ def healthy() -> Examination:
     pairs = list(permutations(NAMES, 2))
     return Examination(
         nodes=[Declared(name, name, f"host-{name}", True, 16, 8, 10 * GIB, name) for name in NAMES],
-        asking=facts_of(HEAD),
+        driver=facts_of(HEAD),
         facts={name: facts_of(name) for name in NAMES},
-        clocks={name: ClockOffset(0.01, 0.001) for name in NAMES},
         links=[Link(source, target, Endpoint(target, port), "") for source, target in pairs for port in (40001, 20000)],
-        rates=dict.fromkeys(pairs, 1e9),
+        sender=SECOND,
+        rates={HEAD: 1e9, THIRD: 2e9},
     )
 
 
 def changed(name: str, **values: Any) -> Examination:
-    """The healthy cluster, of which one node reports something else."""
-    good = healthy()
-    return replace(good, facts={**good.facts, name: replace(good.facts[name], **values)})
+    """The healthy cluster with one node that reports other facts."""
+    cluster = healthy()
+    return replace(cluster, facts={**cluster.facts, name: replace(cluster.facts[name], **values)})
 
 
 def broken(source: str, target: str, *ports: int) -> Examination:
     """The healthy cluster, in which one node does not reach another, or only not at some ports."""
-    good = healthy()
+    cluster = healthy()
     links = [
         replace(link, error="timed out")
         if (link.source, link.target) == (source, target) and link.at.port in (ports or (link.at.port,))
         else link
-        for link in good.links
+        for link in cluster.links
     ]
-    return replace(good, links=links, rates={**good.rates, (source, target): 0.0})
+    return replace(cluster, links=links)
 
 
-def found(examination: Examination, expected: Expected = EXPECTED) -> list[Finding]:
+def problems(examination: Examination, expected: Expected = EXPECTED) -> list[Finding]:
     return findings(examination, expected)
