@@ -42,14 +42,18 @@ Truncation = Literal["max_seq_len", "max_prompt_len"]
 than `orchestrator.max_prompt_len`."""
 
 BUILT_IN = {
-    "arithmetic": "orchestrator.envs.arithmetic:ArithmeticDataset",
-    "calculator": "orchestrator.envs.calculator:CalculatorDataset",
     "guess": "orchestrator.envs.guess:GuessDataset",
     "question_answer": "orchestrator.envs.question_answer:QuestionAnswerDataset",
-    "reverse": "orchestrator.envs.reverse:ReverseDataset",
     "sort": "orchestrator.envs.sort:SortDataset",
     "twenty_questions": "orchestrator.envs.twenty_questions:TwentyQuestionsDataset",
 }
+MOVED = {
+    "arithmetic": ("examples/envs/arithmetic.py", "arithmetic:Arithmetic"),
+    "calculator": ("examples/envs/arithmetic.py", "arithmetic:Arithmetic"),
+    "reverse": ("examples/envs/reverse.py", "reverse:Reverse"),
+}
+"""Environments that were built in: the file of the example that replaces them, and the id with its folder on Python's
+path."""
 VERIFIERS, TASKSETS = "verifiers:", "orchestrator.envs.verifiers:TasksetDataset"
 """The prefix of ids that name a taskset of the package verifiers, and the dataset that plays it."""
 AGENT, AGENTS = "agent:", "orchestrator.envs.agent:AgentDataset"
@@ -301,6 +305,13 @@ def _find_class(env_id: str, section: str) -> Callable[..., RLDataset]:
         return partial(_find_class(AGENTS, section), env_id.removeprefix(AGENT))
     if env_id.startswith(URLS):
         return partial(_find_class(SERVED, section), url=env_id)
+    if env_id in MOVED:
+        file, example = MOVED[env_id]
+        raise Refusal(
+            f"{section}.id = {env_id}, which is not built in",
+            f"{section}.id = {example}, the class in {file} of the repository",
+            f"set it so, and PYTHONPATH={file.rpartition('/')[0]}",
+        ).error()
     built_in = ", ".join(BUILT_IN)
     expected = (
         f"expected a built-in name ({built_in}), `{VERIFIERS}<taskset>`, `{AGENT}<module>:<function>`, `{PROGRAM}`, "

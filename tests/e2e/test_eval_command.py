@@ -72,10 +72,10 @@ def test_environments_of_several_kinds_on_a_real_engine(tmp_path: Path) -> None:
         "model": {"name": str(tmp_path / "model"), "max_seq_len": 2048},
         "cluster": {"device": "cpu"},
         "inference": {"sampling": {"max_tokens": 64}},
-        "env": {"id": "calculator"},
+        "env": {"id": "arithmetic:Arithmetic"},
         "eval": {
             "env": [
-                {"id": "calculator", "args": {"max_turns": 3}},
+                {"id": "arithmetic:Arithmetic", "args": {"max_turns": 3}},
                 {"id": "question_answer", "args": {"path": str(tmp_path / "sevens.jsonl")}},
                 {"id": "verifiers:sevens", "name": "sevens", "args": {"hold_out": False}},
                 {"id": "twenty_questions", "args": {"max_questions": 2}},
@@ -87,15 +87,15 @@ def test_environments_of_several_kinds_on_a_real_engine(tmp_path: Path) -> None:
     (tmp_path / "own.json").write_text(json.dumps(config))
     output = tmp_path / "numbers.json"
     command = [*COMMAND, str(tmp_path / "model"), "@", str(tmp_path / "own.json"), "--output", str(output)]
-    environ = os.environ | {"PYTHONPATH": str(tmp_path)}
+    environ = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT / 'examples' / 'envs'}"}
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     numbers = json.loads(output.read_text())
-    for env in ("calculator", "question_answer", "sevens", "twenty_questions"):
+    for env in ("arithmetic", "question_answer", "sevens", "twenty_questions"):
         assert (numbers[f"eval/{env}/n"] + numbers[f"eval/{env}/failed"], numbers[f"eval/{env}/failed"]) == (48, 0)
         assert numbers[f"eval/{env}/parse_error"] == numbers[f"eval/{env}/length_cut"] == 0
-    assert (numbers["eval/calculator/tool_calls"], numbers["eval/calculator/tool_errors"]) == (1, 0)
-    assert 1.3 < numbers["eval/calculator/turns_per_episode"] < 2.2, "on average 1.75 of at most 3"
+    assert (numbers["eval/arithmetic/tool_calls"], numbers["eval/arithmetic/tool_errors"]) == (1, 0)
+    assert 1.3 < numbers["eval/arithmetic/turns_per_episode"] < 2.2, "on average 1.75 of at most 3"
     assert 0.2 < numbers["eval/question_answer/success"] < 0.8, "about half"
     assert 0.2 < numbers["eval/sevens/score/right"] < 0.8
     assert numbers["eval/twenty_questions/turns_per_episode"] == 2, "the first question was answered"

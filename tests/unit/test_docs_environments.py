@@ -1,4 +1,4 @@
-"""The tutorial's code is code: what docs/environments.md shows is run as it stands there."""
+"""The tutorial's code is code: what docs/environments.md shows, and the examples that it names, run as they are."""
 
 from __future__ import annotations
 
@@ -75,14 +75,14 @@ def play(problem: Any, texts: Sequence[str]) -> tuple[Trajectory, list[str]]:
     return asyncio.run(episode())
 
 
-def test_the_document_shows_both() -> None:
-    assert list(FILES) == ["letters.py", "higher_lower.py", "code_service.py", "run_code.py", "capitals.py"]
+def test_the_document_shows_a_short_file() -> None:
+    assert list(FILES) == ["letters.py"]
     assert len(FILES["letters.py"].strip().splitlines()) < 35
 
 
 def test_all_that_looks_like_python_is() -> None:
     blocks = re.findall(r"^```python\n(.*?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL)
-    assert len(blocks) >= len(FILES)
+    assert len(blocks) >= 4
     for block in blocks:
         ast.parse(block)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from orchestrator.envs.text import Question, QuestionDataset, by_position
+from orchestrator.envs.text import Question, QuestionDataset
 
 PROMPT = "Sort: {}\n"
 
@@ -18,7 +18,6 @@ class SortDataset(QuestionDataset):
     """
 
     name = "sort"
-    grade = staticmethod(by_position)
 
     min_digits: int = 3
     max_digits: int = 8

@@ -121,12 +121,6 @@ def by_position(target: str, answer: Answer) -> tuple[float, float]:
     return 0.5 * right / max(len(answer.text), len(target)) + 0.5 * exact, float(exact)
 
 
-def exactly(target: str, answer: Answer) -> tuple[float, float]:
-    """Gives 1 for an exact, finished answer, apart from white space around it."""
-    exact = float(answer.finished and answer.text.strip() == target)
-    return exact, exact
-
-
 @dataclass(frozen=True)
 class QuestionEnv(Env):
     """One answer to one question, whose `prompt` is tokens."""
@@ -151,7 +145,7 @@ class QuestionDataset(GeneratedDataset):
     """`num_batches` batches of `batch_size` questions. Raises ValueError for sizes below 1, and for a tokenizer without
     an end of sequence."""
 
-    grade = staticmethod(exactly)
+    grade = staticmethod(by_position)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -399,7 +399,7 @@ def test_batch_size_counts_groups_of_whatever_size() -> None:
 
 def test_an_environment_of_evaluations_is_one_of_the_runs_own_or_has_an_id() -> None:
     envs = {"id": "sort"}, {"id": "guess"}
-    assert check(mixed(*envs, held_out=[{"name": "guess"}, {"id": "reverse"}]), FACTS) == []
+    assert check(mixed(*envs, held_out=[{"name": "guess"}, {"id": "letters:Letters"}]), FACTS) == []
     text = refusal(mixed(*envs, held_out=[{"args": {"max_turns": 2}}]))
     assert "the name of one of the run's environments (sort, guess)" in text
     assert "eval.env has 2 environments" in refusal(mixed(*envs, held_out=[{"name": "guess"}, {"name": "guess"}]))

@@ -292,15 +292,15 @@ class TestSeveralEnvironments:
         assert got.env[1].group_size == 4
 
     def test_a_later_list_replaces_an_earlier_one(self, toml: Toml) -> None:
-        first, second = toml(SORT_AND_GUESS), toml('[[env]]\nid = "reverse"', "g.toml")
+        first, second = toml(SORT_AND_GUESS), toml('[[env]]\nid = "letters:Letters"', "g.toml")
         got = load([*WITHOUT_ENV, "@", first, "@", second], {}).config
-        assert [(env.id, env.args) for env in got.env] == [("reverse", {})]
+        assert [(env.id, env.args) for env in got.env] == [("letters:Letters", {})]
         assert len(load([*WITHOUT_ENV, "@", second, "@", first], {}).config.env) == 2
 
     def test_a_file_for_one_entry(self, toml: Toml) -> None:
-        first, second = toml(SORT_AND_GUESS), toml('id = "arithmetic"', "g.toml")
+        first, second = toml(SORT_AND_GUESS), toml('id = "twenty_questions"', "g.toml")
         got = load([*WITHOUT_ENV, "@", first, "--env.1", "@", second], {}).config
-        assert [(env.id, env.weight) for env in got.env] == [("sort", 1.0), ("arithmetic", 2.0)]
+        assert [(env.id, env.weight) for env in got.env] == [("sort", 1.0), ("twenty_questions", 2.0)]
 
     def test_an_entry_without_an_id_is_refused(self, toml: Toml) -> None:
         text = refusal(*WITHOUT_ENV, "@", toml('[[env]]\nid = "sort"\n[[env]]\nweight = 2.0'))
@@ -328,11 +328,11 @@ class TestSeveralEnvironments:
     def test_evaluations_on_several(self, toml: Toml) -> None:
         file = toml(SORT_AND_GUESS)
         assert [env.label for env in load([*WITHOUT_ENV, "@", file], {}).config.eval_envs] == ["sort", "guess"]
-        given = '[{name = "guess", args = {max_turns = 2}}, {id = "reverse"}]'
+        given = '[{name = "guess", args = {max_turns = 2}}, {id = "letters:Letters"}]'
         got = load([*WITHOUT_ENV, "@", file, "--eval.env", given], {}).config
         assert [(env.id, env.label, env.args) for env in got.eval_envs] == [
             ("guess", "guess", {"max_turns": 2}),
-            ("reverse", "reverse", {}),
+            ("letters:Letters", "letters", {}),
         ]
 
     def test_what_is_resolved_can_be_given_again(self, toml: Toml) -> None:

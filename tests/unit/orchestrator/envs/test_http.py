@@ -1,4 +1,4 @@
-"""Environments behind a URL, against the server of examples/environments, and against servers that fail."""
+"""Environments behind a URL, against the server of examples/envs, and against servers that fail."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from orchestrator.rollout import RolloutKey, RolloutLimits, run_rollout
 from trireme.config.schema import EnvConfig, RendererConfig, SamplingConfig
 from trireme.core.errors import BadInput
 
-SERVER = Path(__file__).parents[4] / "examples" / "environments" / "server.py"
+SERVER = Path(__file__).parents[4] / "examples" / "envs" / "server.py"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 

@@ -284,10 +284,7 @@ def test_a_prompt_of_several_messages() -> None:
     ]
 
 
-def test_the_taskset_of_the_documentation(written: Written, tmp_path: Path) -> None:
-    document = (ROOT / "docs" / "environments.md").read_text()
-    (code,) = re.findall(r"^```python\n# capitals\.py\n(.*?)^```$", document, re.MULTILINE | re.DOTALL)
-    (tmp_path / "capitals.py").write_text(code)
+def test_the_taskset_of_the_examples(written: Written) -> None:
     trajectory = answer("capitals", hold_out=False)
     assert trajectory.reward == 1.0
     assert trajectory.transitions[0].metrics.keys() == {"parse_error", "letters", "score/right", "score/short"}

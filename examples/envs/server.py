@@ -1,4 +1,4 @@
-"""A server of environments: `python examples/environments/server.py --port 8700`, then `--env.id http://127.0.0.1:8700`.
+"""A server of environments: `python examples/envs/server.py --port 8700`, then `--env.id http://127.0.0.1:8700`.
 
 It needs the package aiohttp and nothing of Trireme, so it runs where sandboxes run. `Addition` is the environment;
 put yours in its place. `Sessions` is the protocol (docs/environments.md): it answers a request that comes again with
