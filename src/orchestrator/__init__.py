@@ -7,5 +7,3 @@ problems); `rollout` (one episode), `group_runner` (one group); `ledger` (which 
 `replicas`); `state` (as files); `actor` and `handle` (the Ray actor, the driver's side). Nothing here
 imports torch.
 """
-
-import trireme as trireme  # the paths that modules here had before (trireme.core.aliases)

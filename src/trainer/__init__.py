@@ -1,3 +1,1 @@
 """The trainer room: FSDP2 shards as Ray actors, and the handle through which the driver calls them all."""
-
-import trireme as trireme  # the paths that modules here had before (trireme.core.aliases)

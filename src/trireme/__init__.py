@@ -1,11 +1,7 @@
 """The hull: configuration, launch, the driver's loop, and the types that cross rooms."""
 
 import os
-import sys
-
-from trireme.core.aliases import AliasFinder
 
 # Under `uv run`, Ray would start each worker through `uv run` again: a fresh environment of 200 packages per job.
 # Workers use the environment of their node instead (docs/clusters.md). Ray reads this variable when it is imported.
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-sys.meta_path.append(AliasFinder())
