@@ -9,9 +9,8 @@
     running.safetensors the other arrays of running groups, by number: the next prompts, and those in the states of
                         environments; only where there are any
 
-Files are written and read in small pieces, since the event loop of the process has to wait while one is made. Commits
-of before (`layout` 1: groups in state.json, each turn with its whole prompt) are read as well. Nothing is pickled. Logs
-of environments are kept as JSON; values that JSON does not know become text.
+Files are written and read in small pieces, since the event loop of the process has to wait while one is made. Nothing
+is pickled. Logs of environments are kept as JSON; values that JSON does not know become text.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from safetensors.numpy import load_file, save
 
 from orchestrator.advantages import ScoredGroup
 from orchestrator.ledger import Group
-from orchestrator.trajectory import Trajectory, Transition, Turn
+from orchestrator.trajectory import Trajectory, Turn
 from orchestrator.unfinished import UnfinishedGroup, UnfinishedRollout, from_json
 from orchestrator.unfinished import to_json as state_to_json
 from trireme.checkpoint.files import Chunk, FileRecord, write_bytes
@@ -41,7 +40,7 @@ from trireme.core.types import VersionSpan, WeightIdentity
 
 STATE, LINES, ARRAYS, RUNNING = "state.json", "groups.jsonl", "groups.safetensors", "running.safetensors"
 LAYOUT = 2
-"""The layout that is written; a commit that does not name its layout has layout 1."""
+"""The layout of these files. A change needs a new number, and a new fixture (tests/e2e/commit_fixture.py)."""
 GROUPS = ("finished", "filtered", "running")
 """The fields that hold groups, in the order in which their trajectories are written."""
 AnyGroup = ScoredGroup | UnfinishedGroup
@@ -70,7 +69,7 @@ class OrchestratorState:
     running: tuple[UnfinishedGroup, ...] = ()
     """Running groups that have something to keep."""
     efforts: Mapping[str, Any] = field(default_factory=dict)
-    """`state_dict` of the accounts of what was sampled; empty in commits of before there were any."""
+    """`state_dict` of the accounts of what was sampled."""
 
     def write(self, directory: Path) -> list[FileRecord]:
         """Writes the files; they are on the disk when it returns. Raises StorageFailed."""
@@ -92,12 +91,15 @@ class OrchestratorState:
         """Reads what `write` wrote; its contents must be verified. Raises OSError for a missing file, CheckpointInvalid
         for one that is no safetensors file, and for a layout that is not known."""
         state = json.loads((directory / STATE).read_text())
-        layouts = {1: _groups_of_layout_1, LAYOUT: _groups}
-        if (layout := state.pop("layout", 1)) not in layouts:
-            raise CheckpointInvalid(f"{directory / STATE} has layout {layout}; this version reads 1 to {LAYOUT}")
+        layout = state.pop("layout", None)
+        if layout != LAYOUT:
+            raise CheckpointInvalid(
+                f"{directory / STATE} has layout {layout}; expected {LAYOUT}: resume with the version of Trireme that "
+                "wrote the commit, or begin a new run"
+            )
         groups: dict[str, list[AnyGroup]] = {name: [] for name in GROUPS}
         try:
-            for name, group in layouts[layout](directory, state):
+            for name, group in _groups(directory):
                 groups[name].append(group)
         except SafetensorError as error:
             raise CheckpointInvalid(f"{directory / ARRAYS} is no safetensors file: {error}") from None
@@ -126,7 +128,7 @@ def _arrays(trajectories: Sequence[Trajectory]) -> Iterator[Chunk]:
         yield from (memoryview(getattr(t, name)).cast("B") for t in trajectories)
 
 
-def _groups(directory: Path, state: Mapping[str, Any]) -> Iterator[tuple[str, AnyGroup]]:
+def _groups(directory: Path) -> Iterator[tuple[str, AnyGroup]]:
     """Yields each group, and the name of the field that holds it."""
     others = load_file(directory / RUNNING) if (directory / RUNNING).exists() else {}
     with safe_open(directory / ARRAYS, "np") as arrays, (directory / LINES).open() as lines:
@@ -144,28 +146,6 @@ def _groups(directory: Path, state: Mapping[str, Any]) -> Iterator[tuple[str, An
                 yield "running", _unfinished_from_json(values, next_rollout, others)
             else:
                 yield values["field"], _group_from_json(values, next_rollout)
-
-
-def _groups_of_layout_1(directory: Path, state: Mapping[str, Any]) -> Iterator[tuple[str, AnyGroup]]:
-    """Yields the same of a commit that has the arrays of each turn, its whole prompt among them."""
-    columns = load_file(directory / ARRAYS)
-    parts = {"observation": np.split(columns["observation"], columns["observation_ends"])}
-    parts |= {
-        name: np.split(columns[name], columns["action_ends"]) for name in ("action", "logprobs", "versions", "mixed")
-    }
-    arrays = ({name: part[turn] for name, part in parts.items()} for turn in range(len(columns["action_ends"])))
-
-    def next_rollout(values: Mapping[str, Any]) -> Trajectory:
-        return Trajectory.of([_whole_turn(turn, next(arrays)) for turn in values["turns"]], values["stop_reason"])
-
-    for name in GROUPS[:2]:
-        for values in state[name]:
-            yield name, _group_from_json(values, next_rollout)
-
-
-def _whole_turn(values: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> Transition:
-    identities = tuple(map(WeightIdentity.parse, values["identities"]))
-    return Transition(**{**values, **arrays, "identities": identities, "metrics": _from_null(values["metrics"])})
 
 
 def _line(field: str, group: AnyGroup, others: list[npt.NDArray[Any]]) -> bytes:

@@ -4,8 +4,7 @@ Saved are, under these names, for any number of ranks to read:
   parameters.<names>     [3, n, *shape], in the dtype of the master weights: n parameters of one kind, all of the same
                          shape (`trainer.snapshot.kinds`), and AdamW's exp_avg and exp_avg_sq of them, stacked
   reference.<names>      [1, n, *shape]: of a reference policy that changes (`trainer.kl.reference.update_every`)
-  buffers.<name>         the persistent buffers of a whole model, and how gradients were summed (commits of before have
-                         none)
+  buffers.<name>         the persistent buffers of a whole model, and how gradients were summed
   base                   [16], uint8: for adapters, the digest of the weights they belong to
   steps                  [parameters], float32: AdamW's count of steps of each, in order of name
   random.<rank>.<kind>   see `random_state`
@@ -126,7 +125,7 @@ class Checkpointer:
 
     `parameters` are the sharded ones by name; `optimizer` has its state (`make_adam_state`). `reference` has the
     tensors of a reference policy that changes, by name. `base` is the digest of the weights that the parameters are
-    adapters of; None if they are the whole model. `buffers` are saved by name too; those that a commit lacks stay.
+    adapters of; None if they are the whole model. `buffers` are saved by name too.
     """
 
     def __init__(
@@ -193,7 +192,7 @@ class Checkpointer:
         self.wait_until_saved()  # frees the buffers
         reader = StateReader(path)
         saved = set(reader.read_metadata().state_dict_metadata)
-        expected = {*self._staging.buffers, "steps", *(["base"] if self._base else [])}
+        expected = {*self._staging.buffers, *self._buffers, "steps", *(["base"] if self._base else [])}
         _refuse_other_tensors(path, saved, expected)
         current = StateSnapshot(self._staging.tensors, self._stream)
         current.host_is_free()
@@ -230,7 +229,7 @@ class Checkpointer:
             tensor.live.copy_(tensor.host)
         torch._foreach_copy_(self._steps, list(small["steps"].unbind()))
         for name, buffer in self._buffers.items():
-            buffer.copy_(small.get(name, buffer))
+            buffer.copy_(small[name])
         prefix = self._random_prefix
         set_random_state({name.removeprefix(prefix): t for name, t in small.items() if name.startswith(prefix)})
 
@@ -269,9 +268,9 @@ def _cause(error: dcp.CheckpointException) -> Exception:
 
 
 def _refuse_other_tensors(path: Path, saved: set[str], expected: set[str]) -> None:
-    """Raises CheckpointInvalid unless both have the same tensors, random generators, reference and buffers apart."""
+    """Raises CheckpointInvalid unless both have the same tensors, random generators and reference apart."""
     missing, unknown = (
-        sorted(name for name in names if not name.startswith(("random.", REFERENCE, BUFFERS)))
+        sorted(name for name in names if not name.startswith(("random.", REFERENCE)))
         for names in (expected - saved, saved - expected)
     )
     if missing or unknown:

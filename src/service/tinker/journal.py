@@ -22,15 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from service.sessions.journal import BOOT, framed, frames, is_interrupted, write_frame
-from service.tinker.records import Record, decode, encode, with_callers
+from service.tinker.records import Record, decode, encode
 from trireme.checkpoint.files import fsync_directory, make_directory, storage_errors
 from trireme.core.errors import StorageFailed
 from trireme.core.finite_json import to_json
 from trireme.process.faults import fault_point
 
 FORMAT = 3
-READ = (1, 2, FORMAT)
-"""The formats that are read: of 1, records say nothing of who asked; of 2, nothing of quotas."""
 FULL = 256 << 20
 """Bytes of a file that is worth replacing, if it is also twice as large as it was at its beginning."""
 NEW = ".new"
@@ -68,17 +66,16 @@ class TinkerJournal:
         if not payloads:
             raise StorageFailed(f"{paths[-1]} is damaged at its beginning; move it elsewhere to begin without it")
         head = json.loads(payloads[0][0])
-        if head["format"] not in READ:
+        if head["format"] != FORMAT:
             raise StorageFailed(
-                f"{paths[-1]} has the format {head['format']}; expected 1 to {FORMAT}: start the version of the server "
+                f"{paths[-1]} has the format {head['format']}; expected {FORMAT}: start the version of the server "
                 "that wrote it, or move the file elsewhere, which ends all sessions (saved states stay)"
             )
         torn = contents[payloads[-1][1] :]
         lost = head["boot"] != self._boot or not is_interrupted(torn)
         if lost:
             log.warning("the journal %s may lack its last records", paths[-1])
-        records = [decode(payload) for payload, _ in payloads[1:]]
-        return Replayed(list(with_callers(records)) if head["format"] == 1 else records, lost)
+        return Replayed([decode(payload) for payload, _ in payloads[1:]], lost)
 
     def begin(self, records: Iterable[Record]) -> None:
         """Begins a file that says `records`, in place of all others. Raises StorageFailed; the journal is then as

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from math import inf
 from typing import Any
 
@@ -25,7 +25,7 @@ from service.quotas import TokensTaken
 from service.tinker.adapters import AdapterWish
 from service.tinker.asked import Creation, Loading, Saving, Unusable, Update, Work
 from service.tinker.codec import ForwardBackwardCall
-from service.tinker.owners import UNKNOWN, Caller
+from service.tinker.owners import Caller
 from service.tinker.promises import Failure, Outcome, SampleWork, Success
 from trireme.core.datum import ModelInput
 from trireme.core.finite_json import to_json
@@ -238,21 +238,6 @@ def taken_in(records: Iterable[Record]) -> Iterator[TokensTaken]:
             yield taken
 
 
-def with_callers(records: Iterable[Record]) -> Iterator[Record]:
-    """Adds the caller to the records of a journal of format 1, which does not name callers. The caller is the owner of
-    the session. It may read every state, as every key could then."""
-    owners = dict[str, str]()
-    for record in records:
-        if isinstance(record, SessionBegun):
-            owners[record.session] = record.owner
-        if isinstance(record, ModelAsked | TrainingAsked | StepKept) and isinstance(record.work, Creation | Loading):
-            session = record.session if isinstance(record, ModelAsked) else record.model.partition(":train:")[0]
-            work = replace(record.work, caller=Caller(owners[session], sees_all=True))
-            yield replace(record, work=work)
-        else:
-            yield record
-
-
 def _work_head(work: Any) -> tuple[dict[str, Any], bytes]:
     match work:
         case ForwardBackwardCall():
@@ -277,18 +262,14 @@ def _work_of(head: dict[str, Any], rest: bytes) -> Any:
             adam = AdamParams(**{name: inf if value is None else value for name, value in head.items()})
             return Update(adam)
         case "Creation":
-            wish, caller = head.pop("wish"), _caller_of(head)
+            wish = head.pop("wish")
+            caller = Caller(**head.pop("caller"))
             return Creation(**head, wish=AdapterWish(**wish) if wish else None, caller=caller)
         case "Loading":
-            caller = _caller_of(head)
+            caller = Caller(**head.pop("caller"))
             return Loading(**head, caller=caller)
         case kind:
             return WORKS[kind](**head)
-
-
-def _caller_of(head: dict[str, Any]) -> Caller:
-    caller = head.pop("caller", None)  # of format 1: see with_callers
-    return Caller(**caller) if caller else UNKNOWN
 
 
 def _outcome_head(outcome: Outcome) -> tuple[dict[str, Any], bytes]:

@@ -20,7 +20,9 @@ from trireme.checkpoint.files import FileRecord, checksum_of
 from trireme.core.errors import CheckpointInvalid
 from trireme.core.types import WeightIdentity
 
-FORMAT = 3
+FORMAT = 4
+"""The format of a commit. A change of the manifest, or of the digests' formula, needs a new number, and a new fixture
+(tests/e2e/commit_fixture.py)."""
 MANIFEST = "manifest.json"
 THREADS = 8
 """Number of files whose contents are checked in parallel."""
@@ -65,7 +67,6 @@ class Manifest:
     packages: Mapping[str, str]  # versions of the packages that matter
     created: str  # time for people; nothing depends on it
     files: tuple[FileRecord, ...]  # all files but the manifest
-    digests: str | None = None  # the scheme of the identities' digests; None in commits from before there were several
 
     @property
     def identity(self) -> WeightIdentity:
@@ -79,8 +80,6 @@ class Manifest:
 
     def to_json(self) -> str:
         values = {"format": FORMAT, **asdict(self), "identities": [str(i) for i in self.identities]}
-        if self.digests is None:
-            del values["digests"]
         canonical = json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
         values["checksum"] = xxhash.xxh3_128_hexdigest(canonical.encode())
         return json.dumps(values, indent=1, allow_nan=False) + "\n"
@@ -92,7 +91,10 @@ class Manifest:
             values = json.loads(text)
             written = values.pop("format")
             if written != FORMAT:
-                raise CheckpointInvalid(f"{MANIFEST} has format version {written}, but this program reads {FORMAT}")
+                raise CheckpointInvalid(
+                    f"{MANIFEST} has format {written}; expected {FORMAT}: resume with the version of Trireme that "
+                    "wrote the commit, or begin a new run"
+                )
             del values["checksum"]
             manifest = cls(
                 **{

@@ -14,7 +14,6 @@ from trireme.checkpoint.files import make_directory
 from trireme.checkpoint.manifest import Manifest, step_of
 from trireme.checkpoint.rows import ROW_FILES, read_rows, write_rows
 from trireme.checkpoint.store import CheckpointStore, VerifiedCommit
-from trireme.config.resume_compat import REFERENCE_WEIGHTS
 from trireme.core.errors import CheckpointInvalid
 from trireme.core.finite_json import to_json
 from trireme.core.refusals import Refusal
@@ -90,20 +89,14 @@ def differences(committed: Mapping[str, Any], now: Mapping[str, Any], then: str 
 def check_fixed(chosen: VerifiedCommit, fixed: Mapping[str, Any], force: bool) -> tuple[str, ...]:
     """Raises BadInput if a value that must not change since the commit has changed. Returns notes for people; with
     `force`, these are the changes."""
-    committed = chosen.manifest.fixed
-    notes: tuple[str, ...] = ()
-    before, now = committed.get("loss", {}), fixed.get("loss", {})
-    if REFERENCE_WEIGHTS in now and REFERENCE_WEIGHTS not in before and "trainer.kl.coef" in before:
-        notes = (f"{chosen.path} does not say which weights its KL reference had: taken for those of now",)
-        committed = {**committed, "loss": {**before, REFERENCE_WEIGHTS: now[REFERENCE_WEIGHTS]}}
-    changed = differences(committed, fixed)
+    changed = differences(chosen.manifest.fixed, fixed)
     if changed and not force:
         raise Refusal(
             f"to resume from {chosen.path} with other values of what a run is made of:\n    " + "\n    ".join(changed),
             "the same model, tokenizer, loss and data order as in the commit",
             "give the values of the commit, start a new run, or resume in spite of this with --resume.force",
         ).error()
-    return (*notes, *(f"changed, and forced: {line}" for line in changed))
+    return tuple(f"changed, and forced: {line}" for line in changed)
 
 
 def fork(source: VerifiedCommit, store: CheckpointStore, attempt: int) -> tuple[VerifiedCommit, str]:

@@ -86,7 +86,10 @@ class StoredRun:
             values = json.loads(text)
             written = values.pop("format")
             if written != FORMAT:
-                raise CheckpointInvalid(f"HEAD has format version {written}, but this program reads {FORMAT}")
+                raise CheckpointInvalid(
+                    f"HEAD has format {written}; expected {FORMAT}: use the version of Trireme that wrote it, or "
+                    "another run.output_dir"
+                )
             head = values["head"]
             base = CommitRef(**head["base"]) if head["base"] else None
             return cls(

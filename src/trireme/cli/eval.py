@@ -42,7 +42,7 @@ from trireme.plan.base import Plan
 from trireme.plan.rl import EVALUATION_ROOMS
 from trireme.process import signals
 from trireme.process.environ import Resources
-from trireme.tools.export import chosen_commit, export, refuse_incomplete
+from trireme.tools.export import chosen_commit, export
 from trireme.tools.merge import BASE
 
 AS_LOADED = "as-loaded"
@@ -99,7 +99,7 @@ class Subject:
 
     def whole(self, console: Console, ending: ExitStack) -> str:
         """Returns a directory, or a name, of the whole model. `ending` removes what is made for it. Raises BadInput if
-        the base has changed, or the model lacks tensors of its class, StorageFailed."""
+        the base has changed, or a directory lacks tensors of the model's class, StorageFailed."""
         if self.run is None:
             if Path(self.model).is_dir():  # one on the hub is fetched by the nodes of the replicas, and not here
                 advice = "save it again with save_pretrained, or evaluate another model"
@@ -107,7 +107,6 @@ class Subject:
             return self.model
         commit = Path(self.model).parent
         if self.base is None:
-            refuse_incomplete(commit)
             return self.model
         out = self.run / "exports" / f"{commit.name}-evaluated-{secrets.token_hex(4)}"
         console.print(f"merging the adapters of {commit.name} into {self.base}")

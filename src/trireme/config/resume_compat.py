@@ -20,8 +20,6 @@ from trireme.core.tokenizer import looks_like_path
 IRRELEVANT = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}
 """Entries of a model's config.json that say nothing about what it computes."""
 
-REFERENCE_WEIGHTS = "weights of trainer.kl.reference"
-
 SAMPLES, SAMPLE_BYTES = 64, 2**16
 """Samples that are read of each file of a reference's weights, and bytes of each: 4 MiB."""
 
@@ -41,7 +39,7 @@ def fixed_parts(config: Config, facts: ModelFacts) -> dict[str, Any]:
         penalty = {"trainer.kl.coef": kl.coef, "trainer.kl.discount": kl.discount}
         name = reference.load_checkpoint_path or reference.base_model
         if name and not config.base_is_reference:  # whose weights are compared when adapters are loaded
-            penalty[REFERENCE_WEIGHTS] = weights_fingerprint(name)
+            penalty["weights of trainer.kl.reference"] = weights_fingerprint(name)
     if reference.update_every:
         penalty["trainer.kl.reference.update_every"] = reference.update_every
     return {

@@ -29,7 +29,6 @@ from trireme.checkpoint.manifest import CommitRef, Manifest
 from trireme.checkpoint.rows import ROW_FILES
 from trireme.config import CommonConfig
 from trireme.config.installed import package_versions
-from trireme.core.digest import SCHEME
 from trireme.core.errors import DiskFull, LimitReached, RoomFailed, StorageFailed, TriremeError, WeightsRefused
 from trireme.core.finite_json import to_json
 from trireme.core.types import WeightIdentity
@@ -265,7 +264,6 @@ class Commits:
             packages=package_versions(),
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             files=tuple(files),
-            digests=SCHEME,
         )
 
     def _settle(self) -> None:
@@ -322,9 +320,7 @@ class Commits:
 def _check_loaded(published: WeightIdentity, commit: Manifest) -> None:
     """Raises WeightsRefused if a resumed trainer published other weights than those of the commit."""
     own = commit.identity.digest
-    if commit.digests != SCHEME:
-        log.warning("step %d: the digest in the commit, %s, is of an older kind; nothing is compared", commit.step, own)
-    elif published.digest != own:
+    if published.digest != own:
         raise WeightsRefused(
             f"the trainer loaded step {commit.step} and published weights with digest {published.digest}; the commit "
             f"was made of {own}"

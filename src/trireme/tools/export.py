@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,6 @@ from trireme.checkpoint.files import FileRecord, storage_errors
 from trireme.checkpoint.manifest import Manifest, file_of, step_of
 from trireme.checkpoint.store import CheckpointStore
 from trireme.core.base_digest import read_header
-from trireme.core.class_tensors import refuse_other_tensors
 from trireme.core.errors import CheckpointInvalid
 from trireme.core.finite_json import to_json
 from trireme.core.refusals import Refusal
@@ -73,7 +72,10 @@ def export(
                 "a new or an empty directory: nothing is overwritten",
                 "choose another --out, or remove it",
             ).error()
-        files = merged_files(read, on_file, exact=dtype is not None) if merge else _copied(commit, read)
+        if merge:
+            files = merged_files(read, on_file, exact=dtype is not None)
+        else:
+            files = ((name, get()) for name, get in read.items())
         return ExportedModel(commit, out, *_write_beside(out, files, dtype))
     except CheckpointInvalid as error:
         raise Refusal(
@@ -81,23 +83,6 @@ def export(
             "a commit whose inference/ is as it was written",
             "choose another --step; without one the newest that verifies is taken",
         ).error() from None
-
-
-def _copied(commit: Path, read: Mapping[str, Callable[[], bytes]]) -> Iterator[tuple[str, bytes]]:
-    """Yields the files of a commit as they are. Raises CheckpointInvalid, BadInput."""
-    yield from ((name, get()) for name, get in read.items())
-    if ADAPTER not in read:
-        refuse_incomplete(commit)  # now that its files are known to be undamaged
-
-
-def refuse_incomplete(commit: Path) -> None:
-    """Raises BadInput for a commit of a whole model whose files lack tensors that its class saves, or have them in
-    another shape. Commits of earlier versions of Trireme lack persistent buffers."""
-    refuse_other_tensors(
-        str(commit / PART),
-        f"the commit {commit}",
-        "resume the run for a step: the next commit has them",
-    )
 
 
 def chosen_commit(store: CheckpointStore, step: int | None) -> Path:

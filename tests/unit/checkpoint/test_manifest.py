@@ -58,7 +58,7 @@ def test_what_it_says(made: Path) -> None:
     assert (read.step, read.identity) == (20, WeightIdentity(1, 20, f"{20:032x}"))
     assert [record.path for record in read.files] == list(PARTS)
     assert read.size == sum((made / part).stat().st_size for part in PARTS)
-    assert json.loads((made / MANIFEST).read_text())["format"] == FORMAT == 3
+    assert json.loads((made / MANIFEST).read_text())["format"] == FORMAT == 4
 
 
 def test_a_value_that_json_does_not_have_is_no_manifest() -> None:
@@ -162,7 +162,7 @@ class TestTheManifestItself:
         flip(made / MANIFEST, bit=bit)
         assert invalid(made, contents=False).startswith(MANIFEST)
 
-    @pytest.mark.parametrize("text", ["null", "[]", "3", "{}", '{"format": 3}', '{"format": 3, "checksum": ""}', ""])
+    @pytest.mark.parametrize("text", ["null", "[]", "3", "{}", '{"format": 4}', '{"format": 4, "checksum": ""}', ""])
     def test_other_json_is_no_manifest(self, text: str) -> None:
         with pytest.raises(CheckpointInvalid, match="torn or was altered"):
             Manifest.from_json(text)
@@ -170,7 +170,7 @@ class TestTheManifestItself:
     def test_another_format_version(self, made: Path) -> None:
         values = json.loads((made / MANIFEST).read_text())
         (made / MANIFEST).write_text(json.dumps({"format": 1, "other": values["step"]}))
-        assert invalid(made) == f"{MANIFEST} has format version 1, but this program reads 3"
+        assert invalid(made).startswith(f"{MANIFEST} has format 1; expected 4: resume with the version of Trireme")
 
     def test_in_the_directory_of_another_step(self, made: Path) -> None:
         assert "step 20, in a directory named step_000040" in invalid(made.rename(made.with_name(step_name(40))))

@@ -51,7 +51,7 @@ def test_another_text_is_refused(text: bytes) -> None:
 
 def test_another_format_is_named() -> None:
     text = json.dumps({**json.loads(stored().to_json()), "format": FORMAT + 1}).encode()
-    with pytest.raises(CheckpointInvalid, match=f"format version {FORMAT + 1}"):
+    with pytest.raises(CheckpointInvalid, match=f"HEAD has format {FORMAT + 1}; expected {FORMAT}: use"):
         StoredRun.from_json(text)
 
 

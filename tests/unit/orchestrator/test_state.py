@@ -16,19 +16,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from orchestrator_fakes import Problem, Problems, Run, problems_of, published, quiesce, small_config, whole_run
 
-from orchestrator.advantages import ScoredGroup, build_minibatch
+from orchestrator.advantages import ScoredGroup
 from orchestrator.cursor import ProblemCursor
 from orchestrator.ledger import Group
 from orchestrator.state import LINES, STATE, OrchestratorState
 from orchestrator.trajectory import Trajectory, Transition
 from trireme.checkpoint.files import checksum_of
+from trireme.checkpoint.manifest import Manifest
 from trireme.config import Config
-from trireme.config.orchestrator import OrchestratorConfig
 from trireme.core.errors import BadInput, CheckpointInvalid, LimitReached, StorageFailed
-from trireme.core.normalization import Normalization
-from trireme.core.types import VersionSpan, WeightIdentity
+from trireme.core.types import WeightIdentity
 
-FIXTURES = Path(__file__).parents[2] / "fixtures"
 ENDS = ("trained", "filtered", "dropped", "failed")
 
 
@@ -108,29 +106,18 @@ def test_files_hold_everything(
         assert (record.size, record.checksum) == (file.stat().st_size, checksum_of(file))
 
 
-def test_a_commit_of_whole_turns_is_read() -> None:
-    """`tests/fixtures/groups_before` was written when each turn was kept with its whole prompt, `expected.json` with
-    the batch that was made of its groups then."""
-    before = FIXTURES / "groups_before"
-    state, expected = OrchestratorState.read(before), json.loads((before / "expected.json").read_text())
-    groups = [*state.finished, *state.filtered]
-    assert [len(t.turns) for scored in groups for t in scored.trajectories_G] == [3, 1, 2, 2]
-    assert groups[0].trajectories_G[0].turns[1].spans == (
-        VersionSpan(WeightIdentity(1, 3, "ab"), 0, 2),
-        VersionSpan(WeightIdentity(1, 4, "cd"), 2, 4, mixed=True),
-    )
-    made = build_minibatch(5, groups, OrchestratorConfig(batch_size=2), Normalization("token_mean", 8), last=True)
-    for name in ("tokens", "offsets", "sequences"):
-        assert getattr(made.batch, name).tolist() == expected[name]
-    assert {name: column.tolist() for name, column in made.batch.columns.items()} == expected["columns"]
-    assert list(map(str, made.provenance.identities)) == expected["identities"]
+def test_the_commit_in_the_fixtures_has_the_formats_of_today() -> None:
+    """If it has not, tests/e2e/commit_fixture.py writes it anew."""
+    commit = Path(__file__).parents[2] / "fixtures" / "commit" / "checkpoints" / "step_000002"
+    assert Manifest.verified(commit).step == 2
+    assert OrchestratorState.read(commit / "orchestrator").finished == ()
 
 
 def test_a_layout_that_is_not_known_is_refused(tmp_path: Path) -> None:
     snapshot_of((), ()).write(tmp_path)
     state = json.loads((tmp_path / STATE).read_text())
     (tmp_path / STATE).write_text(json.dumps(state | {"layout": 3}))
-    with pytest.raises(CheckpointInvalid, match="has layout 3; this version reads 1 to 2"):
+    with pytest.raises(CheckpointInvalid, match="has layout 3; expected 2: resume with"):
         OrchestratorState.read(tmp_path)
 
 

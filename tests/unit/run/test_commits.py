@@ -7,7 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +20,6 @@ from trireme.checkpoint.manifest import CommitRef, Manifest
 from trireme.checkpoint.rows import ROW_FILES
 from trireme.checkpoint.store import CheckpointStore, Head
 from trireme.config import Config
-from trireme.core.digest import SCHEME
 from trireme.core.errors import EXIT_SIGTERM, DiskFull, LimitReached, RoomFailed, StorageFailed, WeightsRefused
 from trireme.core.types import WeightIdentity
 from trireme.process import faults
@@ -334,7 +333,6 @@ class TestResumed:
             packages={},
             created="",
             files=(),
-            digests=SCHEME,
         )
         bench.start = Start(
             step=2, commit=bench.store.commit(2), manifest=manifest, attempt=2, notes=(), run_id="cafecafe"
@@ -351,17 +349,6 @@ class TestResumed:
     def test_other_weights_than_were_saved_are_refused(self, resumed: Bench) -> None:
         with resumed.commits() as commits, pytest.raises(WeightsRefused, match="the commit was made of"):
             commits.at_boundary(2, weights(2, digest="f" * 32))
-
-    def test_a_digest_by_an_older_scheme_cannot_be_compared(
-        self, resumed: Bench, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        """Such commits do not name a scheme; what is committed from then on names it."""
-        resumed.start = replace(resumed.start, manifest=replace(resumed.start.manifest, digests=None))
-        with resumed.commits() as commits:
-            commits.at_boundary(2, weights(2, digest="f" * 32))
-            run_to(commits, 4, first=3)
-        assert "is of an older kind; nothing is compared" in caplog.text
-        assert Manifest.verified(resumed.store.commit(4)).digests == SCHEME
 
     def test_a_stop_before_the_first_step_commits_nothing_new(self, resumed: Bench) -> None:
         with ended_by(Stopped(EXIT_SIGTERM), resumed) as commits:

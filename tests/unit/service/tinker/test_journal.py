@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
 import pytest
 
-from service.tinker.asked import Creation, Loading, Update
 from service.tinker.journal import TinkerJournal
-from service.tinker.owners import Caller
 from service.tinker.promises import Success
 from service.tinker.records import (
-    HEAD,
     CloneJoined,
-    ModelAsked,
     OutcomeKnown,
     Record,
     SessionBegun,
     SessionOver,
-    StepKept,
-    TrainingAsked,
-    encode,
 )
 from trireme.core.errors import StorageFailed
-from trireme.core.types import AdamParams
 
 FIRST: list[Record] = [SessionBegun("s", "client-1", {"display_name": "é"}), CloneJoined("s:sample:0")]
 NEXT: list[Record] = [OutcomeKnown("s:sample:0/1", Success(b"\0bytes")), SessionOver("s")]
@@ -117,41 +108,11 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     assert TinkerJournal(tmp_path, "one").replay().records == [*FIRST, *NEXT, FIRST[0]]
 
 
-def old(record: Record) -> bytes:
-    """The bytes of a record in format 1, which had no callers."""
-    payload = encode(record)
-    (length,) = HEAD.unpack_from(payload)
-    head = json.loads(payload[HEAD.size : HEAD.size + length])
-    head.get("work", {}).pop("caller", None)
-    said = json.dumps(head).encode()
-    return HEAD.pack(len(said)) + said + payload[HEAD.size + length :]
-
-
-def test_files_of_older_servers_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In format 1 nothing said who asked for a model or a state: whoever began the session, and all was open to all."""
-    asker = Caller("client-1", sees_all=True)
-    records: list[Record] = [
-        SessionBegun("s", "client-1", {}),
-        ModelAsked("s", 0, Creation("m", None, "adamw", caller=asker)),
-        TrainingAsked("s:train:0", 1, Loading("tinker://p", True, asker)),
-        StepKept("s:train:0", 2, Loading("tinker://q", False, asker), "", held=False),
-        TrainingAsked("s:train:0", 3, Update(AdamParams())),
-    ]
-    for version, write in ((1, old), (2, encode)):
-        monkeypatch.setattr("service.tinker.journal.FORMAT", version)
-        monkeypatch.setattr("service.tinker.journal.encode", write)
-        journal = TinkerJournal(tmp_path / str(version), "one")
-        journal.begin(records)
-        journal.close()
-        monkeypatch.undo()
-        assert TinkerJournal(tmp_path / str(version), "one").replay().records == records
-
-
 def test_a_file_of_another_kind_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("service.tinker.journal.FORMAT", 99)
     written(tmp_path).close()
     monkeypatch.undo()
-    with pytest.raises(StorageFailed, match="has the format 99; expected 1 to 3: start the version of the server that"):
+    with pytest.raises(StorageFailed, match="has the format 99; expected 3: start the version of the server that"):
         TinkerJournal(tmp_path, "one").replay()
     newest(tmp_path).write_bytes(b"something else that is no journal at all")
     with pytest.raises(StorageFailed, match="damaged at its beginning"):

@@ -1,7 +1,6 @@
-"""A commit that an older version wrote is resumed, and trains on as that version did; one of a stranger runs nothing.
+"""The commit in the fixtures is resumed, and trains on as its run did; one of a stranger runs nothing.
 
-`tests/fixtures/commit_before` is a run directory as version 0.1.0 left it after two deterministic steps of a tiny
-model (15,616 parameters), and `expected.json` the rows of the two steps that it went on with.
+Where this fails because a format has changed, `commit_fixture.py` writes the fixture anew.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from typing import Any
 
 import pytest
 from checkpoint_support import forge
+from commit_fixture import COMMIT, FIXTURE, STEPS
 from resume_support import comparable, rows_of
-from run_support import ROOT, run_rl
+from run_support import run_rl
 
 from trireme.core.errors import EXIT_FAILED, EXIT_OK
 
-BEFORE = ROOT / "tests" / "fixtures" / "commit_before"
 TOLERANCE = 1e-5
 BITS = ("weights/digest",)
 """Columns that are equal only on a processor with the same instructions."""
@@ -30,20 +29,20 @@ def contents_of(directory: Path) -> dict[Path, bytes]:
     return {path.relative_to(directory): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
-def test_it_trains_on_as_the_version_that_wrote_it(tmp_path: Path) -> None:
-    old = shutil.copytree(BEFORE, tmp_path / "old")  # a fork shares its source's files
-    model = old / "checkpoints" / "step_000002" / "inference"
-    flags = ["--model.name", str(model), "--resume.dir", str(old), "--resume.step", "2"]
-    ended = run_rl(tmp_path, *flags, config=old / "config.json")
+def test_it_trains_on_as_the_run_that_wrote_it(tmp_path: Path) -> None:
+    source = shutil.copytree(FIXTURE, tmp_path / "source")  # a fork shares its source's files
+    model = source / COMMIT / "inference"
+    flags = ["--model.name", str(model), "--resume.dir", str(source), "--resume.step", str(STEPS)]
+    ended = run_rl(tmp_path, *flags, config=source / "config.json")
     assert ended.code == EXIT_OK, ended.out
-    assert contents_of(old) == contents_of(BEFORE), "a fork leaves its source as it is"
-    expected = json.loads((BEFORE / "expected.json").read_text())
-    assert comparable(rows_of(ended.root / "trained.jsonl"))[2:] == expected["trained"]
-    rows = comparable(ended.rows)[2:]
+    assert contents_of(source) == contents_of(FIXTURE), "a fork leaves its source as it is"
+    expected = json.loads((FIXTURE / "expected.json").read_text())
+    assert comparable(rows_of(ended.root / "trained.jsonl"))[STEPS:] == expected["trained"]
+    rows = comparable(ended.rows)[STEPS:]
     assert len(rows) == len(expected["metrics"]) == 2
-    for row, before in zip(rows, expected["metrics"], strict=True):
-        assert row.keys() >= before.keys(), "no metric was lost"
-        compared = {name: value for name, value in before.items() if name not in BITS}
+    for row, written in zip(rows, expected["metrics"], strict=True):
+        assert row.keys() >= written.keys(), "no metric was lost"
+        compared = {name: value for name, value in written.items() if name not in BITS}
         assert {name: row[name] for name in compared} == pytest.approx(compared, rel=TOLERANCE, abs=TOLERANCE)
 
 
@@ -60,14 +59,14 @@ class Payload:
 @pytest.mark.long
 def test_a_commit_of_a_stranger_is_refused_by_name_and_runs_nothing(tmp_path: Path) -> None:
     """Its manifest fits, as a stranger would write it."""
-    old, canary = shutil.copytree(BEFORE, tmp_path / "old"), tmp_path / "canary"
-    commit = old / "checkpoints" / "step_000002"
+    source, canary = shutil.copytree(FIXTURE, tmp_path / "source"), tmp_path / "canary"
+    commit = source / COMMIT
     metadata = pickle.loads((commit / "trainer" / ".metadata").read_bytes())
     metadata.planner_data = Payload(canary)
     hostile = pickle.dumps(metadata)
     forge(commit, "trainer/.metadata", hostile)
-    flags = ["--model.name", str(commit / "inference"), "--resume.dir", str(old), "--resume.step", "2"]
-    ended = run_rl(tmp_path, *flags, config=old / "config.json")
+    flags = ["--model.name", str(commit / "inference"), "--resume.dir", str(source), "--resume.step", str(STEPS)]
+    ended = run_rl(tmp_path, *flags, config=source / "config.json")
     assert ended.code == EXIT_FAILED, ended.out
     assert "trainer/.metadata cannot be trusted: it names posix.mkdir" in ended.out
     assert not canary.exists(), "the code of the commit ran"
