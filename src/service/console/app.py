@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.resources import files
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Query, Request
@@ -13,25 +12,24 @@ from starlette.responses import RedirectResponse, Response
 
 from service.asked import RequestRefused
 from service.console.reading import RunReader
+from service.console.report import page_file
 from service.errors import JsonReply, error_reply
 from trireme.core.errors import TriremeError
 
 PATH = "/console"
 ASSETS = {
-    "console.css": ("service.console", "text/css"),
-    "report.css": ("trireme.tools", "text/css"),
-    "charts.js": ("trireme.tools", "text/javascript"),
-    "timeline.js": ("trireme.tools", "text/javascript"),
-    "base.js": ("service.console", "text/javascript"),
-    "console.js": ("service.console", "text/javascript"),
-    "rooms.js": ("service.console", "text/javascript"),
-    "tokens.js": ("service.console", "text/javascript"),
-    "rollouts.js": ("service.console", "text/javascript"),
-    "sessions.js": ("service.console", "text/javascript"),
-    "logs.js": ("service.console", "text/javascript"),
+    "console.css": "text/css",
+    "charts.js": "text/javascript",
+    "timeline.js": "text/javascript",
+    "base.js": "text/javascript",
+    "console.js": "text/javascript",
+    "rooms.js": "text/javascript",
+    "tokens.js": "text/javascript",
+    "rollouts.js": "text/javascript",
+    "sessions.js": "text/javascript",
+    "logs.js": "text/javascript",
 }
-"""The files of the page: the package in whose `page` directory each lies (some are those of `trireme report`), and its
-type. No other file is served."""
+"""The files in `page/` that are served, and their types."""
 POLICY = "; ".join(
     (
         "default-src 'none'",
@@ -91,14 +89,13 @@ class ConsoleRoutes:
 
     async def page(self) -> Response:
         """Returns the page."""
-        return _file("service.console", "console.html", "text/html")
+        return _file("console.html", "text/html")
 
     async def asset(self, name: str) -> Response:
         """Returns a style or a script of the page."""
         if name not in ASSETS:
             raise HTTPException(404, "the console has no such file")
-        package, kind = ASSETS[name]
-        return _file(package, name, kind)
+        return _file(name, ASSETS[name])
 
     def run(self) -> Response:
         """Tells how far the run is, and how its parts are."""
@@ -189,9 +186,8 @@ def _as_refused(error: Exception) -> RequestRefused:
             return RequestRefused("an error of the console, which its log tells", status=500)
 
 
-def _file(package: str, name: str, kind: str) -> Response:
-    text = files(package).joinpath("page", name).read_text()
-    return Response(text, media_type=kind, headers=dict(HEADERS))
+def _file(name: str, kind: str) -> Response:
+    return Response(page_file(name), media_type=kind, headers=dict(HEADERS))
 
 
 def _told(values: Any) -> JsonReply:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from service.asked import RequestRefused
-from trireme.tools.watch.following import Follower
+from trireme.supervision.status import Status
 
 PART_BYTES = 64 << 10
 NEWEST_ATTEMPTS = 20
@@ -17,12 +17,12 @@ NEWEST_ATTEMPTS = 20
 class RunLogs:
     """The files `logs/attempt_N/NAME.log` of a run directory. A request names attempt and process, never a path."""
 
-    def __init__(self, follower: Follower) -> None:
-        self._follower = follower
+    def __init__(self, root: Path) -> None:
+        self._root = root
 
     def listing(self) -> list[dict[str, Any]]:
-        """Lists the logs of the newest attempts, the newest first; `now` marks those of the parts that there are."""
-        current = set(self._follower.log_files().values())
+        """Lists the logs of the newest attempts, the newest first; `now` marks those of the current parts."""
+        current = set(current_logs(self._root).values())
         return [
             {"attempt": attempt, "name": name, "bytes": file.stat().st_size, "now": file in current}
             for (attempt, name), file in self._files().items()
@@ -55,9 +55,9 @@ class RunLogs:
 
     def _files(self) -> dict[tuple[int, str], Path]:
         """Returns the logs by attempt and name. A link that leads out of the run directory is none."""
-        root = self._follower.root.resolve()
+        root = self._root.resolve()
         attempts = {}
-        for place in (self._follower.root / "logs").glob("attempt_*"):
+        for place in (self._root / "logs").glob("attempt_*"):
             if match := re.fullmatch(r"attempt_(\d+)", place.name):
                 attempts[int(match[1])] = place
         return {
@@ -66,3 +66,16 @@ class RunLogs:
             for file in sorted(attempts[attempt].glob("*.log"))
             if file.is_file() and file.resolve().is_relative_to(root)
         }
+
+
+def current_logs(root: Path) -> dict[str, Path]:
+    """Returns the log of each process of the newest attempt, and of parts that outlived the attempt that started them,
+    as replicas do."""
+    attempts = sorted((root / "logs").glob("attempt_*"), key=lambda path: int(path.name.partition("_")[2]))
+    newest = {file.stem: file for file in sorted(attempts[-1].glob("*.log"))} if attempts else {}
+    status = Status.read(root)
+    for part in status.parts if status else ():
+        older = [file for attempt in attempts if (file := attempt / f"{part.name}.log").exists()]
+        if older:
+            newest[part.name] = older[-1]
+    return newest

@@ -11,22 +11,22 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from service.console.curves import GroupAges, RunCurves
 from service.console.logs import RunLogs
 from service.console.rollouts import RecordedRollouts
 from service.console.sessions import RunSessions
 from trireme.config.run import is_url
 from trireme.core.tokenizer import Decode
 from trireme.supervision.status import INCIDENTS, Status
-from trireme.tools.report import described, timeline_to_json
-from trireme.tools.timeline import newest_steps, target_of
-from trireme.tools.watch import drawing
-from trireme.tools.watch.following import Follower, LineFollower
+from trireme.tools.curves import GroupAges, RunCurves
+from trireme.tools.following import LineFollower, driver_state, is_live, run_config
+from trireme.tools.standing import ROOMS, described, headline, lineage_facts, standing, target_of, troubles
+from trireme.tools.timeline import newest_steps, timeline_to_json
 
 SESSIONS = "sessions"
 """The directory of the journal of sessions, in the run directory."""
@@ -43,36 +43,40 @@ class RunReader:
     def __init__(self, root: Path, open_tokenizer: Callable[[], Any] | None) -> None:
         self.root, self._open_tokenizer = root, open_tokenizer
         self.rollouts, self.sessions = RecordedRollouts(root), RunSessions(root / SESSIONS)
-        self._follower = Follower(root)
-        self.logs = RunLogs(self._follower)
+        self.logs = RunLogs(root)
         self._curves, self._ages = RunCurves(root), GroupAges(root)
         self._incidents = LineFollower(root / INCIDENTS)
         self._newest_incidents: deque[dict[str, Any]] = deque(maxlen=MOST_INCIDENTS)
+        self._incidents_total = 0
         self._decode: Decode | None = None
         self._timelines: dict[int, tuple[float, dict[str, Any] | None]] = {}
         self.lock, self._tokenizer_lock, self._timeline_lock = (threading.Lock() for _ in range(3))
 
     def overview(self) -> dict[str, Any]:
-        """Tells how far the run is, and how all its parts are."""
+        """Returns how far the run is, and the state of all its parts."""
         with self.lock:
             self._curves.look()
-            newest, config = self._curves.newest, self._follower.config
-            driver, status, now = self._follower.driver(), Status.read(self.root), time.time()
-            goes_on = drawing.goes_on(driver)
+            newest, config, now = self._curves.newest, run_config(self.root), datetime.now(UTC)
+            driver, status = driver_state(self.root), Status.read(self.root)
             return {
                 "run": self.root.name,
-                "headline": drawing.headline(config, [newest] if newest else [], driver),
-                "goes_on": goes_on,
+                "headline": headline(config, newest, driver),
                 "step": newest["step"] + 1 if newest else 0,
-                "target": target_of(config, newest or None),
-                "trouble": drawing.troubles(status, now) if goes_on else "",
-                "standing": drawing.standing(status, driver),
-                "facts": [*described(config), ("directory", str(self.root)), *_stored(config)],
-                "now": now,
-                "status_at": status.at if status else None,
+                "target": target_of(config, newest),
+                "trouble": troubles(status, now.timestamp()) if is_live(driver) else "",
+                "standing": standing(status, driver),
+                "facts": [
+                    *self._curves.facts(now),
+                    *described(config),
+                    *lineage_facts(self.root, self._curves.attempts),
+                    ("directory", str(self.root)),
+                    *_stored(config),
+                ],
+                "now": now.timestamp(),
                 "parts": [asdict(part) for part in status.parts] if status else [],
-                "rooms": {room: _shown(names, newest) for room, names in drawing.ROOMS.items()},
+                "rooms": {room: _shown(names, newest) for room, names in ROOMS.items()},
                 "incidents": self._incidents_so_far(),
+                "incidents_older": self._incidents_total - len(self._newest_incidents),
                 "unread": self._curves.unread,
             }
 
@@ -80,7 +84,7 @@ class RunReader:
         """Returns the charts, the names of all metrics, and the ages of all groups that were trained on."""
         with self.lock:
             self._curves.look()
-            bound = self._follower.config.get("orchestrator", {}).get("max_steps_off_policy")
+            bound = run_config(self.root).get("orchestrator", {}).get("max_steps_off_policy")
             return {
                 "rows": self._curves.rows,
                 "panels": self._curves.panels(),
@@ -95,13 +99,19 @@ class RunReader:
             points = self._curves.curve(name)
             return {"title": name, "unit": "", "curves": [{"name": name, "points": points}] if points else []}
 
+    def read_all(self) -> None:
+        """Reads all metrics and ages; else a request reads a bounded part of them."""
+        with self.lock:
+            self._curves.look(most_bytes=None)
+            self._ages.look(most_bytes=None)
+
     def timeline(self, steps: int) -> dict[str, Any] | None:
         """Returns who did what in the newest steps; None where there is no trace."""
         with self._timeline_lock:
             at, shown = self._timelines.get(steps, (-TIMELINE_S, None))
             if time.monotonic() - at >= TIMELINE_S:
-                found = newest_steps(self.root, steps)
-                shown = timeline_to_json(found) if found else None
+                newest = newest_steps(self.root, steps)
+                shown = timeline_to_json(newest) if newest else None
                 self._timelines = {steps: (time.monotonic(), shown)}
             return shown
 
@@ -118,17 +128,17 @@ class RunReader:
 
     def _incidents_so_far(self) -> list[dict[str, Any]]:
         """Returns the newest incidents, newest first."""
-        again, lines = self._incidents.poll(1 << 20)
-        if again:
+        restarted, lines = self._incidents.poll(1 << 20)
+        if restarted:
             self._newest_incidents.clear()
+            self._incidents_total = 0
         for line in lines:
-            try:
+            with suppress(ValueError):  # a driver that was killed left a line unfinished
                 self._newest_incidents.append(json.loads(line))
-            except ValueError:  # a driver that was killed left it unfinished
-                continue
+                self._incidents_total += 1
         return [
-            {**each, "at": f"{datetime.fromtimestamp(each['at'], UTC):%Y-%m-%d %H:%M:%S}"}
-            for each in reversed(self._newest_incidents)
+            {**incident, "at": f"{datetime.fromtimestamp(incident['at'], UTC):%Y-%m-%d %H:%M:%S}"}
+            for incident in reversed(self._newest_incidents)
         ]
 
 

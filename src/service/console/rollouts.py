@@ -25,10 +25,11 @@ class RecordedRollouts:
         self._directory = root / ROLLOUTS
         self._last: tuple[tuple[int, int, int], Mapping[str, Any]] | None = None
 
-    def steps(self) -> dict[str, Any]:
-        """Returns the steps that have rollouts, the newest first."""
-        steps = list(recorded_steps(self._directory))
-        return {"steps": steps[: -NEWEST_STEPS - 1 : -1], "older": max(0, len(steps) - NEWEST_STEPS)}
+    def steps(self, most: int | None = NEWEST_STEPS) -> dict[str, Any]:
+        """Returns the newest steps that have rollouts, the newest first, and the number of older ones."""
+        steps = list(reversed(recorded_steps(self._directory)))
+        newest = steps[:most]
+        return {"steps": newest, "older": len(steps) - len(newest)}
 
     def groups(self, step: int) -> dict[str, Any]:
         """Lists the groups of a step. Raises RequestRefused."""

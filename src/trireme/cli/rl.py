@@ -69,7 +69,7 @@ def _next_steps(config: Config, root: Path, seconds: float) -> str:
     weights = root / "checkpoints" / f"step_{config.max_steps:06d}" / "inference"
     own = [
         "the reward curve, as an SVG file:",
-        f"  uv run --no-sync python scripts/plot_reward.py {root}/metrics.jsonl",
+        f"  uv run --no-sync trireme plot {root}",
         "the trained model, in Hugging Face layout, on a prompt of the run:",
         f"  uv run --no-sync python -c {_quoted(_ask(weights, newest_prompt(root), config))}",
     ]

@@ -58,7 +58,7 @@ def _next_steps(config: SftConfig, root: Path, seconds: float) -> str:
         model = f"uv run --no-sync trireme export {root} --merge"
     own = [
         "the loss, as an SVG file:",
-        f"  uv run --no-sync python scripts/plot_reward.py {root}/metrics.jsonl --key train_mean_nll",
+        f"  uv run --no-sync trireme plot {root} --key train_mean_nll",
         "the trained model, in Hugging Face layout; reinforcement learning continues with it:",
         f"  {model}",
     ]

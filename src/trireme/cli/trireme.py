@@ -11,6 +11,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -25,12 +26,16 @@ from trireme.core.finite_json import to_json
 from trireme.core.refusals import Refusal
 from trireme.core.tokenizer import load_tokenizer
 from trireme.tools.export import DTYPES, export
+from trireme.tools.following import run_config, tokenizer_of
 from trireme.tools.inspection import inspect, render
-from trireme.tools.report import page
+from trireme.tools.plot import plot_runs
 from trireme.tools.scale import scale
 from trireme.tools.sweep import main as sweep
 from trireme.tools.timeline import Timeline, export_trace, timeline
-from trireme.tools.watch.following import Follower, follow, tokenizer_of
+from trireme.tools.watch import watch
+
+if TYPE_CHECKING:
+    from service.console.reading import RunReader
 
 MARKS = ("config.json", "HEAD", "checkpoints")
 """A run directory holds one of these."""
@@ -96,19 +101,26 @@ def _parser() -> argparse.ArgumentParser:
     taking.add_argument("--merge", action="store_true", help="a whole model, where the run trained LoRA adapters")
     taking.set_defaults(command=_export)
 
-    reporting = commands.add_parser("report", help="curves, ages, and who did what when, as one HTML page")
+    reporting = commands.add_parser("report", help="the page of `watch --web` as one HTML file, with its data inside")
     reporting.add_argument("--output", type=Path, help="where to (default: RUN/report.html)")
     reporting.add_argument("--steps", type=_steps, metavar="FIRST:LAST", help="of the timeline (default: newest)")
     reporting.add_argument("--trace", type=Path, help="also write the attempt's trace, for ui.perfetto.dev")
     reporting.set_defaults(command=_report)
 
-    watching = commands.add_parser("watch", help="a live or a finished run: curves, health, logs, rollouts")
-    watching.add_argument("--plain", action="store_true", help="a line for each step, as where there is no terminal")
-    watching.add_argument("--web", action="store_true", help="in a browser: a page at --host and --port")
+    watching = commands.add_parser("watch", help="a live or a finished run: where it stands, its parts, incidents")
+    watching.add_argument("--web", action="store_true", help="all of it in a browser: a page at --host and --port")
     watching.add_argument("--host", help=f"address of the page (default: {WEB_HOST}; others get a key)")
     watching.add_argument("--port", type=int, help=f"its port (default: {WEB_PORT}; 0: any that is free)")
     watching.add_argument("--keys", type=Path, help="file of keys, as service.keys, of which admin keys open the page")
     watching.set_defaults(command=_watch)
+
+    plotting = commands.add_parser("plot", help="a metric of one or more runs over their steps, as an SVG file")
+    plotting.add_argument("--key", default="reward/total", help="the metric (default: %(default)s)")
+    plotting.add_argument("--window", type=int, default=10, help="steps that the thick line averages (default: 10)")
+    plotting.add_argument("--title", help="heading (default: the metric and the window)")
+    plotting.add_argument("--output", type=Path, help="where to (default: plot.svg in the first RUN)")
+    plotting.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="directories of runs")
+    plotting.set_defaults(command=_plot)
 
     scaling = commands.add_parser("scale", help="more or fewer replicas in a run that is running")
     scaling.add_argument("--replicas", type=int, required=True, metavar="N", help="all of them, as inference.replicas")
@@ -135,11 +147,16 @@ def _inspect(options: argparse.Namespace) -> None:
     if options.json:
         print(to_json(asdict(report), indent=1))
         return
+    console = _console()
+    for part in render(report):
+        console.print(part, soft_wrap=isinstance(part, str), markup=False)
+
+
+def _console() -> Console:
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = PIPE_WIDTH
-    for part in render(report):
-        console.print(part, soft_wrap=isinstance(part, str), markup=False)
+    return console
 
 
 def _export(options: argparse.Namespace) -> None:
@@ -158,15 +175,26 @@ def _steps(text: str) -> tuple[int, int]:
 
 
 def _report(options: argparse.Namespace) -> None:
+    from service.console.report import report_page
+
     root = _run_directory(options.run)
     output = options.output or root / "report.html"
     with Console(stderr=True).status("reading") as status:
         shown = timeline(root, options.steps, lambda file: status.update(f"reading {file.name}"))
-        with _writable(output):
-            output.write_text(page(root, shown, datetime.now(UTC)))
+        page = report_page(_reader(root), shown, datetime.now(UTC))
+    with _writable(output):
+        output.write_text(page)
     print(f"{output}: a page for any browser ({decimal(output.stat().st_size)})")
     if options.trace:
         _write_trace(root, shown, options.trace)
+
+
+def _reader(root: Path) -> RunReader:
+    """Returns what reads the run in `root` for the console's page."""
+    from service.console.reading import RunReader
+
+    tokenizer = tokenizer_of(run_config(root))
+    return RunReader(root, partial(load_tokenizer, tokenizer) if tokenizer else None)
 
 
 def _write_trace(root: Path, shown: Timeline | None, out: Path) -> None:
@@ -183,19 +211,11 @@ def _write_trace(root: Path, shown: Timeline | None, out: Path) -> None:
 
 def _watch(options: argparse.Namespace) -> None:
     root = _run_directory(options.run)
-    follower = Follower(root)
     _check_web(options)
     if options.web:
-        _watch_web(follower, options)
-        return
-    if options.plain or not sys.stdout.isatty():
-        follow(follower, partial(print, flush=True))
-        return
-    require("textual_plotext", extra="watch", what_for="the screen of trireme watch (--plain does without it)")
-    from trireme.tools.watch.app import Watch  # only this command needs a screen
-
-    tokenizer = tokenizer_of(follower.config)
-    Watch(follower, partial(load_tokenizer, tokenizer) if tokenizer else None).run()
+        _watch_web(root, options)
+    else:
+        watch(root, _console())
 
 
 def _check_web(options: argparse.Namespace) -> None:
@@ -205,21 +225,27 @@ def _check_web(options: argparse.Namespace) -> None:
         raise Refusal(
             f"{' '.join(own)} without --web", "--web, whose page they are for", f"add --web, or drop {own[0]}"
         ).error()
-    if options.web and options.plain:
-        raise Refusal("--web with --plain", "one way to look at a run", "drop one of them").error()
     if options.port is not None and not 0 <= options.port < 65536:
         raise Refusal(f"--port {options.port}", "a number from 0 to 65535", "0 takes any port that is free").error()
 
 
-def _watch_web(follower: Follower, options: argparse.Namespace) -> None:
+def _watch_web(root: Path, options: argparse.Namespace) -> None:
     require("fastapi", extra="web", what_for="the page of trireme watch --web")
-    from service.console.reading import RunReader  # only this command needs a server
-    from service.console.serving import serve_console
+    from service.console.serving import serve_console  # only this command needs a server
 
-    tokenizer = tokenizer_of(follower.config)
-    reader = RunReader(follower.root, partial(load_tokenizer, tokenizer) if tokenizer else None)
     port = WEB_PORT if options.port is None else options.port
-    serve_console(reader, options.host or WEB_HOST, port, options.keys, partial(print, flush=True))
+    serve_console(_reader(root), options.host or WEB_HOST, port, options.keys, partial(print, flush=True))
+
+
+def _plot(options: argparse.Namespace) -> None:
+    if options.window < 1:
+        raise Refusal(f"--window {options.window}", "at least 1 step", "give a number of steps").error()
+    roots = [_run_directory(run) for run in options.runs]
+    output = options.output or roots[0] / "plot.svg"
+    drawn = plot_runs(roots, options.key, options.window, options.title)
+    with _writable(output):
+        output.write_bytes(drawn)
+    print(output)
 
 
 def _scale(options: argparse.Namespace) -> None:

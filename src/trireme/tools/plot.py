@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from trireme.checkpoint.rows import METRICS, read_rows
 from trireme.core.extras import require
+from trireme.core.refusals import Refusal
 
 COLORS = ("#2f81f7", "#d97706", "#2da44e", "#bf3989", "#8250df", "#cf222e")
 GREY = "#7d8590"
@@ -30,6 +33,49 @@ STYLE = {
     "axes.spines.right": False,
     "legend.frameon": False,
 }
+
+
+def plot_runs(roots: Sequence[Path], key: str, window: int, title: str | None) -> bytes:
+    """Draws the metric `key` of the runs in `roots` over their steps, as an SVG file: thin lines are steps, thick ones
+    the mean of the last `window` steps. The axis of values holds 0 and 1. Raises BadInput."""
+    if len(roots) > len(COLORS):
+        raise Refusal(
+            f"{len(roots)} runs", f"at most {len(COLORS)}, which can be told apart in one plot", "plot fewer at a time"
+        ).error()
+    curves = {root.name: read_curve(root, key) for root in roots}
+    values = [value for _, column in curves.values() for value in column]
+
+    def add_lines(axes: Any) -> None:
+        for color, (name, (steps, column)) in zip(COLORS, curves.items(), strict=False):
+            axes.plot(steps, column, color=color, linewidth=0.8, alpha=0.4)
+            axes.plot(steps, moving_mean(column, window), color=color, linewidth=2, label=name)
+        axes.set_xlim(left=0)
+        axes.set_ylim(min(0.0, *values), max(1.0, *values))
+
+    return draw(title or f"{key} per step, and its mean over {window} steps", "step", key, add_lines)
+
+
+def read_curve(root: Path, key: str) -> tuple[list[int], list[float]]:
+    """Returns the steps and the values of a metric of the run in `root`; rows without a number there are skipped.
+    Raises BadInput where no row has it."""
+    rows = read_rows(root / METRICS)[0]
+    points = [(row.values["step"], row.values[key]) for row in rows if row.values.get(key) is not None]
+    if not points:
+        raise Refusal(
+            f"--key {key}, which none of the {len(rows)} rows of {root / METRICS} has",
+            "a metric of the run",
+            f"look at the names in {root / METRICS}",
+        ).error()
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def moving_mean(values: Sequence[float], window: int) -> list[float]:
+    """Returns the mean of each value and the up to `window - 1` before it.
+
+    >>> moving_mean([1.0, 2.0, 6.0], 2)
+    [1.0, 1.5, 4.0]
+    """
+    return [mean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
 
 
 def draw_knob(points: Sequence[tuple[Mapping[str, Any], float]], *, knob: str, metric: str) -> bytes:

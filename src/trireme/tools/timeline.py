@@ -8,6 +8,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -144,13 +145,6 @@ def _objects(lines: BinaryIO, most_bytes: int) -> Iterator[dict[str, Any]]:
             yield value
         if most_bytes <= 0:
             return
-
-
-def target_of(config: Mapping[str, Any], row: Mapping[str, Any] | None) -> str:
-    """Returns the last step of a run; its newest row tells it where the run counts epochs (`max_steps` = 0)."""
-    if config.get("max_steps") or not row or not row.get("progress"):
-        return str(config.get("max_steps") or "?")
-    return str(round((row["step"] + 1) / row["progress"]))
 
 
 def export_trace(root: Path, attempt: int, out: Path) -> None:
@@ -341,3 +335,49 @@ def _thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     """Returns at most MOST_POINTS points: of neighbours, the highest."""
     size = -(-len(points) // MOST_POINTS)
     return [max(points[i : i + size], key=itemgetter(1)) for i in range(0, len(points), size or 1)]
+
+
+def timeline_to_json(timeline: Timeline) -> dict[str, Any]:
+    """Returns the timeline as JSON values. Times are in seconds from its start; what is not over ends with it."""
+
+    def seconds(at: int | None) -> float:
+        return round(((timeline.end if at is None else at) - timeline.start) / 1e6, 5)
+
+    return {
+        "attempt": timeline.attempt,
+        "traced": timeline.traced,
+        "start": datetime.fromtimestamp(timeline.start / 1e6, UTC).isoformat(timespec="seconds"),
+        "seconds": seconds(timeline.end),
+        "steps": [(step, seconds(start), seconds(end)) for step, (start, end) in sorted(timeline.steps.items())],
+        "processes": [_process_to_json(process, seconds) for process in timeline.processes],
+        "resolution": timeline.resolution / 1e6,
+        "full": [process.name for process in timeline.processes if process.full],
+        "leftOut": timeline.left_out,
+    }
+
+
+def _process_to_json(process: Process, seconds: Callable[[int | None], float]) -> dict[str, Any]:
+    return {
+        "name": process.name,
+        "tracks": [
+            {
+                "name": track.name,
+                "leftOut": track.left_out,
+                "rows": [[_span_to_json(span, track.name, seconds) for span in row] for row in track.rows],
+            }
+            for track in process.tracks
+        ],
+        "counters": [
+            {"name": name, "points": [(seconds(at), value) for at, value in points]}
+            for name, points in process.counters.items()
+        ],
+    }
+
+
+def _span_to_json(span: Span, track: str, seconds: Callable[[int | None], float]) -> tuple[float, float, str, str, str]:
+    """Returns start and end, name, kind, and a text with all else."""
+    known = [f"{name} {value}" for name, value in span.args.items() if value is not None]
+    known += [f"{span.joined} spans drawn as one"] if span.joined > 1 else []
+    known += ["not over"] if span.end is None else []
+    kind = KINDS.get(span.name) or KINDS_OF_TRACKS.get(track, "other")
+    return seconds(span.start), seconds(span.end), span.name, kind, ", ".join(known)

@@ -25,7 +25,6 @@ START_S = 60.0
     [
         (["--port", "8000"], "--port without --web"),
         (["--host", "0.0.0.0", "--keys", "k"], "--host --keys without --web"),
-        (["--web", "--plain"], "--web with --plain"),
         (["--web", "--port", "65536"], "--port 65536"),
         (["--web", "--keys", "/nowhere/keys"], "/nowhere/keys"),
     ],

@@ -17,6 +17,10 @@ let timer = 0;
 const chosen = () => Object.keys(TABS).find(name => location.hash === `#/${name}`) || "rooms";
 
 function drawTabs() {
+  if (REPORT) {
+    document.body.classList.add("report");
+    for (const name of ["sessions", "logs"]) delete TABS[name]; // a report may be sent to others
+  }
   for (const [name, {title}] of Object.entries(TABS)) {
     const button = make(element("tabs"), "button", {type: "button", role: "tab", id: `tab-${name}`, "aria-controls": name}, title);
     button.addEventListener("click", () => { location.hash = `/${name}`; });
@@ -56,6 +60,7 @@ async function refresh() {
   }
   if (mine === timer) {
     clearTimeout(timer);
+    if (REPORT) return;
     timer = setTimeout(refresh, document.hidden ? 10 * REFRESH_MS : REFRESH_MS);
   }
 }
@@ -68,6 +73,7 @@ element("ask-key").addEventListener("submit", event => {
 });
 takeKey();
 drawTabs();
+if (REPORT) addEventListener("resize", refresh);
 addEventListener("hashchange", () => { takeKey(); chooseTab(); });
 addEventListener("visibilitychange", () => { if (!document.hidden) refresh(); });
 chooseTab();

@@ -9,7 +9,7 @@ async function showRollouts() {
   const {steps, older} = await ask("rollouts");
   const options = steps.map(step => [step, `${step + 1}`]);
   fill(element("step"), options.length ? options : [["", "none is recorded"]]);
-  element("step").title = older ? `${older} older steps are in rollouts/` : "";
+  element("step").title = older ? `${older} more steps are in rollouts/` : "";
   if (shownStep !== element("step").value) await showStep();
 }
 

@@ -21,7 +21,7 @@ function drawRows(table, head, rows, of = row => row) {
 
 function showRooms(overview) {
   element("standing").textContent = overview.standing;
-  drawRows(element("parts"), ["part", "is", "since", "successors", "processes", "node", "because"], overview.parts, part =>
+  drawRows(element("parts"), ["part", "health", "since", "successors", "processes", "node", "reason"], overview.parts, part =>
     [part.name, part.health, ageText(overview.now - part.since), part.restarts || "", part.pids.join(" "), part.node.slice(0, 8), part.why]);
   for (const cell of element("parts").querySelectorAll("tr td:nth-child(2)")) cell.className = cell.textContent;
   if (!overview.parts.length) make(make(element("parts"), "tr"), "td", {}, "STATUS is not written yet");
@@ -34,6 +34,8 @@ function showRooms(overview) {
   }
   drawRows(element("incidents"), [], overview.incidents, each => [each.at, `attempt ${each.attempt}, step ${each.step}`, each.part, each.what]);
   if (!overview.incidents.length) make(make(element("incidents"), "tr"), "td", {}, "nothing has happened to any part");
+  element("incidents-note").textContent =
+    `The newest first; times are UTC.${overview.incidents_older ? ` ${overview.incidents_older} older ones are in incidents.jsonl.` : ""}`;
   drawRows(element("facts"), [], overview.facts);
 }
 
@@ -47,7 +49,7 @@ async function showCurves() {
   if (now === drawnCurves) return;
   drawnCurves = now;
   element("curves-note").textContent = told.panels.length
-    ? `${told.rows} steps; of a long run the lowest and the highest of neighbours are drawn.` : "No step is finished yet.";
+    ? `${told.rows} steps; of a long run the first, the last, and the lowest and the highest of neighbours are drawn.` : "No step is finished yet.";
   element("panels").textContent = "";
   told.panels.forEach(panel => drawPanel(element("panels"), panel));
   element("ages").textContent = "";
@@ -68,8 +70,8 @@ element("metric").addEventListener("change", event => act(showMetric)(event));
 let drawnTimeline = "", paintTimeline = () => {};
 
 async function showTimeline() {
-  if (drawnTimeline && !element("follow").checked) return;
-  const told = await ask("timeline", {steps: element("steps").value}), now = JSON.stringify(told);
+  if (drawnTimeline && (REPORT || !element("follow").checked)) return;
+  const told = await ask("timeline", REPORT ? {} : {steps: element("steps").value}), now = JSON.stringify(told);
   if (now === drawnTimeline) return;
   drawnTimeline = now;
   element("timeline-note").textContent = told ? timelineNote(told)

@@ -66,7 +66,8 @@ def refusal(client: TestClient, route: str, status: int, /, **query: Any) -> str
 
 def test_how_the_run_and_its_parts_are(client: TestClient, root: Path) -> None:
     run = told(client, "run")
-    assert (run["run"], run["step"], run["target"], run["goes_on"]) == ("run", STEPS, "8", False)
+    assert (run["run"], run["step"], run["target"]) == ("run", STEPS, "8")
+    assert run["headline"].endswith("not started")
     assert "the driver was killed" in run["standing"]
     assert [(part["name"], part["health"]) for part in run["parts"]] == [
         ("inference_0", "healthy"),
@@ -80,7 +81,7 @@ def test_how_the_run_and_its_parts_are(client: TestClient, root: Path) -> None:
 
 def test_a_live_run_goes_on_and_its_new_rows_are_seen(client: TestClient, root: Path) -> None:
     with driven(root):
-        assert told(client, "run")["goes_on"]
+        assert "running, process" in told(client, "run")["headline"]
         with (root / "metrics.jsonl").open("a") as rows:
             rows.write(json.dumps({"step": STEPS, "reward/total": 0.9}) + "\n" + '{"step": 5, "rew')
         assert told(client, "run")["step"] == STEPS + 1
@@ -156,6 +157,15 @@ def test_logs_are_read_from_their_end(client: TestClient) -> None:
     before = told(client, "log", attempt=1, name="inference_0", end=last["start"])
     lines = (before["text"] + last["text"]).splitlines()
     assert lines == [f"line {i}" for i in range(20_000 - len(lines), 20_000)]
+
+
+def test_logs_of_parts_that_outlived_an_attempt_are_current(client: TestClient, root: Path) -> None:
+    newest = root / "logs" / "attempt_10"
+    newest.mkdir()
+    (newest / "driver_0.log").write_text("")
+    (root / "logs" / "attempt_1" / "trainer_9.log").write_text("which is no part any more\n")
+    current = {(each["attempt"], each["name"]) for each in told(client, "logs") if each["now"]}
+    assert current == {(10, "driver_0"), (1, "trainer_0"), (1, "inference_0")}
 
 
 @pytest.mark.parametrize(
@@ -354,7 +364,7 @@ def test_the_page_names_own_files_alone(client: TestClient) -> None:
 def test_every_file_of_the_page_is_served_and_short() -> None:
     page = files("service.console").joinpath("page")
     names = {file.name for file in page.iterdir()}
-    assert names == {name for name, (package, _) in ASSETS.items() if package == "service.console"} | {"console.html"}
+    assert names == {*ASSETS, "console.html"}
     for file in page.iterdir():
         assert file.read_text().count("\n") <= 400
         assert "innerHTML" not in file.read_text()

@@ -1,5 +1,5 @@
 "use strict";
-// Draws charts and tables, for the pages of `trireme report` and of the console.
+// Draws charts and tables.
 
 const color = name => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 const short = value => Math.abs(value) >= 1e6 || (value && Math.abs(value) < 1e-3) ? value.toExponential(1) : String(+value.toPrecision(4));

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from service.console import curves
-from service.console.curves import GroupAges, RunCurves
+from trireme.tools import curves
+from trireme.tools.curves import GroupAges, RunCurves, thinned
 
 
 def row(step: int, value: float | None) -> str:
@@ -17,14 +20,13 @@ def row(step: int, value: float | None) -> str:
 
 def test_a_long_file_is_taken_in_over_several_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(row(s, s / 10) for s in range(1000)))
-    monkeypatch.setattr(curves, "LOOK_BYTES", 5000)
     monkeypatch.setattr(curves, "FRESH_S", 0.0)
     found = RunCurves(tmp_path)
-    found.look()
+    found.look(5000)
     assert 0 < found.rows < 1000
     assert found.unread > 0
     while found.unread:
-        found.look()
+        found.look(5000)
     assert found.rows == 1000
     assert found.panels()[0]["curves"][0]["points"][-1] == (999, 99.9)
     assert len(found.panels()[0]["curves"][0]["points"]) <= 800
@@ -50,3 +52,17 @@ def test_what_is_no_number_is_no_point(tmp_path: Path) -> None:
     found.look()
     assert found.names() == ["reward/total"]
     assert found.curve("reward/total") == [(1, 0.5)]
+
+
+@given(st.lists(st.floats(allow_nan=True, allow_infinity=True, width=32), max_size=300), st.integers(1, 40))
+def test_thinned_curves_keep_their_ends_and_extremes(values: list[float], buckets: int) -> None:
+    points = list(enumerate(values))
+    finite = [point for point in points if np.isfinite(point[1])]
+    retained = thinned(points, buckets)
+    assert len(retained) <= 2 * buckets + 2
+    assert set(retained) <= set(finite)
+    assert retained == sorted(retained)
+    if finite:
+        assert (retained[0], retained[-1]) == (finite[0], finite[-1])
+        for extreme in (min, max):
+            assert extreme(value for _, value in retained) == extreme(value for _, value in finite)

@@ -1,6 +1,5 @@
-"""The reward curve, and a metric against a knob: SVG files that parse, with the curves that the metrics say."""
+"""`trireme plot`, and a metric against a knob: SVG files that parse, with the curves that the metrics say."""
 
-import importlib.util
 import json
 import re
 import sys
@@ -9,29 +8,29 @@ from xml.etree import ElementTree
 
 import pytest
 
+from trireme.cli.trireme import main
+from trireme.core.errors import EXIT_BAD_INPUT, EXIT_OK
 from trireme.tools import plot as drawing
 from trireme.tools.plot import draw_knob, lines_of, places
 
-SCRIPT = Path(__file__).parents[3] / "scripts" / "plot_reward.py"
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-@pytest.fixture(scope="module")
-def plot():
-    """`scripts/plot_reward.py` as a module."""
-    spec = importlib.util.spec_from_file_location("plot_reward", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
-
-
-def write_run(directory: Path, rewards: list[float]) -> Path:
+def make_run(directory: Path, rewards: list[float]) -> Path:
     directory.mkdir()
-    path = directory / "metrics.jsonl"
-    path.write_text("".join(json.dumps({"step": i, "reward/total": r}) + "\n" for i, r in enumerate(rewards)))
-    return path
+    (directory / "config.json").write_text("{}")
+    rows = [json.dumps({"step": step, "reward/total": reward}) + "\n" for step, reward in enumerate(rewards)]
+    (directory / "metrics.jsonl").write_text("".join(rows) + '{"step": 99, "rew')
+    return directory
+
+
+def plotted(*argv: object) -> None:
+    assert main(["plot", *map(str, argv)]) == EXIT_OK
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
+    assert main(["plot", *map(str, argv)]) == EXIT_BAD_INPUT
+    return capsys.readouterr().err
 
 
 def curves(svg: ElementTree.Element) -> list[tuple[str, list[tuple[float, float]]]]:
@@ -50,32 +49,36 @@ def texts(svg: ElementTree.Element) -> set[str]:
     return {text.text for text in svg.iter(f"{SVG}text")}
 
 
-def test_the_lines_are_where_the_metrics_say(plot, tmp_path):
-    metrics = write_run(tmp_path / "run", [0.0, 1.0, 0.5])
-    plot.main([str(metrics), "--window", "2"])
-    svg = ElementTree.parse(tmp_path / "run" / "reward.svg").getroot()
+def test_the_lines_are_where_the_metrics_say(tmp_path):
+    root = make_run(tmp_path / "run", [0.0, 1.0, 0.5])
+    plotted(root, "--window", "2")
+    svg = ElementTree.parse(root / "plot.svg").getroot()
     (_, [(left, bottom), (middle, top), (right, half)]), (_, means) = curves(svg)
     assert middle == pytest.approx((left + right) / 2, abs=0.1)
     assert half == pytest.approx((bottom + top) / 2, abs=0.1)
     assert [y for _, y in means] == pytest.approx([bottom, half, bottom + 0.75 * (top - bottom)], abs=0.1)
 
 
-def test_several_runs_get_a_colour_and_a_name_each(plot, tmp_path):
-    runs = [write_run(tmp_path / name, [0.1, 0.2]) for name in ("seed<0>", "seed<1>")]
-    plot.main([*map(str, runs), "--output", str(tmp_path / "both.svg"), "--title", "sort & co"])
+def test_several_runs_get_a_colour_and_a_name_each(tmp_path):
+    runs = [make_run(tmp_path / name, [0.1, 0.2]) for name in ("seed<0>", "seed<1>")]
+    plotted(*runs, "--output", tmp_path / "both.svg", "--title", "sort & co")
     svg = ElementTree.parse(tmp_path / "both.svg").getroot()
     assert len({color for color, _ in curves(svg)}) == 2
     assert {"seed<0>", "seed<1>", "sort & co"} <= texts(svg)
 
 
-def test_more_runs_than_colours_are_refused(plot):
-    with pytest.raises(ValueError, match="7 runs; at most 6"):
-        plot.draw_runs({str(n): ([0], [0.0]) for n in range(7)}, title="t", label="l", window=1)
+def test_what_is_refused(tmp_path, capsys):
+    root = make_run(tmp_path / "run", [0.5])
+    assert "given: 7 runs" in refused(capsys, *[root] * 7)
+    assert "none of the 1 rows" in refused(capsys, root, "--key", "optim/loss")
+    assert "--window 0" in refused(capsys, root, "--window", "0")
+    assert "no" in refused(capsys, root, "--output", tmp_path / "no" / "file.svg")
 
 
-def test_the_svg_loads_nothing_and_suits_dark_pages(plot, tmp_path):
-    plot.main([str(write_run(tmp_path / "run", [0.5]))])
-    text = (tmp_path / "run" / "reward.svg").read_text()
+def test_the_svg_loads_nothing_and_suits_dark_pages(tmp_path):
+    root = make_run(tmp_path / "run", [0.5])
+    plotted(root)
+    text = (root / "plot.svg").read_text()
     assert not re.search(r"(href|url)[=(]\"?(?!#|\(?#)", text.replace("xmlns:xlink", "").replace('"#', "#")), "a link"
     svg = ElementTree.fromstring(text)
     filled = [re.search(r"fill: (#\w+)", path.get("style") or "") for path in svg.iter(f"{SVG}path")]
@@ -83,35 +86,23 @@ def test_the_svg_loads_nothing_and_suits_dark_pages(plot, tmp_path):
     assert "#000000" not in text.replace("stroke: #000000; stroke-width: 0.8", ""), "black text would not suit both"
 
 
-def test_the_same_metrics_give_the_same_file(plot, tmp_path):
-    metrics = write_run(tmp_path / "run", [0.0, 1.0, 0.5])
+def test_the_same_metrics_give_the_same_file(tmp_path):
+    root = make_run(tmp_path / "run", [0.0, 1.0, 0.5])
     files = [tmp_path / name for name in ("one.svg", "other.svg")]
     for file in files:
-        plot.main([str(metrics), "--output", str(file)])
+        plotted(root, "--output", file)
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
-def test_values_beyond_0_to_1_stay_inside_the_frame(plot):
-    svg = ElementTree.fromstring(plot.draw_runs({"run": ([0, 1], [-2.0, 3.0])}, title="t", label="l", window=1))
-    assert {"−2", "3"} <= texts(svg)
+def test_values_beyond_0_to_1_stay_inside_the_frame(tmp_path):
+    root = make_run(tmp_path / "run", [-2.0, 3.0])
+    plotted(root)
+    assert {"−2", "3"} <= texts(ElementTree.parse(root / "plot.svg").getroot())
 
 
-def test_a_mean_of_a_window_has_fewer_values_at_the_beginning(plot):
-    assert plot.moving_mean([1.0, 2.0, 6.0], 2) == [1.0, 1.5, 4.0]
-
-
-def test_a_file_without_the_column_is_named(plot, tmp_path, capsys):
-    metrics = write_run(tmp_path / "run", [0.5])
-    with pytest.raises(SystemExit, match="2"):
-        plot.main([str(metrics), "--key", "optim/loss"])
-    assert "none of its 1 rows has 'optim/loss'" in capsys.readouterr().err
-
-
-def test_without_matplotlib_the_command_that_installs_it_is_named(plot, tmp_path, capsys, monkeypatch):
+def test_without_matplotlib_the_command_that_installs_it_is_named(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(SystemExit, match="2"):
-        plot.main([str(write_run(tmp_path / "run", [0.5]))])
-    assert "uv sync --extra plot" in capsys.readouterr().err
+    assert "uv sync --extra plot" in refused(capsys, make_run(tmp_path / "run", [0.5]))
 
 
 def test_a_knob_is_drawn_by_its_logarithm_where_it_spans_a_decade():

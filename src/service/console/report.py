@@ -1,0 +1,130 @@
+"""Writes the console's page as one file: its style, its scripts, and the answers that they request from a server.
+
+    request "rollout", {step: 3, group: 0, rollout: 1, start: 0} --> answer "rollout 3 0 1 0" of the embedded JSON
+
+A report of a long run is bounded: curves are thinned, and of other metrics and rollouts as many are embedded as fit. It
+may be sent to others, so it has neither logs nor sessions. Nothing here needs a server's packages.
+"""
+
+from __future__ import annotations
+
+import re
+from base64 import b64encode
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from hashlib import sha256
+from importlib.resources import files
+from typing import Any
+
+from service.console.reading import RunReader
+from trireme.core.finite_json import to_json
+from trireme.tools.timeline import Timeline, timeline_to_json
+
+CURVES_BYTES = 8_000_000
+"""Metrics are embedded while all answers are shorter than this."""
+REPORT_BYTES = 18_000_000
+"""Rollouts are embedded while all answers are shorter than this."""
+MOST_STEPS = 40
+"""Steps whose rollouts are embedded, evenly spread from the first to the newest."""
+SCRIPT = re.compile(r'<script src="files/([\w.]+)" defer></script>\n')
+STYLE = re.compile(r'<link rel="stylesheet" href="files/([\w.]+)">\n')
+
+
+def page_file(name: str) -> str:
+    """Returns a file of the page."""
+    return files("service.console").joinpath("page", name).read_text()
+
+
+class EmbeddedAnswers:
+    """Answers by request, as JSON that may stand inside of a script element."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._bytes = 0
+
+    def add(self, request: str, answer: Any, most_bytes: int | None = None) -> bool:
+        """Adds an answer. Returns False, without adding it, if all would then be longer than `most_bytes`."""
+        text = f"{_json(request)}:{_json(answer)}"
+        if most_bytes is not None and self._bytes + len(text) > most_bytes:
+            return False
+        self._texts.append(text)
+        self._bytes += len(text)
+        return True
+
+    def text(self) -> str:
+        """Returns all answers as one JSON object."""
+        return "{" + ",\n".join(self._texts) + "}"
+
+
+def report_page(reader: RunReader, timeline: Timeline | None, now: datetime) -> str:
+    """Returns the page of the run that `reader` reads, with its data inside. `timeline`: None where there is none."""
+    reader.read_all()
+    run, curves = reader.overview(), reader.curves()
+    answers = EmbeddedAnswers()
+    answers.add("run", {**run, "headline": f"{run['headline']}  (report of {now:%Y-%m-%d %H:%M} UTC)"})
+    answers.add("timeline", timeline_to_json(timeline) if timeline else None)
+    names = [name for name in curves["names"] if answers.add(f"curve {name}", reader.curve(name), CURVES_BYTES)]
+    answers.add("curves", {**curves, "names": names})
+    recorded = reader.rollouts.steps(most=None)["steps"]
+    steps: set[int] = set()
+    for step, request, answer in _rollouts(reader, spread(recorded, MOST_STEPS)):
+        if not answers.add(request, answer, REPORT_BYTES):
+            break
+        steps.add(step)
+    answers.add("rollouts", {"steps": sorted(steps, reverse=True), "older": len(recorded) - len(steps)})
+    return _assembled(answers.text())
+
+
+def spread(steps: Sequence[int], most: int) -> list[int]:
+    """Returns at most `most` of the `steps`, evenly spread: first the first and the last one, then those in between.
+
+    >>> spread([9, 8, 7, 6, 5, 4, 3], 4)
+    [9, 3, 7, 5]
+    """
+    count = min(most, len(steps))
+    if count < 2:
+        return list(steps[:count])
+    chosen = [steps[part * (len(steps) - 1) // (count - 1)] for part in range(count)]
+    return [chosen[0], chosen[-1], *chosen[1:-1]]
+
+
+def _rollouts(reader: RunReader, steps: Sequence[int]) -> Iterator[tuple[int, str, Any]]:
+    """Yields the step, the request and the answer for all that the page shows of the rollouts of `steps`."""
+    rollouts = reader.rollouts
+    decode = reader.decode() if steps else None
+    for step in steps:
+        groups = rollouts.groups(step)
+        yield step, f"groups {step}", groups
+        for number in range(len(groups["groups"])):
+            group = rollouts.group(step, number)
+            yield step, f"group {step} {number}", group
+            for rollout in range(len(group["rollouts"])):
+                start = 0
+                while start is not None:
+                    page = rollouts.tokens(step, number, rollout, start, decode)
+                    yield step, f"rollout {step} {number} {rollout} {start}", page
+                    start = page["next"]
+
+
+def _json(value: Any) -> str:
+    return to_json(value, separators=(",", ":")).replace("<", "\\u003c")  # no end of the script element
+
+
+def _assembled(answers: str) -> str:
+    """Returns the page with its files and `answers` in it. Its policy allows these scripts and nothing else."""
+    page = page_file("console.html")
+    script = "\n" + "\n".join(map(page_file, SCRIPT.findall(page)))
+    style = "\n" + "\n".join(map(page_file, STYLE.findall(page)))
+    policy = (
+        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src data:; base-uri 'none'; "
+        "form-action 'none'; require-trusted-types-for 'script'"
+    )
+    head = f'<meta http-equiv="content-security-policy" content="{policy}">\n<style>{style}</style>\n'
+    data = f'<script type="application/json" id="report">{answers}</script>\n<script>{script}</script>\n'
+    page = STYLE.sub("", SCRIPT.sub("", page))
+    return page.replace("</head>", f"{head}</head>").replace("</body>", f"{data}</body>")
+
+
+def _hash(text: str) -> str:
+    """Returns how a policy names a script or a style by its contents."""
+    return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"

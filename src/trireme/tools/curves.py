@@ -1,0 +1,255 @@
+"""The curves of a run, as columns of numbers that grow with its metrics."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from fnmatch import fnmatchcase
+from operator import itemgetter
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from trireme.checkpoint.rows import METRICS, TRAINED
+from trireme.tools.following import LineFollower
+from trireme.tools.standing import age_of
+
+LOOK_BYTES = 16 << 20
+"""Bytes of a file that one look reads."""
+FRESH_S = 5.0
+"""Seconds for which the panels that were drawn last are good enough."""
+NO_CURVES = ("step", "version", "progress", "attempt", "time/unix")
+CURVE_BUCKETS = 400
+MOST_CURVES = 8
+
+FIRST_CURVES = (
+    "reward/total",
+    "train_mean_nll",
+    "test/nll",
+    "off_policy/mean",
+    "optim/kl_sample_train_v2",
+    "optim/entropy",
+    "time/step",
+)
+"""The first curves; the others follow in order of name."""
+
+WASTE = {
+    "expired_running": "of groups given up while they ran",
+    "expired_finished": "of finished groups given up",
+    "filtered": "of filtered groups",
+    "failed": "of what failed",
+}
+"""Why tokens are not trained on: the metrics `waste/*`."""
+
+SUMMED = ("perf/tokens", "perf/rollouts", *(f"waste/{cause}" for cause in WASTE))
+"""Metrics of which the sum over all rows is reported, where a row has all of them."""
+
+PANELS: Sequence[tuple[str, str, Mapping[str, str]]] = (
+    ("Reward", "", {"reward/total": "mean reward"}),
+    ("Loss", "nats per token", {"train_mean_nll": "training", "test/nll": "held out"}),
+    ("Evaluation", "", {"eval/*/avg@*": "", "eval/*/pass@*": ""}),
+    (
+        "Sampler and trainer apart (KL)",
+        "nats per token",
+        {"optim/kl_sample_train_v1": "mean q − p", "optim/kl_sample_train_v2": "½ mean (q − p)²"},
+    ),
+    ("Entropy", "nats per token", {"optim/entropy": "entropy"}),
+    ("Gradient norm", "before clipping", {"optim/grad_norm": "norm"}),
+    ("Length of answers", "tokens per turn", {"env/all/ac_tokens_per_turn": "mean"}),
+    ("Speed", "tokens per second", {"perf/tokens_per_s": "trained on"}),
+    (
+        "Age of what was trained on",
+        "steps",
+        {
+            "off_policy/max": "oldest group",
+            "off_policy/mean": "mean of groups",
+            "off_policy/token_mean": "mean of tokens",
+        },
+    ),
+    (
+        "Sampled in vain",
+        "tokens",
+        {
+            "waste/expired_running": "given up while running",
+            "waste/expired_finished": "given up when finished",
+            "waste/filtered": "filtered",
+            "waste/failed": "failed",
+        },
+    ),
+    (
+        "Length of rollouts, trained on and sampled",
+        "mean tokens",
+        {"length/trained": "trained on", "length/sampled": "all that were sampled"},
+    ),
+    ("Replicas that serve, and incidents so far", "", {"perf/replicas": "replicas", "perf/incidents": "incidents"}),
+    ("Idle", "share of the step", {"perf/trainer_idle_frac": "trainer", "perf/inference_idle_frac": "inference"}),
+    (
+        "Where a step's time goes",
+        "seconds",
+        {
+            "time/wait_for_batch": "waiting for a batch",
+            "time/forward_backward": "forward and backward",
+            "time/optim": "optimizer",
+            "time/publish": "publishing",
+            "time/update_replicas": "handing over the update",
+            "time/checkpoint_stall": "beginning a commit",
+            "time/wait_for_evaluation": "waiting for an evaluation",
+        },
+    ),
+)
+"""Charts of metrics: title, unit, and the legend's text by the pattern that names of metrics match."""
+
+
+class RunCurves:
+    """Numbers of `metrics.jsonl`, 16 bytes each."""
+
+    def __init__(self, root: Path) -> None:
+        self._lines = LineFollower(root / METRICS)
+        self._restart()
+
+    def _restart(self) -> None:
+        self.newest: Mapping[str, Any] = {}
+        """The newest row; empty before there is one."""
+        self.rows = 0
+        """The number of rows so far."""
+        self.attempts: dict[int, tuple[int, int]] = {}
+        """The first and the last step of each attempt, by its number."""
+        self._sums = dict.fromkeys(SUMMED, 0.0)
+        self._columns: dict[str, tuple[array[int], array[float]]] = {}
+        self._drawn: tuple[int, float, list[dict[str, Any]]] = (-1, 0.0, [])
+
+    @property
+    def unread(self) -> int:
+        """The bytes that further looks will read."""
+        return self._lines.unread
+
+    def look(self, most_bytes: int | None = LOOK_BYTES) -> None:
+        """Reads the rows that are new. After the run has gone back to a commit, all are read again."""
+        restarted, lines = self._lines.poll(most_bytes)
+        if restarted:
+            self._restart()
+        for line in lines:
+            self._add(json.loads(line))
+
+    def _add(self, row: Mapping[str, Any]) -> None:
+        step, attempt = row["step"], row.get("attempt", 1)
+        self.newest = row
+        self.rows += 1
+        self.attempts[attempt] = self.attempts.get(attempt, (step,))[0], step
+        if all(row.get(name) is not None for name in SUMMED):
+            for name in SUMMED:
+                self._sums[name] += row[name]
+        for name, value in row.items():
+            if isinstance(value, int | float) and math.isfinite(value) and name not in NO_CURVES:
+                steps, values = self._columns.setdefault(name, (array("q"), array("d")))
+                steps.append(step)
+                values.append(value)
+
+    def names(self) -> list[str]:
+        """Returns the names of all metrics that are numbers, those of FIRST_CURVES first."""
+        first = [name for name in FIRST_CURVES if name in self._columns]
+        return first + sorted(self._columns.keys() - set(first))
+
+    def panels(self) -> list[dict[str, Any]]:
+        """Returns the charts of PANELS for which there are metrics."""
+        rows, at, drawn = self._drawn
+        if rows != self.rows and time.monotonic() - at > FRESH_S:
+            drawn = panels_of(list(self._columns), self._points)
+            self._drawn = self.rows, time.monotonic(), drawn
+        return drawn
+
+    def curve(self, name: str) -> list[tuple[float, float]]:
+        """Returns the steps and values of one metric, thinned; empty where there is none of that name."""
+        return thinned(self._points(name))
+
+    def values(self, name: str) -> Sequence[float]:
+        """Returns all finite values of one metric; empty where there is none of that name."""
+        return self._columns[name][1] if name in self._columns else ()
+
+    def facts(self, now: datetime) -> list[tuple[str, str]]:
+        """Returns when the newest step ended, which share of the sampled tokens was wasted, and whether training
+        prefers some lengths, as (name, text)."""
+        facts = []
+        if "time/unix" in self.newest and "time/step" in self._columns:
+            ended = self.newest["time/unix"]
+            facts.append(
+                (
+                    "newest step",
+                    f"{age_of(ended, now)} ({datetime.fromtimestamp(ended, UTC):%Y-%m-%d %H:%M} UTC); "
+                    f"{median(self._columns['time/step'][1]):.3g} s a step (median)",
+                )
+            )
+        trained = self._sums["perf/tokens"]
+        if not trained:
+            return facts
+        wasted = {text: self._sums[f"waste/{cause}"] for cause, text in WASTE.items()}
+        tokens = trained + sum(wasted.values())
+        causes = ", ".join(f"{number / tokens:.1%} {text}" for text, number in wasted.items() if number)
+        share = f"{1 - trained / tokens:.1%} of {tokens:,.0f} tokens"
+        facts.append(("sampled in vain", f"{share}: {causes}" if causes else share))
+        if sampled := self.newest.get("length/sampled"):
+            mean = trained / self._sums["perf/rollouts"]
+            lengths = f"{mean:.0f} tokens trained on, {sampled:.0f} of all that were sampled, stopped ones as estimated"
+            facts.append(("length bias", f"{mean / sampled:.2f}: mean lengths of rollouts are {lengths}"))
+        return facts
+
+    def _points(self, name: str) -> list[tuple[float, float | None]]:
+        return list(zip(*self._columns.get(name, ()), strict=True))
+
+
+class GroupAges:
+    """Counts the ages (step - floor) of all groups of `trained.jsonl`."""
+
+    def __init__(self, root: Path) -> None:
+        self._lines = LineFollower(root / TRAINED)
+        self._counts: Counter[int] = Counter()
+
+    def look(self, most_bytes: int | None = LOOK_BYTES) -> list[tuple[int, int]]:
+        """Reads the rows that are new. Returns (age, groups), youngest first."""
+        restarted, lines = self._lines.poll(most_bytes)
+        if restarted:
+            self._counts.clear()
+        for row in map(json.loads, lines):
+            self._counts.update(row["step"] - group["floor"] for group in row.get("groups", ()))
+        return sorted(self._counts.items())
+
+
+def panels_of(
+    names: Iterable[str], points_of: Callable[[str], Sequence[tuple[float, float | None]]]
+) -> list[dict[str, Any]]:
+    """Returns the charts for which there are metrics in `names`; `points_of` returns the steps and values of one."""
+    panels = []
+    for title, unit, legend in PANELS:
+        series = {
+            label or name.removeprefix("eval/"): thinned(points_of(name))
+            for pattern, label in legend.items()
+            for name in names
+            if fnmatchcase(name, pattern) and not name.endswith("/ci95")
+        }
+        curves = [{"name": name, "points": points} for name, points in series.items() if points][:MOST_CURVES]
+        if curves:
+            panels.append({"title": title, "unit": unit, "curves": curves})
+    return panels
+
+
+def thinned(points: Sequence[tuple[float, float | None]], buckets: int = CURVE_BUCKETS) -> list[tuple[float, float]]:
+    """Returns the `points` that are finite numbers: all, or the first, the last, and the lowest and the highest of each
+    of `buckets` groups of neighbours.
+
+    >>> thinned([(0, 1.0), (1, 5.0), (2, 3.0), (3, 2.0)], buckets=1)
+    [(0, 1.0), (1, 5.0), (3, 2.0)]
+    """
+    finite = [(x, y) for x, y in points if y is not None and math.isfinite(y)]
+    size = -(-len(finite) // buckets)
+    if size <= 2:
+        return finite
+    retained = {finite[0], finite[-1]}
+    for start in range(0, len(finite), size):
+        part = finite[start : start + size]
+        retained |= {min(part, key=itemgetter(1)), max(part, key=itemgetter(1))}
+    return sorted(retained)

@@ -1,0 +1,72 @@
+"""Reads the directory of a run again and again while the run writes it.
+
+Takes no lock and imports no Ray, so a reader neither delays a run nor prevents its resume.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trireme.supervision.status import DriverProcess
+
+
+@dataclass
+class LineFollower:
+    """Reads the lines of a file to which a run appends, each once."""
+
+    file: Path
+    unread: int = 0
+    """Bytes after the last ones that `poll` has read."""
+    _inode: int = 0
+    _position: int = 0
+
+    def poll(self, most_bytes: int | None = None) -> tuple[bool, list[bytes]]:
+        """Returns the new whole lines, in at most `most_bytes`. The flag is True if the file was replaced or cut, as by
+        a run that goes back to a commit: then the lines are its first ones."""
+        if not self.file.exists():
+            return False, []
+        with self.file.open("rb") as lines:
+            status = os.fstat(lines.fileno())
+            restarted = status.st_ino != self._inode or status.st_size < self._position
+            if restarted:
+                self._inode, self._position = status.st_ino, 0
+            lines.seek(self._position)
+            contents = lines.read(-1 if most_bytes is None else most_bytes)
+        new, newline, _torn = contents.rpartition(b"\n")
+        self._position += len(new) + len(newline)
+        self.unread = max(0, status.st_size - self._position)
+        return restarted, [line for line in new.splitlines() if line]
+
+
+def run_config(root: Path) -> Mapping[str, Any]:
+    """Returns the configuration of the run in `root`; empty before it is written."""
+    file = root / "config.json"
+    config: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    return config
+
+
+def tokenizer_of(config: Mapping[str, Any]) -> str | None:
+    """Returns the local directory of a run's tokenizer; None if it is elsewhere, or missing."""
+    model = config.get("model", {})
+    name = model.get("tokenizer") or model.get("name")
+    return name if name and Path(name).is_dir() else None
+
+
+def driver_state(root: Path) -> str:
+    """Returns whether the run has a driver, as far as this machine can see, as text for people (`is_live` reads it)."""
+    driver = DriverProcess.read(root)
+    if driver is None:
+        return "not started"
+    if driver.alive is None:
+        return f"driver on {driver.node}, process {driver.pid}"
+    return f"running, process {driver.pid}" if driver.alive else "not running"
+
+
+def is_live(driver: str) -> bool:
+    """Returns True if `driver_state` found a driver."""
+    return driver.startswith(("running", "driver on"))

@@ -1,0 +1,118 @@
+"""Where a run stands, as text for people: `trireme watch` and the console show the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from trireme.checkpoint.manifest import step_of
+from trireme.checkpoint.store import CheckpointStore
+from trireme.supervision.roster import PartHealth
+from trireme.supervision.status import Status
+from trireme.tools.following import is_live
+from trireme.tools.inspection import age
+
+Row = Mapping[str, Any]
+"""One line of `metrics.jsonl`."""
+
+ROOMS = {
+    "trainer": "time/forward_backward time/optim time/publish perf/trainer_idle_frac optim/grad_norm "
+    "optim/kl_sample_train_v2",
+    "orchestrator": "time/wait_for_batch off_policy/in_flight off_policy/in_queue off_policy/mean perf/max_concurrent "
+    "perf/event_loop_lag",
+    "inference": "perf/tokens_per_s perf/rollouts_per_s perf/inference_idle_frac perf/replicas time/update "
+    "time/update_pause weights/reprefill_tokens",
+}
+"""The metrics of the newest row that show how each room is doing, separated by spaces."""
+
+SILENT_S = 30.0
+"""A driver that works writes STATUS more often than this."""
+
+
+def target_of(config: Mapping[str, Any], row: Row | None) -> str:
+    """Returns the last step of a run; its newest row has it where the run counts epochs (`max_steps` = 0)."""
+    if config.get("max_steps") or not row or not row.get("progress"):
+        return str(config.get("max_steps") or "?")
+    return str(round((row["step"] + 1) / row["progress"]))
+
+
+def headline(config: Mapping[str, Any], newest: Row, driver: str) -> str:
+    """Returns one line: how far the run is, and its driver. `newest`: the newest row, or an empty one."""
+    target = target_of(config, newest)
+    if not newest:
+        return f"step 0/{target}  {driver}"
+    reward = f"reward {newest['reward/total']:.3f}  " if "reward/total" in newest else ""
+    return f"step {newest['step'] + 1}/{target}  attempt {newest.get('attempt', 1)}  {reward}{driver}"
+
+
+def troubles(status: Status | None, now: float) -> str:
+    """Returns the parts that are not healthy; nothing while all are."""
+    if status is None or status.ended:
+        return ""
+    if now - status.at > SILENT_S:
+        return f"no word from the driver for {now - status.at:.0f} s"
+    return ", ".join(f"{part.name} {part.health}" for part in status.parts if part.health != PartHealth.HEALTHY)
+
+
+def standing(status: Status | None, driver: str) -> str:
+    """Returns whether the table of parts is current, and how the run ended. `driver`: from `driver_state`."""
+    if status is None:
+        return "this run says nothing of its parts: it has not begun, or has no supervisor"
+    restarting = is_live(driver) and not driver.endswith(f"process {status.pid}")
+    before = "a new command begins; the one before it " if restarting else ""
+    if status.ended:
+        return f"{before}ended with exit code {status.ended.exit_code}: {status.ended.why}"
+    if restarting:
+        return f"{before}was killed, and all its parts with it"
+    return "" if is_live(driver) else "the driver was killed, and all parts with it; this is their last state"
+
+
+def age_of(at: float, now: datetime) -> str:
+    """Returns how long before `now` the time `at` (seconds since 1970) was."""
+    return age(datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds"), now)
+
+
+def described(config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Returns the values of a configuration that distinguish runs, as (name, value); none of one that is not whole."""
+    if "trainer" not in config:
+        return []
+    trainer = config["trainer"]
+    model = ("model", f"{config['model']['name']}, {config['model']['dtype']}")
+    if "data" in config:
+        data = config["data"]
+        return [
+            model,
+            ("data", f"{data['train']}, {data['train_on']}"),
+            ("batch", f"{data['batch_size']} examples"),
+            ("learning rate", f"{trainer['learning_rate']}, {trainer['schedule']}"),
+            ("shards", str(trainer["shards"])),
+        ]
+    orchestrator = config["orchestrator"]
+    return [
+        model,
+        *(("environment", " ".join([e["id"], *(f"{k} = {v}" for k, v in e["args"].items())])) for e in config["env"]),
+        (
+            "batch",
+            f"{orchestrator['batch_size']} problems, {orchestrator['group_size']} rollouts of each; "
+            f"max_steps_off_policy = {orchestrator['max_steps_off_policy']}, {orchestrator['stale_policy']}",
+        ),
+        ("loss", f"{trainer['loss_fn'] or 'by staleness'}, learning rate {trainer['learning_rate']}"),
+        ("shards, replicas", f"{trainer['shards']}, {config['inference']['replicas']}"),
+        ("seed", str(config["seed"])),
+    ]
+
+
+def lineage_facts(root: Path, attempts: Mapping[int, tuple[int, int]]) -> list[tuple[str, str]]:
+    """Returns the attempts and the commits of the run in `root`, as (name, text).
+
+    `attempts`: the first and the last step of each attempt, by its number.
+    """
+    parts = [f"{attempt}: steps {first} to {last}" for attempt, (first, last) in attempts.items()]
+    parts += [f"superseded: branches/{path.name}" for path in sorted(root.glob("branches/*"))]
+    commits = ", ".join(str(step_of(path.name)) for path in CheckpointStore(root).commits())
+    return [
+        ("attempts", "; ".join(parts) or "none has finished a step"),
+        ("commits", f"of step {commits}" if commits else "none"),  # `trireme inspect` verifies them
+    ]

@@ -1,1 +1,0 @@
-"""`trireme watch RUN`: shows a live or a finished run in the terminal."""

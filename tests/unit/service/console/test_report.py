@@ -1,0 +1,368 @@
+"""`trireme report`: what the page says, how it looks in a browser from its file, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from browser_support import CHROMIUM, QUIET, Tab, browser, in_chromium
+from console_support import ATTACK, STEPS, make_live_run, record
+from PIL import Image
+from trace_support import begin, counter, end, make_run, row, span, write_trace
+
+from service.console import report
+from trireme.checkpoint.rows import ROLLOUTS
+from trireme.cli.trireme import main
+from trireme.core.errors import EXIT_BAD_INPUT, EXIT_OK
+from trireme.run.rollout_records import write_records
+
+FLAGS = [*QUIET, "--enable-logging=stderr", "--virtual-time-budget=2000"]
+"""With what scripts complain of on stderr."""
+DARK = "--blink-settings=preferredColorScheme=0"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Four steps of two seconds: in the first half of each is sampled, in the second trained."""
+    root = make_run(tmp_path / "run", 4, {0: [0, 0], 1: [0, 1], 2: [0, 2], 3: [2, 3]})
+    driver = [span("step", 0, 2 * s, 2 * s + 2, step=s) for s in range(4)]
+    for s in range(4):
+        at = 2 * s
+        driver += [span("wait_for_batch", 0, at, at + 1), span("forward_backward", 0, at + 1, at + 2)]
+    write_trace(root, 1, "driver_0", ["main"], driver)
+    groups = [event for s in range(4) for event in (begin(s, 2 * s), end(s, 2 * s + 1))]
+    write_trace(root, 1, "orchestrator_0", [], groups)
+    write_trace(root, 1, "trainer_0", ["main"], [span("forward_backward", 0, 2 * s + 1, 2 * s + 2) for s in range(4)])
+    sampling = [span("sampling", 0, 2 * s, 2 * s + 1, version=s) for s in range(4)]
+    updates = [span("update", 1, 2 * s + 1.5, 2 * s + 2, version=s + 1) for s in range(4)]
+    counts = [counter("sampling", 2 * s + part, 8 * (1 - part)) for s in range(4) for part in (0, 1)]
+    write_trace(root, 1, "inference_0", ["sampling", "update"], [*sampling, *updates, *counts])
+    return root
+
+
+def reported(root: Path, *flags: str) -> Path:
+    assert main(["report", str(root), *flags]) == EXIT_OK
+    return root / "report.html"
+
+
+def said(page: Path) -> dict[str, Any]:
+    """Returns the answers that are embedded in the page, by request."""
+    found = re.search(r'<script type="application/json" id="report">(.*?)</script>', page.read_text(), re.DOTALL)
+    assert found
+    return json.loads(found[1], parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+def refused(*argv: str, capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(list(argv)) == EXIT_BAD_INPUT
+    text = capsys.readouterr().err
+    for part in ("given: ", "expected: ", "to do: "):
+        assert part in text
+    return text
+
+
+# --------------------------------------------------------------------------------------------------- what the page says
+
+
+def test_ages_count_every_group(run: Path) -> None:
+    assert said(reported(run))["curves"]["ages"] == {"counts": [[0, 5], [1, 2], [2, 1]], "bound": 2}
+
+
+def test_curves_are_those_that_there_are(run: Path) -> None:
+    rows = [
+        row(0, **{"eval/sort/avg@4": 0.5, "eval/sort/avg@4/ci95": 0.1, "optim/grad_norm": float("nan")}),
+        row(1, **{"optim/grad_norm": 3.0}),
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows) + '{"step": 2, "rew')
+    answers = said(reported(run))
+    panels = {panel["title"]: panel["curves"] for panel in answers["curves"]["panels"]}
+    assert panels["Evaluation"] == [{"name": "sort/avg@4", "points": [[0, 0.5]]}]
+    assert panels["Gradient norm"] == [{"name": "norm", "points": [[1, 3.0]]}]
+    assert panels["Reward"] == [{"name": "mean reward", "points": [[0, 0.0], [1, 0.1]]}]
+    assert "Idle" not in panels
+    assert answers["curve eval/sort/avg@4/ci95"]["curves"][0]["points"] == [[0, 0.1]]
+
+
+def test_where_it_stands(run: Path) -> None:
+    overview = said(reported(run))["run"]
+    assert overview["headline"].startswith("step 4/8  attempt 1  reward 0.300  not started  (report of 2")
+    facts = dict(overview["facts"])
+    assert facts["newest step"].endswith("(2027-01-15 08:00 UTC); 2 s a step (median)")
+    assert facts["attempts"] == "1: steps 0 to 3"
+    assert facts["commits"] == "none"
+
+
+def test_what_was_sampled_in_vain_and_which_lengths_are_preferred(run: Path) -> None:
+    """The first step is of a version that did not count it."""
+    assert not dict(said(reported(run))["run"]["facts"]).keys() & {"sampled in vain", "length bias"}
+    wasted = {"expired_running": 60.0, "expired_finished": 30.0, "filtered": 0.0, "failed": 10.0}
+    counted = {f"waste/{name}": tokens for name, tokens in wasted.items()}
+    counted |= {"perf/tokens": 400.0, "perf/rollouts": 5.0, "length/trained": 80.0, "length/sampled": 100.0}
+    rows = [row(0, **{"perf/tokens": 1e6, "perf/rollouts": 1.0}), row(1, **counted), row(2, **counted)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    answers = said(reported(run))
+    facts = dict(answers["run"]["facts"])
+    assert facts["sampled in vain"] == (
+        "20.0% of 1,000 tokens: 12.0% of groups given up while they ran, 6.0% of finished groups given up, "
+        "2.0% of what failed"
+    )
+    assert facts["length bias"].startswith("0.80: mean lengths of rollouts are 80 tokens trained on, 100 of all")
+    panels = {panel["title"]: panel["curves"] for panel in answers["curves"]["panels"]}
+    assert {"name": "given up while running", "points": [[1, 60.0], [2, 60.0]]} in panels["Sampled in vain"]
+    assert len(panels["Length of rollouts, trained on and sampled"]) == 2
+
+
+def test_several_attempts(run: Path) -> None:
+    rows = [row(0), row(1), row(2, attempt=2), row(3, attempt=2)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    (run / "branches" / "0123abcd").mkdir(parents=True)
+    write_trace(run, 2, "driver_0", ["main"], [span("step", 0, 20, 22, step=2)])
+    answers = said(reported(run))
+    attempts = dict(answers["run"]["facts"])["attempts"]
+    assert attempts == "1: steps 0 to 1; 2: steps 2 to 3; superseded: branches/0123abcd"
+    assert (answers["timeline"]["attempt"], answers["timeline"]["steps"]) == (2, [[2, 0.0, 2.0]])
+    assert said(reported(run, "--steps", "0:1"))["timeline"]["attempt"] == 1
+
+
+def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    answers = said(reported(tmp_path))
+    assert answers["run"]["headline"].startswith("step 0/?  not started")
+    assert (answers["curves"]["panels"], answers["timeline"]) == ([], None)
+    assert answers["curves"]["ages"] == {"counts": [], "bound": None}
+    assert answers["rollouts"] == {"steps": [], "older": 0}
+
+
+def test_rollouts_are_embedded_token_by_token(tmp_path: Path) -> None:
+    answers = said(reported(make_live_run(tmp_path / "run")))
+    assert answers["rollouts"] == {"steps": [3, 2, 1, 0], "older": 0}
+    assert [group["why"] for group in answers["groups 3"]["groups"]] == ["best", "worst"]
+    assert [rollout["reward"] for rollout in answers["group 3 1"]["rollouts"]] == [1.0, 0.0]
+    observed, sampled = answers["rollout 3 1 0 0"]["pieces"]
+    assert (observed["text"], sampled["texts"]) == ("Sort: 21\n", ["1", "2"])
+
+
+def test_neither_logs_nor_sessions_are_in_a_page_that_is_sent_to_others(tmp_path: Path) -> None:
+    page = reported(make_live_run(tmp_path / "run"))
+    assert not [request for request in said(page) if request.split()[0] in ("logs", "log", "sessions", "session")]
+    assert "the trainer says" not in page.read_text()
+    assert "open-one" not in page.read_text()
+
+
+def test_words_of_a_model_cannot_end_the_script(tmp_path: Path) -> None:
+    root = make_live_run(tmp_path / "run")
+    write_trace(root, 1, "trainer_0", ["main"], [span("optim", 0, 0, 1, problem=ATTACK)])
+    page = reported(root)
+    assert ATTACK in json.dumps(said(page)).replace('\\"', '"')
+    assert ATTACK not in page.read_text()
+    assert page.read_text().count("</script>") == 2
+
+
+def test_a_long_run_is_a_small_page(tmp_path: Path) -> None:
+    """10,000 steps of 100 metrics, a trace of all, and long rollouts: less than 20 MB, with all ends and extremes."""
+    steps, metrics = 10_000, 100
+    root = make_run(tmp_path / "run", 0)
+    values = np.random.default_rng(0).normal(size=(steps, metrics))
+    with (root / "metrics.jsonl").open("w") as file:
+        for step in range(steps):
+            more = {f"own/metric_{i:03}": value for i, value in enumerate(values[step].tolist())}
+            file.write(json.dumps(row(step) | more) + "\n")
+    spans = [
+        event
+        for s in range(steps)
+        for event in (
+            span("step", 0, s, s + 1, step=s),
+            *(span("optim", 0, s + i / 3, s + (i + 1) / 3) for i in range(3)),
+        )
+    ]
+    write_trace(root, 1, "driver_0", ["main"], spans)
+    records = [record(0, "best", ["long " * 6000, "12"]) for _ in range(4)]
+    for step in range(0, steps, 1000):
+        write_records(root / ROLLOUTS, step, records)
+    page = reported(root, "--steps", "0:9999")
+    assert 10_000_000 < page.stat().st_size < 20_000_000
+    answers = said(page)
+    assert answers["timeline"]["resolution"] > 0
+    assert answers["curves"]["rows"] == steps
+    for i in range(metrics):
+        (curve,) = answers[f"curve own/metric_{i:03}"]["curves"]
+        points = dict(map(tuple, curve["points"]))
+        assert points.keys() >= {0, steps - 1, int(values[:, i].argmin()), int(values[:, i].argmax())}
+        assert all(points[step] == values[step, i] for step in points)
+    recorded = answers["rollouts"]
+    assert {0, 9000} <= set(recorded["steps"])
+    assert recorded["older"] == 10 - len(recorded["steps"])
+    assert {f"groups {step}" for step in recorded["steps"]} <= answers.keys()
+
+
+def test_metrics_that_do_not_fit_are_not_named(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "CURVES_BYTES", 0)
+    answers = said(reported(run))
+    assert answers["curves"]["names"] == []
+    assert not [request for request in answers if request.startswith("curve ")]
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+
+
+def test_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert str(tmp_path) in refused("report", str(tmp_path), capsys=capsys)
+
+
+@pytest.mark.parametrize("steps", ["5", "7:5", "a:b", "-1:4", ":"])
+def test_steps_that_are_none(run: Path, steps: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--steps" in refused("report", str(run), f"--steps={steps}", capsys=capsys)
+
+
+def test_steps_without_a_trace(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "0:3 (attempt 1)" in refused("report", str(run), "--steps", "7:9", capsys=capsys)
+    shutil.rmtree(run / "trace")
+    assert "there are none" in refused("report", str(run), "--steps", "7:9", capsys=capsys)
+
+
+def test_nowhere_to_write(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "No such file" in refused("report", str(run), "--output", str(run / "no" / "r.html"), capsys=capsys)
+
+
+def test_the_trace_as_one_file(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "all.json"
+    reported(run, "--trace", str(out))
+    events = json.loads(out.read_text())
+    assert {event["name"] for event in events} >= {"sampling", "group", "forward_backward"}
+    shutil.rmtree(run / "trace")
+    assert "has no trace" in refused("report", str(run), "--trace", str(out), capsys=capsys)
+
+
+# ----------------------------------------------------------------------------------------------------- how it looks
+
+
+def picture(page: Path, profile: Path, tab: str, *flags: str) -> npt.NDArray[np.uint8]:
+    """Takes a picture of a tab of the page, of which no script complains."""
+    assert CHROMIUM is not None
+    file = profile.with_suffix(".png")
+    own = [f"--user-data-dir={profile}", f"--screenshot={file}", "--window-size=1200,900"]
+    ended = subprocess.run(
+        [CHROMIUM, *FLAGS, *own, *flags, f"{page.as_uri()}#/{tab}"], capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert [line for line in ended.stderr.splitlines() if ":CONSOLE" in line] == []
+    return np.asarray(Image.open(file).convert("RGB"))
+
+
+def places(image: npt.NDArray[np.uint8], color: str) -> npt.NDArray[np.intp]:
+    """(y, x) of the pixels of a colour."""
+    return np.argwhere((image == rgb(color)).all(axis=-1))
+
+
+def rgb(color: str) -> tuple[int, ...]:
+    return tuple(int(color[i : i + 2], 16) for i in (1, 3, 5))
+
+
+def colors(page: Path, dark: bool) -> dict[str, str]:
+    """The colours that the page's style gives names to."""
+    styles = re.findall(r":root \{(.*?)\}", page.read_text(), re.DOTALL)
+    return dict(re.findall(r"--(\w+): (#[0-9a-f]{6});", styles[int(dark)]))
+
+
+@in_chromium
+@pytest.mark.parametrize("dark", [False, True])
+def test_the_picture(run: Path, tmp_path: Path, dark: bool) -> None:
+    page = reported(run)
+    flags, named = [DARK] if dark else [], colors(page, dark)
+    image = picture(page, tmp_path / "curves", "curves", *flags)
+    assert tuple(image[5, 5]) == rgb(named["page"])
+    assert len(places(image, named["c0"])) > 500  # the first curve of each panel, and the bars of the ages
+    image = picture(page, tmp_path / "timeline", "timeline", *flags)
+    waiting, groups, training, update = (places(image, named[n]) for n in ("waiting", "groups", "training", "update"))
+    driver = waiting[:, 0].max()  # the last line of pixels of the driver's row: below the legend, and below the words
+    for kind in (waiting, groups, training, update):
+        assert (kind[:, 0] > driver - 15).sum() > 300
+    assert waiting[-1, 0] < groups[-1, 0] < training[-1, 0] < update[-1, 0]  # the rooms, from top to bottom
+    line = [tuple(pixel) for pixel in image[driver]]
+    first, second, *rest = [
+        color for color, _ in groupby(p for p in line if p in (rgb(named["waiting"]), rgb(named["training"])))
+    ]
+    assert (first, second, len(rest)) == (rgb(named["waiting"]), rgb(named["training"]), 6)  # four steps of two halves
+    assert 0.9 < line.count(first) / line.count(second) < 1.1
+
+
+@pytest.fixture(scope="module")
+def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
+    with browser(tmp_path_factory.mktemp("browser") / "profile") as tab:
+        yield tab
+
+
+def count(css: str) -> str:
+    return f"document.querySelectorAll({json.dumps(css)}).length"
+
+
+@in_chromium
+def test_a_report_is_clicked_through(tmp_path: Path, tab: Tab) -> None:
+    """All tabs show what the files say, texts of the model stay texts, and nothing is requested of any machine."""
+    page = reported(make_live_run(tmp_path / "run"))
+    tab.requested.clear()
+    tab.open(page.as_uri())
+    tab.until(count("#parts td"))
+    assert tab.text("#tabs").split() == ["Rooms", "Curves", "Timeline", "Rollouts"]
+    assert "report of" in tab.text("#headline")
+    assert f"its engine was killed {ATTACK}" in tab.text("#incidents")
+    assert "1: steps 0 to 3" in tab.text("#facts")
+
+    tab.click("#tab-curves")
+    tab.until(f"{count('#panels path')} >= 4")
+    assert "5 (62.5 %)" in tab.text("#ages")
+    tab.run("(e => { e.value = 'time/optim'; e.dispatchEvent(new Event('change')); })(element('metric'))")
+    tab.until(count("#one-metric path"))
+
+    tab.click("#tab-timeline")
+    tab.until(count("#timeline canvas"))
+    assert f"steps 0 to {STEPS - 1}" in tab.text("#timeline-note")
+    assert not tab.run("element('steps').getClientRects().length"), "there is no other answer to choose"
+
+    tab.click("#tab-rollouts")
+    tab.until(f"{count('#rollout-tokens b')} === 2")
+    tab.click("#group-rollouts tr:nth-child(3)")
+    tab.until(f"{count('#rollout-tokens b')} > 20")
+    assert ATTACK in tab.text("#rollout-tokens .tokens")
+
+    assert tab.run("document.title") == f"run: {STEPS}/8", "no script of a model has run"
+    assert tab.complaints == []
+    assert tab.requested == [page.as_uri()]
+
+
+@in_chromium
+def test_what_is_left_out_is_said(tmp_path: Path, tab: Tab) -> None:
+    page = reported(make_live_run(tmp_path / "run"))
+    page.write_text(page.read_text().replace('"group 3 1":', '"group 3 9":'))
+    tab.open(f"{page.as_uri()}#/rollouts")
+    tab.click("#groups li:nth-child(2) button")
+    tab.until("!document.querySelector('#unreached').hidden")
+    assert "trireme watch RUN --web" in tab.text("#unreached")
+    tab.click("#groups li:first-child button")
+    tab.until("document.querySelector('#unreached').hidden")
+
+
+@in_chromium
+def test_a_page_without_a_trace_says_so(run: Path, tab: Tab) -> None:
+    shutil.rmtree(run / "trace")
+    tab.open(f"{reported(run).as_uri()}#/timeline")
+    tab.until("document.querySelector('#timeline-note').textContent.includes('This run has no trace')")
+    assert tab.run(count("canvas")) == 0
+
+
+@in_chromium
+def test_a_script_that_the_report_does_not_bring_is_stopped(run: Path, tab: Tab) -> None:
+    page = reported(run)
+    page.write_text(page.read_text().replace('"use strict"', '"use strict"; document.title = "owned"', 1))
+    tab.open(page.as_uri())
+    assert tab.run("document.title") == "Trireme: the console of a run"
+    assert any("script-src" in complaint for complaint in tab.complaints)
+    tab.complaints.clear()
