@@ -8,6 +8,7 @@ from trireme.core.refusals import Refusal
 
 REMOVED: dict[str, str] = {
     "cluster.model_cache": "give model.name as an id of the hub, which each node fetches, or as a path that all have",
+    "trireme watch --plain": "leave it out: `trireme watch RUN` prints where the run stands, without a terminal too",
 }
 """What to do instead of a removed key (`section.key`, or a whole `section`), command (`trireme foo`) or option of a
 command (`trireme foo --bar`)."""

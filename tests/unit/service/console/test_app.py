@@ -211,12 +211,6 @@ def test_the_table_has_every_route(root: Path) -> None:
         assert caller_of(route.method, route.path) == route.caller
 
 
-def test_the_docs_have_the_table() -> None:
-    page = Path(__file__).parents[4] / "docs" / "console.md"
-    table = [line for line in page.read_text().splitlines() if line.startswith("| GET")]
-    assert table == [f"| {r.method} | `{r.path}` | {r.caller} | {r.what} |" for r in CONSOLE_ROUTES]
-
-
 def test_with_a_key_only_that_opens_it(root: Path) -> None:
     admin, client_key = new_key("admin"), new_key("client")
     with client_of(root, admin, client_key, peer=("10.0.0.7", 1)) as client:
