@@ -189,7 +189,7 @@ def test_what_it_made_opens_with_transformers_and_peft(config: Path, reference: 
 
 
 def test_the_tools_know_such_runs(reference: Ended, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for command in (["inspect"], ["watch", "--plain"], ["report", "--output", str(tmp_path / "page.html")]):
+    for command in (["inspect"], ["watch"], ["report", "--output", str(tmp_path / "page.html")]):
         assert trireme([*command, str(reference.root)]) == EXIT_OK
     out = capsys.readouterr().out
     assert "epoch 2, position 0" in " ".join(out.split())
