@@ -15,12 +15,11 @@ the unit of the times that are compared.
     value         steps per time beside an idle service, over those without a service
     detail        `cpu`: CPU time of a step without a service, over that beside an idle one; `chatting`: steps per time
                   while clients ask, over those of the same run while none does, and for each pair of phases; then
-                  `share_engine` is the share of the engine's time that chats had, as the run reports it, `share_cpu`
-                  the cores that the service's process used, `share_all` what all processes used more than without
-                  chats for the same steps, over what the machine has, and `share_tokens` the tokens of chats over all
-                  that were sampled; `by_the_clock` and `chatting_by_the_clock`: the ratios of seconds; `cpu_s`: CPU
-                  seconds of a step by room, of each kind of phase; `between` is a phase of the third run in which none
-                  asks
+                  `share_cpu` is the cores that the service's process used, `share_all` what all processes used more
+                  than without chats for the same steps, over what the machine has, and `share_tokens` the tokens of
+                  chats over all that were sampled; `by_the_clock` and `chatting_by_the_clock`: the ratios of seconds;
+                  `cpu_s`: CPU seconds of a step by room, of each kind of phase; `between` is a phase of the third run
+                  in which none asks
 
 The last line of the output is the result, a JSON object.
 """
@@ -31,7 +30,6 @@ import argparse
 import asyncio
 import json
 import multiprocessing as mp
-import operator
 import os
 import socket
 import statistics
@@ -50,7 +48,7 @@ from speed import Calculating
 CONFIG = ROOT / "configs" / "quickstart.toml"
 CLIENTS, WARM = 50, 8
 BETWEEN = 8
-"""Steps between phases: rollouts of the first were sampled in both, and chats first use up what they did not have."""
+"""Steps between phases: rollouts of the first were sampled in both."""
 TARGET = 0.99
 PROMPT, ANSWER = "Sort: 361695\n", 8
 NICEST = 19
@@ -71,8 +69,6 @@ class Phase:
     """Tokens of rollouts."""
     chatted: float
     """Tokens of chats."""
-    of_engine: float
-    """The share of the engine's time that chats had."""
     calculation_ms: float
     """The mean CPU time of the fixed calculation meanwhile."""
 
@@ -203,7 +199,6 @@ def run(phases: Sequence[str], steps: int, port: int = 0) -> list[Phase]:
                         {room: after[room] - before.get(room, 0.0) for room in after},
                         sum(row["perf/tokens"] for row in rows[first + 1 :]),
                         ask(kind == "chatting") - chatted,
-                        share_of_engine(rows[first + 1 :]),
                         speed.mean_ms(rows[first]["time/unix"], rows[-1]["time/unix"]),
                     )
                 )
@@ -221,13 +216,6 @@ def run(phases: Sequence[str], steps: int, port: int = 0) -> list[Phase]:
             then=measure,
         )
     return found
-
-
-def share_of_engine(rows: Sequence[Mapping[str, float]]) -> float:
-    """Returns the share of the engine's time that chats had over these steps."""
-    seconds = [row["time/step"] for row in rows]
-    shares = [row.get("perf/chat_engine_share", 0.0) for row in rows]
-    return sum(map(operator.mul, seconds, shares)) / sum(seconds)
 
 
 def _cpu(driver: psutil.Process) -> dict[str, float]:
@@ -320,7 +308,6 @@ def beside_chats(kinds: Mapping[str, Sequence[Phase]]) -> dict[str, Any]:
         "chatting": compared(chatting, between),
         "chatting_pairs": pairs,
         "chatting_by_the_clock": compared(chatting, between, "rate"),
-        "share_engine": median([phase.of_engine for phase in chatting]),
         "share_cpu": median([phase.cpu_s.get("service", 0.0) / phase.seconds for phase in chatting]),
         "share_all": round(statistics.mean(more) / (os.cpu_count() or 1), 3),
         "share_tokens": median([phase.chatted / (phase.chatted + phase.sampled) for phase in chatting]),

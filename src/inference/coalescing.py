@@ -25,11 +25,11 @@ from msgspec.structs import replace
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import LogprobsLists
 
-from inference.marks import is_read
-from inference.sharing import SharingScheduler
+from inference.engine import READ
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -58,11 +58,6 @@ class HeldOutputs:
     @property
     def has_ends(self) -> bool:
         return bool(self._ended)
-
-    @property
-    def due(self) -> float:
-        """When the first end that is kept must go; infinity if none is."""
-        return self._due
 
     def pass_on(
         self, outputs: Iterable[EngineCoreOutput], may_wait: Callable[[str], bool], now: float
@@ -153,7 +148,7 @@ def joined_logprobs(parts: Sequence[LogprobsLists]) -> LogprobsLists | None:
     return LogprobsLists(np.concatenate(token_ids), np.concatenate(logprobs), np.concatenate(ranks))
 
 
-class CoalescingScheduler(SharingScheduler):
+class CoalescingScheduler(Scheduler):
     """Sends what has ended, what may not wait, and all after its longest wait."""
 
     _all_sent = 0.0
@@ -167,7 +162,8 @@ class CoalescingScheduler(SharingScheduler):
         return set()
 
     def add_request(self, request: Request) -> None:
-        if is_read(request.sampling_params):
+        params = request.sampling_params
+        if params is not None and READ in (params.extra_args or {}):
             self._read.add(request.request_id)
         super().add_request(request)
 
@@ -181,13 +177,6 @@ class CoalescingScheduler(SharingScheduler):
         """True while the engine is to make a step: an empty one for what is held, where it would make no other."""
         held = self._held.values()
         return super().has_requests() or (self._is_paused and any(held)) or any(each.has_ends for each in held)
-
-    def rest_s(self) -> float:
-        """Returns what `SharingScheduler` does, or less: what is kept may not wait for longer than its time."""
-        rest_s, now = super().rest_s(), time.monotonic()
-        for held in self._held.values():
-            rest_s = min(rest_s, held.due - now, self._all_sent + self.longest_wait_s - now if held else inf)
-        return rest_s
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput

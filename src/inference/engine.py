@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from inference.chat_share import SHARE
 from inference.engine_startup import prepare_start
 from inference.frontend import enter_logprobs_by_columns
-from inference.marks import marks_of
 from trireme.config import Config
 from trireme.config.installed import wrong_build
 from trireme.config.trainer import UNEMBED
@@ -45,6 +43,9 @@ CPU_ENVIRONMENT = {
 HEAD_DTYPE = "head_dtype"
 """The key of the model's configuration in which vLLM looks for the dtype of logits; its values are "float32" and
 "model"."""
+READ = "read"
+"""The key of SamplingParams.extra_args that tells the scheduler that a request's tokens are read while they are
+sampled. vLLM carries these arguments to the engine's process and does not look at them."""
 
 
 def import_engine(*, on_cpu: bool) -> None:
@@ -82,7 +83,6 @@ def start_engine(config: Config, who: str) -> AsyncLLM:
     as_server = UsageContext.OPENAI_API_SERVER
     engine = arguments.create_engine_config(as_server)
     coalesce_outputs(engine.scheduler_config)
-    bound_chats(config)
     return AsyncLLM.from_vllm_config(
         engine, usage_context=as_server, stat_loggers=[EngineStats], disable_log_stats=arguments.disable_log_stats
     )
@@ -93,12 +93,6 @@ def coalesce_outputs(config: SchedulerConfig) -> None:
     if config.scheduler_cls is None:
         name = f"Coalescing{'Async' if config.async_scheduling else ''}Scheduler"
         config.scheduler_cls = f"inference.coalescing.{name}"
-
-
-def bound_chats(config: Config) -> None:
-    """Has an engine that this process starts from now on bound chats by `service.share` of its time
-    (`inference.sharing`), unless `inference.engine_args` names a scheduler."""
-    os.environ[SHARE] = str(config.service.share)
 
 
 def engine_seed(config: Config, start: str) -> int:
@@ -119,7 +113,7 @@ def engine_args(config: Config, on_cpu: bool, start: str = "") -> dict[str, Any]
         "dtype": {"auto": "float32" if on_cpu else "bfloat16"}.get(config.model.dtype, config.model.dtype),
         "max_model_len": config.inference.max_model_len or config.model.max_seq_len,
         "max_num_seqs": config.inference.sequences(on_gpus=not on_cpu),  # None: see `start_engine`
-        "scheduling_policy": "priority",  # equal ones in order of arrival; the canary of an update before all others
+        "scheduling_policy": "priority",  # the canary of an update before all others, these in order of arrival
         "skip_tokenizer_init": True,  # tokens in, tokens out; see `give_tokenizer`
         "generation_config": "vllm",  # the model's own sampling defaults must not change what the trainer assumes
         "logprobs_mode": "processed_logprobs",  # raw ones ignore the temperature
@@ -197,7 +191,7 @@ def vllm_params(request: SampleRequest, end_ids: list[int]) -> SamplingParams:
         detokenize=bool(params.stop_strings),
         skip_special_tokens=False,  # a string may be that of a special token
         output_kind=RequestOutputKind.FINAL_ONLY,
-        extra_args=marks_of(request),
+        extra_args={READ: True} if request.read else None,
         skip_clone=True,  # made for one request: vLLM need not copy all that is in it
     )
 

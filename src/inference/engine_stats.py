@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 
-from inference.chat_share import report_in
-from trireme.core.engine_use import EngineUses
 from trireme.core.sampler import ReplicaStats
 
 if TYPE_CHECKING:
@@ -32,9 +30,7 @@ class EngineStats(PrometheusStatLogger):
         """Tokens whose KV its cache holds."""
         self.kv_used = 0.0
         self.preemptions = 0
-        self.uses: EngineUses | None = None
-        """What it has done for each purpose; None before its first step, and where another scheduler is configured."""
-        self._excused = self._chats_waiting = 0
+        self._excused = 0
         self._heard = time.monotonic()
         self.answered: Callable[[float], None] = lambda _silent_s: None
         """Called when a step has ended, with the seconds since the engine answered before."""
@@ -51,10 +47,7 @@ class EngineStats(PrometheusStatLogger):
         if scheduler_stats is not None:
             self.running = scheduler_stats.num_running_reqs
             self.kv_used = scheduler_stats.kv_cache_usage
-            if report := report_in(scheduler_stats):
-                self.uses, self.preemptions, self._chats_waiting = report.uses, report.preemptions, report.chats_waiting
-                return
-        if iteration_stats is not None and self.uses is None:  # another scheduler is configured
+        if iteration_stats is not None:
             excused = min(iteration_stats.num_preempted_reqs, self._excused)
             self._excused -= excused
             self.preemptions += iteration_stats.num_preempted_reqs - excused
@@ -77,9 +70,8 @@ class EngineStats(PrometheusStatLogger):
     def stats(self, unfinished: int) -> ReplicaStats:
         """`unfinished`: number of sequences that the engine was given and has not answered."""
         running = min(self.running, unfinished)
-        waiting = max(unfinished - running - self._chats_waiting, 0)
-        kept = self.kv_used, self.preemptions, self.places, self.kv_tokens
-        return ReplicaStats(running, waiting, *kept, uses=self.uses)
+        waiting = unfinished - running
+        return ReplicaStats(running, waiting, self.kv_used, self.preemptions, self.places, self.kv_tokens)
 
     def log_engine_initialized(self) -> None:
         pass

@@ -25,7 +25,6 @@ from trireme.core.deadline import LearnedDeadline
 from trireme.core.errors import BadInput, RoomFailed, TriremeError
 from trireme.core.types import SampledSequence, SampleRequest, WeightIdentity
 from trireme.process import trace
-from trireme.process.cpu_meter import CpuMeter
 from trireme.process.environ import STACKS, STACKS_S
 from trireme.process.faults import fault_point
 
@@ -46,6 +45,9 @@ Value = TypeVar("Value")
 HEALTH_TICK_S = 0.5
 LATE_S = 2.0
 """Delay of the answers that the fault point `inference.answer` makes late."""
+CHATS_LATER_S = 5.0
+"""A chat enters the engine, and loses its place for lack of space, as if it had come this much later: the run's
+requests of these seconds go before it."""
 BEYOND = 2**20
 """Larger than any vocabulary."""
 log = logging.getLogger(__name__)
@@ -72,7 +74,6 @@ class SamplingEngine:
         self.halting = self.standing = False  # told to stop between two steps; stands still
         self.pausing = asyncio.Lock()  # held while the engine is paused, so that nothing else resumes it
         self.proved = asyncio.Event()  # while it is not set, tokens may come from wrong weights
-        self._costs = CpuMeter()
         self._stalls = StallClock(self._cpu_s)
         self._step_deadline = LearnedDeadline(config.timeouts.update_s)  # of a step of the engine without progress
         self.call_deadline = LearnedDeadline(config.timeouts.update_s)  # of a call in an update without progress
@@ -229,11 +230,11 @@ class SamplingEngine:
     ) -> RequestOutputCollector:
         if request.params.stop_strings:
             give_tokenizer(self.engine, self.config.tokenizer_name)
-        self._costs.count()
-        if request.purpose == "chat":  # its share of the engine bears what it costs here too
-            request = replace(request, cpu_s=request.cpu_s + self._costs.take())
         params = vllm_params(request, self.end_ids)
-        return await self._add(request.request_id, request.prompt, params, salt, adapter=adapter)
+        # vLLM orders equal priorities by time of arrival. A priority of their own would let chats wait for ever in an
+        # engine that is always full.
+        arrival = time.time() + CHATS_LATER_S if request.chat else None
+        return await self._add(request.request_id, request.prompt, params, salt, adapter=adapter, arrival=arrival)
 
     async def _add(
         self,
@@ -243,16 +244,22 @@ class SamplingEngine:
         salt: str,
         priority: int = 0,
         adapter: LoRARequest | None = None,
+        arrival: float | None = None,
     ) -> RequestOutputCollector:
         """Adds a request to the engine's queue. `salt`: prefix-cache blocks are shared under equal salts only.
-        `adapter`: another one than that of updates."""
+        `adapter`: another one than that of updates. `arrival`: Unix time by which it is ordered; None: now."""
         from vllm.inputs import tokens_input
 
         if not self._has_requests:
             self.engine_stats.listen()
         prompt = tokens_input(tokens.tolist(), cache_salt=salt)
         return await self.engine.add_request(
-            name, prompt, params, lora_request=adapter or self.adapter, priority=priority
+            name,
+            prompt,
+            params,
+            arrival_time=arrival,
+            lora_request=adapter or self.adapter,
+            priority=priority,
         )
 
     async def abort(self, request_ids: Sequence[str]) -> None:

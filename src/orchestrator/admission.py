@@ -25,7 +25,6 @@ from typing import Literal
 
 from orchestrator.tool_waits import Place, ToolWaits
 from trireme.config import Config
-from trireme.core.engine_use import UseMeter
 from trireme.core.sampler import ReplicaStats
 
 Kind = Literal["train", "eval"]
@@ -184,8 +183,6 @@ class Backpressure:
         self._kv_now = self._kv_used = self._kv_waiting = 0.0
         self._waiting = 0
         self._preemptions = 0
-        self.uses = UseMeter()
-        """What the replicas' engines do for the run, and for chats beside it."""
 
     def look(self, loads: Mapping[int, ReplicaStats]) -> None:
         """Takes note of the load of the live replicas and sets the limit by it."""
@@ -236,8 +233,7 @@ class Backpressure:
 
     def take(self) -> dict[str, float]:
         """Returns metrics of a row: the limit now; since the last call the largest share of a KV cache in use, the most
-        rollouts that waited for tools, the largest share of all KV that these had, and the preemptions; with a service,
-        chats' shares of the engines."""
+        rollouts that waited for tools, the largest share of all KV that these had, and the preemptions."""
         row = {
             "perf/kv_used": self._kv_used,
             "perf/kv_waiting": self._kv_waiting,
@@ -245,7 +241,4 @@ class Backpressure:
             "perf/preemptions": float(self._preemptions),
         }
         self._kv_used, self._kv_waiting, self._waiting, self._preemptions = self._kv_now, 0.0, 0, 0
-        if self._config.service.port is not None:
-            shares = self.uses.take()
-            row |= {"perf/chat_engine_share": shares.seconds, "perf/chat_token_share": shares.tokens}
         return row | ({} if self.gate.limit is None else {"perf/max_concurrent": float(self.gate.limit)})

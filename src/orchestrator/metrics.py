@@ -30,8 +30,6 @@ filtered since the row before. Evicted and failed groups are counted, but their 
   perf/inference_idle_s   seconds since then in which no request was in flight
   perf/max_concurrent     the limit of rollouts in flight now; not in deterministic mode
   perf/kv_used, preemptions  since then: largest share of a KV cache in use, sequences whose KV was given up
-  perf/chat_engine_share, chat_token_share  with a service: chats' seconds of the engines over all seconds that passed
-                          for these, and their tokens over all that were computed, as last reported
   perf/cut_wait_s         seconds since then in which complete batches waited for groups (`cut_wait.py`)
   perf/event_loop_lag     largest delay of a timer since then, in seconds
 """

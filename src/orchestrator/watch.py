@@ -13,12 +13,9 @@ LOAD_TICK_S = 1.0
 
 
 async def watch_load(sampler: Sampler, pressure: Backpressure) -> None:
-    """Adapts the limit of the gate to the replicas' load, and notes what their engines do."""
-    now = asyncio.get_running_loop().time
+    """Adapts the limit of the gate to the replicas' load."""
     while True:
-        loads = await sampler.stats()
-        pressure.look(loads)
-        pressure.uses.look({index: load.uses for index, load in loads.items()}, now())
+        pressure.look(await sampler.stats())
         await asyncio.sleep(LOAD_TICK_S)
 
 

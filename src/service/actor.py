@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +33,6 @@ from service.sessions.journal import SessionJournal
 from service.sessions.registry import SessionRegistry
 from service.sessions.session import SessionLimits
 from trireme.config import Config
-from trireme.core.engine_use import UseMeter
 from trireme.core.errors import RoomFailed, TriremeError
 from trireme.core.sampler import Heartbeat, ReplicaStats
 from trireme.core.tokenizer import load_tokenizer, one_text_at_a_time
@@ -50,7 +48,6 @@ AGAIN_S = 10.0
 """A replica that failed a chat is tried again after this time, unless it was removed meanwhile."""
 CLOSE_S = 3.0
 MEGABYTE = 10**6
-NICEST = 19
 log = logging.getLogger(__name__)
 
 
@@ -70,12 +67,6 @@ class ReplicaSampler(Protocol):
     async def drain(self, index: int, timeout_s: float) -> None: ...
 
     async def next_failure(self) -> tuple[int, str]: ...
-
-
-def niceness(share: float) -> int:
-    """Returns the priority at which a thread gets about this share of a core for which another one competes: each step
-    of Linux's scheduler is a factor of 1.25."""
-    return min(round(math.log(1 / share, 1.25)), NICEST)
 
 
 class ServiceActor:
@@ -98,7 +89,7 @@ class ServiceActor:
         redirect_output(log_dir, "service_0")
         self._config, self._sampler_factory, self._models, self._keys = config, sampler_factory, models, keys
         self._adopt, self._directory, self._newest = adopt, sessions, 0
-        self._history, self._uses = RunHistory(starts), UseMeter()
+        self._history = RunHistory(starts)
         self._clients: dict[int, Any] = {}
         self._tasks: list[asyncio.Task[Any]] = []
         self._started = asyncio.Event()
@@ -106,8 +97,6 @@ class ServiceActor:
     async def start(self) -> str:
         """Opens the port, and returns the address of the service. Raises RoomFailed if the port is taken."""
         options, own = self._config.service, self._config.renderer
-        if not self._adopt:  # training comes first: this thread, and those that it starts, compute what is left
-            os.nice(niceness(options.share))
         self._sampler = self._sampler_factory()
         if self._adopt:
             await self._sampler.adopt(self._adopt)  # those that join take this name too
@@ -116,13 +105,13 @@ class ServiceActor:
         tokenizer = load_tokenizer(self._config.tokenizer_name)
         renderer = make_renderer(**own.model_dump(), tokenizer=tokenizer)
         self._places = Places(1, options.max_waiting, options.wait_s)
-        self._chats = BoundedSampler(self._sampler, self._config.inference.answer_s, options.share)
+        self._chats = BoundedSampler(self._sampler, self._config.inference.answer_s)
         front = self._front = Front(self._chats, self._models, tokenizer, renderer, self._places)
         limits = Limits(int(options.max_body_mb * MEGABYTE), options.body_s, options.requests_per_minute)
         keys = ServiceKeys(self._keys)
         self._door = await asyncio.to_thread(self._open_door, front, keys)
         run = RunReader(self._directory.parent, lambda: tokenizer)
-        app = make_app(front, self._door, keys, limits, run, self._uses)
+        app = make_app(front, self._door, keys, limits, run)
         self._server = uvicorn.Server(
             uvicorn.Config(app, options.host, options.port or 0, log_config=None, access_log=False, lifespan="off")
         )
@@ -194,14 +183,11 @@ class ServiceActor:
             ) from None
 
     async def _fit_places(self) -> None:
-        """Keeps as many places as `service.share` of the sequences that the replicas decode together, and notes what
-        their engines did for chats."""
+        """Sets the places of chats to `service.share` of the sequences that the replicas decode together."""
         while True:
             with suppress(TriremeError):
                 found = await self._sampler.stats()
                 self._note(found)
-                self._uses.look({index: each.uses for index, each in found.items()}, time.monotonic())
-                self._uses.take()
                 decoded = sum(each.places or 0 for each in found.values())
                 self._places.resize(max(1, int(self._config.service.share * decoded)))
             await asyncio.sleep(LOOK_S)

@@ -28,7 +28,6 @@ from service.metrics import ServiceMetrics
 from service.replies import VERSION, AskingBody, Dialect, EventReply, until_gone
 from service.session_app import SessionRoutes, session_of
 from service.sessions.door import SessionDoor
-from trireme.core.engine_use import UseMeter
 
 log = logging.getLogger(__name__)
 
@@ -132,12 +131,10 @@ def make_app(
     keys: ServiceKeys,
     limits: Limits,
     run: RunReader | None = None,
-    uses: UseMeter | None = None,
 ) -> FastAPI:
-    """Makes the app. `run`: what the console shows to those with an admin key; None: there is no console. `uses`: what
-    the replicas' engines do for chats, for the metrics. There are no other pages for people: FastAPI's would load code
-    from elsewhere."""
-    metrics = ServiceMetrics(front.places, uses or UseMeter())
+    """Makes the app. `run`: what the console shows to those with an admin key; None: there is no console. There are no
+    other pages for people: FastAPI's would load code from elsewhere."""
+    metrics = ServiceMetrics(front.places)
     app = FastAPI(title="Trireme", docs_url=None, redoc_url=None)
     Service(front, metrics, SessionRoutes(door, front.tokenizer)).routes(app)
     if run is not None:

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from service.asked import ServiceAnswer
 from service.places import Places
-from trireme.core.engine_use import UseMeter
 
 BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800)
 
@@ -18,8 +13,7 @@ BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800)
 class ServiceMetrics:
     """Counts requests and tokens of one service."""
 
-    def __init__(self, places: Places, uses: UseMeter) -> None:
-        """`uses`: what the engines of the replicas do."""
+    def __init__(self, places: Places) -> None:
         own = self._registry = CollectorRegistry()
         self._requests = Counter(
             "trireme_service_requests", "Requests, by route and status", ["route", "status"], registry=own
@@ -41,9 +35,6 @@ class ServiceMetrics:
         waiting.set_function(lambda: places.waiting)
         all_of_them = Gauge("trireme_service_places", "The most answers that are sampled together", registry=own)
         all_of_them.set_function(lambda: places.places)
-        of_engines = Gauge("trireme_service_engine_share", "Chats' share of the engines' time, last", registry=own)
-        of_engines.set_function(lambda: uses.shares.seconds)
-        own.register(_EngineUses(uses))
 
     def request(self, route: str, status: int, seconds: float) -> None:
         """Counts a request that has ended."""
@@ -59,22 +50,3 @@ class ServiceMetrics:
     def text(self) -> bytes:
         """Returns all numbers in Prometheus' text format."""
         return generate_latest(self._registry)
-
-
-class _EngineUses(Collector):
-    """The counters of engines, which count by themselves."""
-
-    def __init__(self, uses: UseMeter) -> None:
-        self._uses = uses
-
-    def collect(self) -> Iterable[Metric]:
-        seconds = CounterMetricFamily(
-            "trireme_service_engine_seconds", "Seconds of the replicas' engines, by purpose", labels=["purpose"]
-        )
-        tokens = CounterMetricFamily(
-            "trireme_service_engine_tokens", "Tokens that they computed, by purpose", labels=["purpose"]
-        )
-        for purpose, use in self._uses.total.items():
-            seconds.add_metric([purpose], use.seconds)
-            tokens.add_metric([purpose], use.tokens)
-        return seconds, tokens

@@ -1,4 +1,4 @@
-"""Limits how much of the engines chats take: training traffic comes first."""
+"""Limits how many chats the engines have at once: training traffic comes first."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ class Places:
                 self._hand_out()
             if isinstance(error, TimeoutError):
                 raise RequestRefused(
-                    f"waited {self._wait_s:g} s (service.wait_s) for one of {self.places} places, where answers share "
-                    "what service.share leaves chats of the engines' time: send the request again later",
+                    f"waited {self._wait_s:g} s (service.wait_s) for one of {self.places} places, which service.share "
+                    "leaves chats of those of the replicas: send the request again later",
                     status=429,
                     code="queue_timeout",
                     retry_after_s=self._retry_after_s,

@@ -33,8 +33,6 @@ class Chatting:
         self.error: BaseException | None = None
         self.states: list[dict[str, Any]] = []
         """Of a session: before the service was killed, and what the next one knows of it."""
-        self.engine_tokens = 0.0
-        """Of chats, as the metrics of the service tell."""
         self._urls: queue.Queue[str] = queue.Queue()
         self._key = self._admin = ""
 
@@ -60,7 +58,6 @@ class Chatting:
             url = self._urls.get(timeout=DEADLINE_S)
             self.states.append(self._call("GET", f"{url}/sessions/{session['session']}", session["key"]))
             self._chat(url, until=3)
-            self._await_engine_tokens(url)
         except BaseException as error:
             self.error = error
         finally:
@@ -72,16 +69,6 @@ class Chatting:
             agent.chat.completions.create(model="policy", messages=[{"role": "user", "content": PROMPT}], max_tokens=8)
         self.states.append(self._call("GET", f"{url}/sessions/{session['session']}", session["key"]))
         return session
-
-    def _await_engine_tokens(self, url: str) -> None:
-        """Asks until the service has looked twice at what the engines do."""
-        deadline = time.monotonic() + DEADLINE_S
-        while not self.engine_tokens:
-            assert time.monotonic() < deadline, "the service has seen no token of a chat"
-            self._chat(url, until=len(set(self.versions)) + 1)
-            text = httpx.get(f"{url}/metrics", timeout=60).text
-            found = re.search(r'^trireme_service_engine_tokens_total{purpose="chat"} (\S+)', text, re.MULTILINE)
-            self.engine_tokens = float(found[1]) if found else 0.0
 
     @staticmethod
     def _call(method: str, url: str, key: str) -> Any:
@@ -117,9 +104,5 @@ def test_chats_get_the_weights_of_the_moment_and_survive_the_service(tmp_path: P
     assert max(chatting.versions) <= ended.rows[-1]["version"]
     assert_bound_and_conservation(ended, bound=1)
     assert (ended.root / KEYS).stat().st_mode & 0o777 == 0o600
-    shares = [row["perf/chat_engine_share"] for row in ended.rows]
-    assert 0 < max(shares) < 1
-    assert max(row["perf/chat_token_share"] for row in ended.rows) > 0
-    assert chatting.engine_tokens > 0
     assert "the service is started again" in ended.out
     ended.assert_nothing_left()

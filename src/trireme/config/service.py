@@ -46,9 +46,9 @@ class ServiceConfig(Section):
     keys: str | None = None
     """File with the keys that open it, of mode 600; none = new ones in `service.keys` of the run directory."""
     share: Annotated[float, Field(gt=0, le=1)] = 0.1
-    """Share of inference.max_num_seqs, over all replicas, that chats may have in flight (at least one), and of the time
-    of each replica's engine that they get; others wait, as training comes first. `inference`, which trains nothing,
-    takes 1 unless told: no bound."""
+    """Share of the replicas' places, the sequences that they decode together (inference.max_num_seqs of each), that
+    chats may hold at once, at least one; further chats wait. It bounds places, not an engine's time.
+    Default of `inference`, which trains nothing: 1."""
     max_waiting: NonNegativeInt = 256
     """Answers that wait for a place; further requests get 429 with Retry-After."""
     wait_s: PositiveFloat = 300.0

@@ -8,7 +8,6 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from trireme.core.engine_use import EngineUses
 from trireme.core.transport import Offer, Session
 from trireme.core.types import SampledSequence, SampleRequest, WeightIdentity
 from trireme.core.weights import PublishedWeights, UpdateReport
@@ -21,7 +20,7 @@ class ReplicaStats:
     running: int
     """Sequences that it decodes."""
     waiting: int
-    """Sequences that wait for a place, without chats: these may wait for their share of the engine."""
+    """Sequences that wait for a place."""
     kv_used: float
     """Share of its KV cache that is in use, 0 to 1."""
     preemptions: int
@@ -32,8 +31,6 @@ class ReplicaStats:
     """Tokens whose keys and values its cache holds; None: it does not say."""
     weights: WeightIdentity | None = None
     """Its weights; None: it has none yet, or does not say."""
-    uses: EngineUses | None = None
-    """What its engine has done for each purpose since it started; None: it does not say."""
 
 
 @dataclass(frozen=True)

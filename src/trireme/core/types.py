@@ -26,7 +26,6 @@ from trireme.core.datum import Datum as Datum
 from trireme.core.datum import EncodedTextChunk as EncodedTextChunk
 from trireme.core.datum import ModelInput as ModelInput
 from trireme.core.datum import TensorData
-from trireme.core.engine_use import Purpose
 
 StopReason = Literal["length", "stop"]
 Which = Literal["policy", "reference"]
@@ -124,10 +123,8 @@ class SampleRequest:
     With `inference.on_update = "keep_kv"` keys and values in the prefix cache may be as old as these."""
     adapter: str = ""
     """The name of an adapter that the replicas have beside the weights of updates; "": those weights."""
-    purpose: Purpose = "run"
-    """For whom it is sampled: `service.share` bounds the engines' time for chats."""
-    cpu_s: float = 0.0
-    """CPU seconds that a chat has cost outside of the engine; they count as time of the engine for it."""
+    chat: bool = False
+    """It is a chat alongside a run: the run's requests enter an engine before it."""
     read: bool = False
     """Set by the router: its tokens are read while they are sampled, so the engine sends them soon."""
     after: str = ""

@@ -328,8 +328,7 @@ class ServicePart(Part):
             return []
         port = options.port or "any free port"
         text = (
-            f"1 actor, CPU: {options.host}, port {port}; chats take at most {options.share:.0%} of the places and time "
-            "of replicas"
+            f"1 actor, CPU: {options.host}, port {port}; chats take at most {options.share:.0%} of the replicas' places"
         )
         return [("service", text)]
 

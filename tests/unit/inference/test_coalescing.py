@@ -21,7 +21,6 @@ from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
 from vllm.v1.outputs import LogprobsLists
 
 import inference.coalescing
-import inference.sharing
 from inference.coalescing import (
     END_S,
     READ_S,
@@ -32,8 +31,7 @@ from inference.coalescing import (
     can_wait,
     joined,
 )
-from inference.engine import coalesce_outputs
-from inference.marks import READ
+from inference.engine import READ, coalesce_outputs
 
 FINAL = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY)
 
@@ -146,7 +144,6 @@ def scheduler(monkeypatch: pytest.MonkeyPatch, clock: ManualClock) -> Coalescing
         return {0: EngineCoreOutputs(outputs=outputs, scheduler_stats=SchedulerStats())}
 
     monkeypatch.setattr(inference.coalescing, "time", clock)
-    monkeypatch.setattr(inference.sharing, "time", clock)
     monkeypatch.setattr(Scheduler, "__init__", lambda self: None)
     monkeypatch.setattr(Scheduler, "update_from_output", step)
     monkeypatch.setattr(Scheduler, "add_request", lambda self, added: self.requests.update({added.request_id: added}))

@@ -31,7 +31,7 @@ ALLOWED = {
     "vllm.config.vllm.set_current_vllm_config()": "a context that yields nothing",
     "vllm.engine.arg_utils.AsyncEngineArgs()": "its keywords are looked up below, where they are collected",
     "vllm.inputs.llm.TokensPrompt()": "images, which it could have, are dicts of anything",
-    "vllm.sampling_params.SamplingParams.extra_args": "what `inference.marks` puts there itself",
+    "vllm.sampling_params.SamplingParams.extra_args": "what `inference.engine.vllm_params` puts there itself",
     "vllm.utils.system_utils.get_mp_context()": "a context of Python's own multiprocessing",
     "vllm.v1.engine.EngineCoreOutput.ec_transfer_params": "only whether it is there",
     "vllm.v1.engine.EngineCoreOutput.kv_transfer_params": "only whether it is there",
@@ -40,9 +40,6 @@ ALLOWED = {
     "vllm.v1.engine.EngineCoreOutput.routed_experts": "only whether it is there",
     "vllm.v1.engine.async_llm.AsyncLLM.collective_rpc()": "answers of our own `WorkerExtension`",
     "vllm.v1.engine.async_llm.AsyncLLM.engine_core": "vLLM decorates what makes it; `_core` declares its type",
-    "vllm.v1.engine.core.EngineCore.batch_queue": "only whether it is empty",
-    "vllm.v1.engine.core.EngineCoreProc.input_queue": "only whether it is empty",
-    "vllm.v1.metrics.stats.SchedulerStats.kv_connector_stats": "what `inference.chat_share` puts there itself",
     "vllm.v1.outputs.LogprobsLists()": "arrays of numpy",
 }
 """Uses to which vLLM gives no type, and why none of its objects escapes there; in our source each is at one place."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
-import os
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,9 +28,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from inference import engine
-from inference.chat_share import SHARE
-from inference.engine import bound_chats, engine_args, sampled_sequence, vllm_params
-from inference.marks import chat_cpu_s, is_read
+from inference.engine import READ, engine_args, sampled_sequence, vllm_params
 from trireme.config import Config
 from trireme.config.schema import SamplingConfig
 from trireme.core.errors import BadInput, RoomFailed
@@ -170,22 +167,10 @@ def test_a_plan_knows_what_vllm_asks_to_be_free_for_the_answers_of_a_rank() -> N
     assert max(questions, group) < QUEUE_BYTES, "the other queues are smaller"
 
 
-def test_the_engine_learns_of_a_request_if_it_is_a_chat_and_if_it_is_read() -> None:
+def test_the_engine_learns_of_a_request_if_it_is_read() -> None:
     request = SampleRequest("r", (1,), SamplingParams(), "r")
-    chat = replace(request, purpose="chat")
-    for cpu_s, asked in ((None, request), (0.0, chat), (0.5, replace(chat, cpu_s=0.5))):
-        for read in (False, True):
-            params = vllm_params(replace(asked, read=read), [])
-            assert (chat_cpu_s(params), is_read(params)) == (cpu_s, read)
     assert vllm_params(request, []).extra_args is None
-
-
-@pytest.mark.parametrize("share", [0.1, 1.0])
-def test_an_engine_learns_the_share_of_chats(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SHARE, "0.5")
-    given = config()
-    bound_chats(given.model_copy(update={"service": given.service.model_copy(update={"share": share})}))
-    assert float(os.environ[SHARE]) == share
+    assert vllm_params(replace(request, read=True), []).extra_args == {READ: True}
 
 
 def test_every_sampling_parameter_of_the_configuration_reaches_the_engine() -> None:

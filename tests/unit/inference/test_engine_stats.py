@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import cast
 
 import pytest
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
-from inference.chat_share import EngineReport, with_report
 from inference.engine_stats import EngineStats
-from trireme.core.engine_use import EngineUse, EngineUses
 from trireme.core.sampler import ReplicaStats
 
 
@@ -29,17 +26,7 @@ def test_the_newest_step_counts_and_what_it_has_not_seen_waits() -> None:
     assert log.stats(1) == ReplicaStats(running=1, waiting=0, kv_used=0.25, preemptions=0)
 
 
-def test_the_newest_report_of_the_scheduler_is_kept() -> None:
-    log, uses = EngineStats(None), {"run": EngineUse(1.5, 20), "chat": EngineUse(0.5, 7)}
-    scheduler_stats, iteration = step(running=1, preempted=9)
-    log.record(with_report(scheduler_stats, EngineReport(cast(EngineUses, uses), 2, chats_waiting=3)), iteration)
-    log.record(None, iteration)  # aborted requests alone
-    stats = log.stats(7)
-    assert (stats.uses, stats.preemptions) == (uses, 2), "what vLLM counts is of updates as well"
-    assert (stats.running, stats.waiting) == (1, 3)
-
-
-def test_of_another_scheduler_preemptions_for_lack_of_space_are_counted_and_those_of_an_update_are_not() -> None:
+def test_preemptions_for_lack_of_space_are_counted_and_those_of_an_update_are_not() -> None:
     log = EngineStats(None)
     log.record(*step(running=3, preempted=2))
     log.cache_cleared(3)

@@ -38,8 +38,7 @@ REQUESTS = st.builds(
     trajectory=st.sampled_from(["", "t"]),
     extends=st.integers(0, 1),
     began=st.none() | IDENTITIES,
-    purpose=st.sampled_from(["run", "chat"]),
-    cpu_s=st.sampled_from([0.0, 0.25]),
+    chat=st.booleans(),
     after=st.sampled_from(["", "before"]),
 )
 

@@ -15,7 +15,6 @@ from orchestrator.admission import BACK_OFF, KINDS, KV_HIGH, LEAST_PLACES, Backp
 from orchestrator.tool_waits import Place, ToolWaits
 from trireme.config import Config
 from trireme.config.inference import CPU_SEQUENCES
-from trireme.core.engine_use import EngineUse
 from trireme.core.sampler import ReplicaStats
 
 LIMIT = 12
@@ -420,15 +419,3 @@ def test_a_fixed_limit_stays_and_a_deterministic_run_has_none() -> None:
         assert pressure.gate.limit == limit
         row = {"perf/kv_used": 0.5, "perf/preemptions": 3.0, "perf/kv_waiting": 0.0, "perf/rollouts_waiting": 0.0}
         assert pressure.take() == row | ({"perf/max_concurrent": 6.0} if limit else {})
-
-
-def test_with_a_service_a_row_has_the_share_of_chats() -> None:
-    served = small_config()
-    served = served.model_copy(update={"service": served.service.model_copy(update={"port": 0})})
-    pressure = Backpressure(served)
-    uses = {"run": EngineUse(1.0, 30), "chat": EngineUse(0.5, 10)}
-    pressure.uses.look({0: {"run": EngineUse(), "chat": EngineUse()}}, 0.0)
-    pressure.uses.look({0: uses}, 10.0)
-    row = pressure.take()
-    assert (row["perf/chat_engine_share"], row["perf/chat_token_share"]) == (0.05, 0.25)
-    assert "perf/chat_engine_share" not in Backpressure(small_config()).take()

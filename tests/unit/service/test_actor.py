@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from service import actor
-from service.actor import NICEST, ServiceActor, niceness
+from service.actor import ServiceActor
 from service.front import ServedModels
 from trireme.core.errors import RoomFailed
 
@@ -95,12 +95,3 @@ def test_without_a_replica_that_serves_a_session_is_to_be_opened_later(monkeypat
             await started(Starting())._floor()
 
     asyncio.run(play())
-
-
-def test_a_share_becomes_a_priority() -> None:
-    """Linux gives a thread 1024 shares of a core, and a 1.25th of that for each step."""
-    assert niceness(1.0) == 0
-    for share in (0.5, 0.1, 0.05):
-        weight = 1.25 ** -niceness(share)
-        assert weight == pytest.approx(share, rel=0.125)
-    assert niceness(0.0001) == NICEST

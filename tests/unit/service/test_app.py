@@ -22,7 +22,6 @@ from service.guard import Limits
 from service.places import Places
 from service.reading import MessageReader
 from service.routes import ROUTES
-from trireme.core.engine_use import EngineUse, UseMeter
 from trireme.core.errors import RoomFailed
 
 QUESTION: Any = [{"role": "user", "content": "What is 2 + 2?"}]
@@ -471,20 +470,6 @@ async def test_metrics_are_for_the_administrator_and_this_machine() -> None:
         admin = {**client, "Authorization": f"Bearer {ADMIN}"}
         assert (await service.client.get("/metrics", headers=admin)).status_code == 200
         assert (await service.client.get("/health", headers=elsewhere)).json() == {"status": "ok"}
-
-
-@asynchronous
-async def test_metrics_tell_what_engines_did_for_chats() -> None:
-    uses = UseMeter()
-    async with served("4", uses=uses) as service:
-        uses.look({0: {"run": EngineUse(), "chat": EngineUse()}}, 100.0)
-        uses.look({0: {"run": EngineUse(3.0, 30), "chat": EngineUse(0.5, 7)}}, 110.0)
-        uses.take()
-        text = (await service.client.get("/metrics", headers={"Authorization": ""})).text
-        assert 'trireme_service_engine_seconds_total{purpose="run"} 3.0' in text
-        assert 'trireme_service_engine_seconds_total{purpose="chat"} 0.5' in text
-        assert 'trireme_service_engine_tokens_total{purpose="chat"} 7.0' in text
-        assert "trireme_service_engine_share 0.05" in text
 
 
 @asynchronous

@@ -35,17 +35,15 @@ class Replicas:
         return ANSWER
 
 
-def test_a_request_is_marked_as_a_chat_with_what_it_has_cost() -> None:
+def test_a_request_is_marked_as_a_chat() -> None:
     async def play() -> None:
         replicas = Replicas()
-        bounded, told = BoundedSampler(replicas, 30.0, 0.1), lambda made: None
-        sum(range(300_000))
+        bounded, told = BoundedSampler(replicas, 30.0), lambda made: None
         assert await bounded.sample(REQUEST, told) is ANSWER
         ((request, heard),) = replicas.asked
-        assert (request.purpose, request.request_id, request.prompt is REQUEST.prompt) == ("chat", "r", True)
-        assert request.cpu_s > 0
+        assert (request.chat, request.request_id, request.prompt is REQUEST.prompt) == (True, "r", True)
         assert heard is told
-        assert REQUEST.purpose == "run"
+        assert not REQUEST.chat
 
     asyncio.run(play())
 
@@ -53,8 +51,8 @@ def test_a_request_is_marked_as_a_chat_with_what_it_has_cost() -> None:
 def test_an_answer_that_takes_too_long_ends_with_what_it_waited_for() -> None:
     async def play() -> None:
         replicas = Replicas(seconds=3600.0)
-        with pytest.raises(RequestRefused, match=r"after 0\.01 s \(inference\.answer_s\).* 0\.1 of the time") as late:
-            await BoundedSampler(replicas, 0.01, 0.1).sample(REQUEST)
+        with pytest.raises(RequestRefused, match=r"after 0\.01 s \(inference\.answer_s\)") as late:
+            await BoundedSampler(replicas, 0.01).sample(REQUEST)
         assert (late.value.status, late.value.code, replicas.aborted) == (504, "answer_timeout", 1)
 
     asyncio.run(play())
@@ -64,6 +62,6 @@ def test_an_answer_that_takes_too_long_ends_with_what_it_waited_for() -> None:
 def test_what_replicas_raise_is_passed_on(error: Exception) -> None:
     async def play() -> None:
         with pytest.raises(type(error), match=str(error)):
-            await BoundedSampler(Replicas(error=error), 30.0, 0.1).sample(REQUEST)
+            await BoundedSampler(Replicas(error=error), 30.0).sample(REQUEST)
 
     asyncio.run(play())

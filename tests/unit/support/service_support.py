@@ -28,7 +28,6 @@ from service.sessions.door import PlacedSampler, SessionDoor
 from service.sessions.journal import SessionJournal
 from service.sessions.registry import SessionRegistry
 from service.sessions.session import SessionLimits
-from trireme.core.engine_use import UseMeter
 from trireme.core.stop_strings import cut
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, VersionSpan, WeightIdentity
 from trireme.renderers import make_renderer
@@ -154,7 +153,6 @@ async def served(
     keys: ServiceKeys = KEYS,
     sessions: Path | None = None,
     run: RunReader | None = None,
-    uses: UseMeter | None = None,
     **options: Any,
 ) -> AsyncIterator[Served]:
     """Serves a Qwen3-like model that says `texts`. `sessions`: the directory of the journal of sessions; None: another
@@ -166,7 +164,7 @@ async def served(
     front = Front(sampler, models, tokenizer, renderer, places or Places(64, 64, 30.0))
     with tempfile.TemporaryDirectory() as own:
         door = door_of(front, sampler, keys, sessions or Path(own), **options)
-        async with _running(make_app(front, door, keys, limits, run, uses), sampler, front, door) as running:
+        async with _running(make_app(front, door, keys, limits, run), sampler, front, door) as running:
             yield running
 
 

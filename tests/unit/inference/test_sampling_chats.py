@@ -1,0 +1,136 @@
+"""vLLM's scheduler takes the run's requests before chats, and chats do not wait for ever."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from orchestrator_fakes import small_config
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+import inference.sampling
+from inference.coalescing import CoalescingScheduler
+from inference.sampling import CHATS_LATER_S, SamplingEngine
+from trireme.core import types
+
+PLACES, BLOCK, BLOCKS = 4, 16, 64
+NOW = 1000.0
+
+
+@pytest.fixture(scope="module")
+def scheduler_of() -> Callable[[], CoalescingScheduler]:
+    arguments = AsyncEngineArgs(
+        model="./assets/sort-base",
+        dtype="float32",
+        skip_tokenizer_init=True,
+        max_model_len=256,
+        max_num_seqs=PLACES,
+        scheduling_policy="priority",
+        kv_cache_memory_bytes=2**26,
+        enforce_eager=True,
+        enable_prefix_caching=False,
+    )
+    config = arguments.create_engine_config()
+    config.cache_config.num_gpu_blocks = BLOCKS
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
+
+    def make() -> CoalescingScheduler:
+        cache = KVCacheConfig(
+            num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
+        )
+        return CoalescingScheduler(config, cache, StructuredOutputManager(config), block_size=BLOCK, log_stats=True)
+
+    return make
+
+
+def add(scheduler: CoalescingScheduler, name: str, arrival: float) -> None:
+    params = SamplingParams(max_tokens=100, ignore_eos=True)
+    request = Request(
+        request_id=name, prompt_token_ids=[1] * 8, sampling_params=params, pooling_params=None, arrival_time=arrival
+    )
+    scheduler.add_request(request)
+
+
+def step(scheduler: CoalescingScheduler) -> set[str]:
+    """Makes a step in which every request gets a token; returns the requests that were in it."""
+    planned = scheduler.schedule()
+    names = list(planned.num_scheduled_tokens)
+    output = ModelRunnerOutput(
+        req_ids=names,
+        req_id_to_index={name: index for index, name in enumerate(names)},
+        sampled_token_ids=cast(Any, [[7] for _ in names]),
+        logprobs=None,
+        prompt_logprobs_dict={},
+        pooler_output=[],
+    )
+    scheduler.update_from_output(planned, output)
+    return set(names)
+
+
+def test_the_runs_requests_get_free_places_before_chats(scheduler_of: Callable[[], CoalescingScheduler]) -> None:
+    scheduler = scheduler_of()
+    add(scheduler, "chat", NOW + CHATS_LATER_S)
+    for number in range(PLACES):
+        add(scheduler, f"run {number}", NOW + number)
+    assert step(scheduler) == {f"run {number}" for number in range(PLACES)}
+
+
+def test_a_chat_gets_a_place_before_requests_that_come_much_later(
+    scheduler_of: Callable[[], CoalescingScheduler],
+) -> None:
+    scheduler = scheduler_of()
+    for number in range(PLACES):
+        add(scheduler, f"run {number}", NOW)
+    step(scheduler)
+    add(scheduler, "chat", NOW + CHATS_LATER_S)
+    add(scheduler, "late", NOW + CHATS_LATER_S + 1)
+    scheduler.finish_requests(["run 0"], RequestStatus.FINISHED_ABORTED)
+    assert step(scheduler) == {"run 1", "run 2", "run 3", "chat"}
+
+
+def test_a_chat_loses_its_cache_before_the_runs_requests(scheduler_of: Callable[[], CoalescingScheduler]) -> None:
+    scheduler = scheduler_of()
+    add(scheduler, "chat", NOW + CHATS_LATER_S)
+    step(scheduler)
+    add(scheduler, "run", NOW + 1)
+    step(scheduler)
+    pool = scheduler.kv_cache_manager.block_pool
+    pool.get_new_blocks(pool.get_num_free_blocks())
+    while scheduler.requests["chat"].status is RequestStatus.RUNNING:
+        step(scheduler)
+    assert scheduler.requests["chat"].status is RequestStatus.PREEMPTED
+    assert step(scheduler) == {"run"}
+
+
+@pytest.mark.parametrize(("chat", "arrival"), [(False, None), (True, NOW + CHATS_LATER_S)])
+def test_a_chat_enters_the_engine_as_if_it_had_come_later(
+    chat: bool, arrival: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inference.sampling, "time", SimpleNamespace(time=lambda: NOW, monotonic=lambda: 0.0))
+    entered: list[Any] = []
+
+    class Engine:
+        async def add_request(self, *_: object, arrival_time: float | None, priority: int, **__: object) -> None:
+            entered.append((arrival_time, priority))
+
+        def get_num_unfinished_requests(self) -> int:
+            return 1
+
+    async def submit() -> None:
+        engine = SamplingEngine(small_config(), "a replica")
+        engine.engine, engine.end_ids = cast(Any, Engine()), []
+        request = types.SampleRequest("r", np.ones(2, np.int32), types.SamplingParams(), "r", chat=chat)
+        await engine._submit(request, "salt")
+
+    asyncio.run(submit())
+    assert entered == [(arrival, 0)]
