@@ -2,7 +2,7 @@
 
     python scripts/gpu_check.py [--part trainer|engine|system|several ...] [--json FILE] [--minutes 10] [--device gpu]
 
-`trainer` needs torch and transformers alone, and takes other versions than the pinned ones: log-probabilities of rows
+`trainer` needs neither Ray nor vLLM, and takes other versions of torch than the pinned one: log-probabilities of rows
 and of packed rows, attention, checkpointing, compiled layers, offload, memory against the plan, and MFU. `engine`:
 vLLM loads, takes weights and adapters in flight, sleeps; tokens per second. `system`: the quickstart with trainer and
 replica on one GPU, a commit and a resume, and all tests marked gpu. `several`: NCCL and shards on two

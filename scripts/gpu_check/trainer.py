@@ -1,4 +1,4 @@
-"""The trainer alone, on torch and transformers: its numbers against float32 and Hugging Face, its memory, its speed."""
+"""The trainer alone, without Ray and vLLM: its numbers against float32 and Hugging Face, its memory, its speed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import numpy as np
 
 from gpu_check.checks import Check, Context, Failed, Figures, NotRun
 from gpu_check.shapes import SHAPES, TARGET_MFU, end_shard, make_batch, make_config, make_model, make_shard, median_step
-from gpu_check.stand_ins import stand_in
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,16 +53,12 @@ GIB = 2**30
 
 
 def _machine(context: Context) -> Figures:
-    """Says what is here: versions other than the pinned ones, stand-ins for missing packages, and what the device gives
-    at most."""
+    """Returns versions other than the pinned ones, and what the device gives at most."""
     import torch
 
-    missing = stand_in()
     size, times = (8192, 10) if context.on_gpu else (256, 1)
     a, b = (torch.randn(size, size, device=context.torch_device, dtype=torch.bfloat16) for _ in range(2))
     figures: dict[str, Any] = _versions()
-    if missing:
-        figures["stand-ins for"] = ", ".join(missing)
     if context.on_gpu:
         free, total = torch.cuda.mem_get_info()
         capability = ".".join(map(str, torch.cuda.get_device_capability()))
@@ -73,10 +68,10 @@ def _machine(context: Context) -> Figures:
 
 
 def _versions() -> dict[str, str]:
-    """Returns the versions of the packages without which nothing here works, and says which are not the pinned ones."""
+    """Returns the versions of torch and transformers, and marks those that are not the pinned ones."""
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     pinned = dict(line.split("==") for line in project["dependencies"] if "==" in line)
-    has = {name: version(name) for name in NEEDS}
+    has = {name: version(name) for name in ("torch", "transformers")}
     return {
         name: found if found.partition("+")[0] == pinned[name] else f"{found} (the pinned one is {pinned[name]})"
         for name, found in has.items()
@@ -324,7 +319,7 @@ def _planned(config: Config, context: Context) -> int:
     return planned
 
 
-NEEDS = ("torch", "transformers")
+NEEDS = ("torch", "transformers", "pydantic", "peft", "xxhash", "numba")
 CHECKS: tuple[Check, ...] = (
     Check("the machine", _machine, NEEDS),
     Check("attention of packed rows", _attention, NEEDS),

@@ -1,7 +1,7 @@
 """Estimates what a shard of the trainer needs in memory, and whether it computes layers twice to need less.
 
 The formulas are compared with what the trainer's own code holds, counted on tensors without memory, for models of the
-Qwen3, Qwen3-MoE and Llama kinds (`scripts/memory_count.py` of the repository, `tests/unit/plan/test_memory.py`).
+Qwen3, Qwen3-MoE and Llama kinds (`scripts/memory.py` of the repository, `tests/unit/plan/test_memory.py`).
 """
 
 from __future__ import annotations

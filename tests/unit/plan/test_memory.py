@@ -11,8 +11,7 @@ from model_support import FACTS
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from memory_count import PASS, STATE, Case, count_shard, planned
-from memory_table import MODELS
+from memory import MODELS, PASS, STATE, Case, count_shard, planned
 from trireme.config.model_facts import ModelFacts
 from trireme.config.trainer import LoraConfig, TrainerConfig
 from trireme.plan.memory import GIB, SHARD_BASE_GIB, ModelMemory, chunk_logits

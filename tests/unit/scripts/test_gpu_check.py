@@ -16,7 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from gpu_check.checks import FAILURE, NOT_RUN, PASS
-from gpu_check.report import FAILED, NOTHING_RAN, OK
+from gpu_check.report import FAILED, NOTHING_RAN
 from gpu_check.runner import run_part
 
 ROOT = Path(__file__).parents[3]
@@ -155,28 +155,14 @@ def bare_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory / "bin" / "python"
 
 
-def test_torch_and_transformers_are_enough_for_the_trainer(bare_python: Path, tmp_path: Path) -> None:
-    """No vLLM, no Ray, no pydantic, no peft, no xxhash, no numba."""
-    probe = "import importlib.util as i, sys; print([n for n in sys.argv[1:] if i.find_spec(n)])"
-    absent = ["vllm", "ray", "pydantic", "peft", "xxhash", "wandb", "psutil", "numba"]
-    has = subprocess.run([bare_python, "-c", probe, *absent], capture_output=True, text=True, timeout=60).stdout
-    assert has.strip() == "[]"
+def test_missing_packages_are_named(bare_python: Path, tmp_path: Path) -> None:
     flags = [flag for part in ("trainer", "engine") for flag in ("--part", part)]
     code, result, table = gpu_check(tmp_path, "--device", "cpu", *flags, python=bare_python)
-    assert code == OK, table
+    assert code == NOTHING_RAN, table
     endings = {check["check"]: check for check in result["checks"]}
-    machine = endings["the machine"]
-    assert machine["figures"]["stand-ins for"] == "pydantic, xxhash, peft, numba"
-    for name in (
-        "rows in float32 against Hugging Face",
-        "bfloat16 against float32: packed",
-        "attention of packed rows",
-    ):
-        assert endings[name]["ending"] == PASS, table
-    assert endings["bfloat16 against float32: offload"]["ending"] == NOT_RUN
-    for name in ("updates in flight", "adapters in flight"):
-        assert endings[name]["reason"].startswith("vllm, ray, pydantic")
-        assert endings[name]["ending"] == NOT_RUN
+    assert endings["the machine"]["reason"].startswith("pydantic, peft, xxhash, numba")
+    assert endings["updates in flight"]["reason"].startswith("vllm, ray, pydantic")
+    assert {check["ending"] for check in result["checks"]} == {NOT_RUN}
 
 
 def test_a_planted_failure_is_one(tmp_path: Path) -> None:

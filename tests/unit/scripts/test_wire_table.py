@@ -5,7 +5,7 @@ import pytest
 from wire_table import GPUS_PER_NODE, MODELS, NODE_CARD, NODES, TARGET, Cluster, busiest, chain, render, seconds, tree
 
 MEASURED = {2: 1, 3: 2, 4: 2, 5: 3, 9: 4}
-"""Copies that left the root of gloo's broadcast (`scripts/bench/publish_scaling.py`), by the size of the group."""
+"""Copies that left the root of gloo's broadcast (docs/benchmarks.md, publish), by the size of the group."""
 
 
 @pytest.mark.parametrize("shape", [tree, chain])

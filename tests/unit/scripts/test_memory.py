@@ -16,7 +16,7 @@ from ranks_support import run_ranks
 from trainer_support import make_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from memory_count import PASS, Case, LiveBytes, count_shard, make_shard, take_step
+from memory import PASS, Case, LiveBytes, count_shard, make_shard, take_step
 
 M_MMAP_THRESHOLD = -3
 OF_THE_PROCESS = 64 * 2**20
