@@ -1,15 +1,12 @@
 """The bare work of a training step in one process, without a training system: what `whole_job.py` is held against.
 
-    python scripts/bench/bare_job.py generate MODEL LONGEST ROLLOUTS REPEATS [--beside DIRECTORY]
-    python scripts/bench/bare_job.py train    MODEL LONGEST ROLLOUTS REPEATS [--beside DIRECTORY]
+    python scripts/bench/bare_job.py generate MODEL LONGEST ROLLOUTS REPEATS
+    python scripts/bench/bare_job.py train    MODEL LONGEST ROLLOUTS REPEATS
 
 `generate`: vLLM's `LLM.generate` in this process, as many sequences at once as there are rollouts, with the logprobs of
 the sampled tokens. `train`: forward and backward of a Hugging Face model over as many answers, of lengths drawn as the
 model draws them, in rectangles of similar lengths, and AdamW. Prints one JSON object: CPU seconds for ROLLOUTS of the
 process and of its busiest thread (medians of REPEATS, after one that does not count), and the mean length of answers.
-
-Two processes, one of each part, that are given the same empty DIRECTORY wait for each other before what counts, and
-each works until the other's part is measured too: all that counts is measured beside the other.
 """
 
 from __future__ import annotations
@@ -30,8 +27,6 @@ MICRO_BATCH_TOKENS = 4096
 KV_BYTES = 2**28
 TICK = os.sysconf("SC_CLK_TCK")
 LEARNING_RATE = 1e-30
-OTHER = {"generate": "train", "train": "generate"}
-MEET_S = 300.0
 
 
 def busiest_thread_s(before: dict[str, float]) -> float:
@@ -115,28 +110,6 @@ def training(model_path: str, longest: int, rollouts: int) -> Callable[[int], fl
     return train
 
 
-class Meeting:
-    """Two processes say by files in a directory how far they are."""
-
-    def __init__(self, directory: Path, part: str) -> None:
-        self._directory, self._part = directory, part
-
-    def say(self, what: str) -> None:
-        (self._directory / f"{self._part}.{what}").touch()
-
-    def other_said(self, what: str) -> bool:
-        return (self._directory / f"{OTHER[self._part]}.{what}").exists()
-
-    def wait_until_ready(self) -> None:
-        """Returns when the other process has started. Raises TimeoutError after MEET_S."""
-        self.say("ready")
-        deadline = time.monotonic() + MEET_S
-        while not self.other_said("ready"):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"waited {MEET_S:.0f} s for {OTHER[self._part]}.ready in {self._directory}")
-            time.sleep(0.01)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("generate", "train"))
@@ -144,27 +117,19 @@ def main() -> None:
     parser.add_argument("longest", type=int)
     parser.add_argument("rollouts", type=int)
     parser.add_argument("repeats", type=int)
-    parser.add_argument("--beside", type=Path, metavar="DIRECTORY", help="measure it beside the other part")
     args = parser.parse_args()
     if args.part == "generate":
         work = generating(args.model, args.longest, args.rollouts)
     else:
         work = training(args.model, args.longest, args.rollouts)
     cpu_s, busiest_s, lengths = [], [], []
-    meeting = Meeting(args.beside, args.part) if args.beside else None
     for repeat in range(1 + args.repeats):
-        if meeting and repeat == 1:
-            meeting.wait_until_ready()
         before, started = thread_seconds(), time.process_time()
         length = work(repeat)
         if repeat:
             cpu_s.append(time.process_time() - started)
             busiest_s.append(busiest_thread_s(before))
             lengths.append(length)
-    if meeting:
-        meeting.say("measured")
-        while not meeting.other_said("measured"):
-            work(args.repeats)
     result = {"cpu_s": cpu_s, "busiest_s": busiest_s, "length": lengths}
     print(json.dumps({name: round(statistics.median(values), 3) for name, values in result.items()}), flush=True)
 

@@ -10,10 +10,6 @@ few: steps differ by more than a commit costs. The figure is the median of all r
 error is among the details. Commits that are waited for are made now and then in between, and before steps are timed
 again one is not timed: the first one after such a commit, or after dd, is slower by more than a commit costs.
 
-A run also waits for batches, in which writing is free; here the trainer is hardly ever idle. So the CPU seconds of a
-commit are of interest too: what they take of all cores is what is lost when no core is ever idle, and unlike wall time
-they hardly vary.
-
 Bytes per second of the commit that is waited for are held against `dd conv=fsync` of as many bytes, in turn, in the
 same directory.
 
@@ -58,11 +54,10 @@ TARGET_RATE = 0.7
 @dataclass
 class Measured:
     """Seconds of each repeat; `plain_s`: steps without a commit, before and after that repeat; `committed_s`: until the
-    asynchronous commit was on the disk; `..._cpu_s`: of the shards' processes, in steps without a commit, and while
-    they do nothing but write one. `nbytes` of one commit."""
+    asynchronous commit was on the disk; `blocking_cpu_s`: of the shards' processes, while they do nothing but write
+    one. `nbytes` of one commit."""
 
     plain_s: list[tuple[float, float]] = field(default_factory=list)
-    plain_cpu_s: list[float] = field(default_factory=list)
     during_s: list[float] = field(default_factory=list)
     committed_s: list[float] = field(default_factory=list)
     blocking_s: list[float] = field(default_factory=list)
@@ -190,14 +185,6 @@ def shards_cpu_s() -> float:
     return sum(cpu_by_room(psutil.Process())["trainer shard"])
 
 
-def measure_steps(run: Run, steps: int, measured: Measured) -> float:
-    """Their wall seconds."""
-    started = shards_cpu_s()
-    seconds = run.steps(steps)
-    measured.plain_cpu_s.append(shards_cpu_s() - started)
-    return seconds
-
-
 def measure_steps_during_a_commit(run: Run, steps: int, measured: Measured) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
@@ -241,12 +228,12 @@ def measure(run: Run, directory: Path, repeats: int, steps: int) -> Measured:
                 f"dd {measured.dd_s[-1]:.2f} s"
             )
             run.steps(1)
-            before = measure_steps(run, steps, measured)
+            before = run.steps(steps)
         measure_steps_during_a_commit(run, steps, measured)
-        after = measure_steps(run, steps, measured)
+        after = run.steps(steps)
         measured.plain_s.append((before, after))
         print(
-            f"repeat {i}: {steps} steps {before:.2f} s, {after:.2f} s ({measured.plain_cpu_s[-1]:.2f} CPU s), during a "
+            f"repeat {i}: {steps} steps {before:.2f} s, {after:.2f} s, during a "
             f"commit {measured.during_s[-1]:.2f} s (on the disk after {measured.committed_s[-1]:.2f} s)",
             flush=True,
         )
@@ -260,20 +247,14 @@ def results(measured: Measured, parameters: int, steps: int, load_before: float)
     lost, blocking, written = median(lost_each), median(measured.blocking_s), measured.nbytes / 2**20
     error = statistics.stdev(lost_each) / math.sqrt(len(lost_each))
     slower = median([b / d for b, d in zip(measured.blocking_s, measured.dd_s, strict=True)])
-    cores = os.cpu_count() or 1
-    busy = statistics.mean(measured.plain_cpu_s) / (statistics.mean(plain_s) * cores)
-    cpu_share = median(measured.blocking_cpu_s) / cores
     detail = {
         "parameters": parameters,
         "shards": SHARDS,
         "steps": steps,
         "commit_mib": round(written, 1),
         "load_before": round(load_before, 2),
-        "cores_busy_in_steps": round(busy, 3),
         "ratio_of_mean": round(statistics.mean(lost_each) / blocking, 3),
         "standard_error_of_that": round(error / blocking, 3),
-        "cpu_s_of_a_commit_over_cores": round(cpu_share, 3),
-        "ratio_by_cpu": round(cpu_share / blocking, 3),
         "lost_s": [round(s, 3) for s in lost_each],
         **{name: np.round(values, 3).tolist() for name, values in vars(measured).items() if isinstance(values, list)},
     }

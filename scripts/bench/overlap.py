@@ -141,11 +141,10 @@ def datum(env: CountingEnv) -> Datum:
 
 @dataclass(frozen=True)
 class Alone:
-    """Both stages side by side over the same time, and the CPU seconds of it by room."""
+    """Both stages side by side over the same time."""
 
     generation: Rate
     training: Rate
-    cpu_s: Mapping[str, float]
 
 
 async def alone(bench: Bench, weights: PublishedWeights, steps: int) -> Alone:
@@ -159,13 +158,12 @@ async def alone(bench: Bench, weights: PublishedWeights, steps: int) -> Alone:
     in_flight = asyncio.create_task(generation.keep_in_flight(2 * sequences))
     for _ in range(WARM_UP):
         await asyncio.to_thread(training.step)
-    cpu_s, since, played, tokens = cpu_by_room(psutil.Process()), time.monotonic(), generation.played, generation.tokens
+    since, played, tokens = time.monotonic(), generation.played, generation.tokens
     trained = [await asyncio.to_thread(training.step) for _ in range(steps)]
     seconds = time.monotonic() - since
     measured = Alone(
         generation=Rate(seconds, generation.played - played, generation.tokens - tokens),
         training=Rate(seconds, sum(n for n, _ in trained), sum(t for _, t in trained)),
-        cpu_s=spent(cpu_s, cpu_by_room(psutil.Process())),
     )
     rates = [round(rate.tokens_per_s) for rate in (measured.generation, measured.training)]
     print(f"alone: generation {rates[0]}, training {rates[1]} answer tokens/s", flush=True)
@@ -258,15 +256,6 @@ def result(measured: Measured, task: Task, parameters: int, load_before: float) 
     detail = {
         "generation_alone_rollouts_per_s": round(generation, 2),
         "training_alone_rollouts_per_s": round(training, 2),
-        "alone": [
-            {
-                "generation_tokens_per_s": round(phase.generation.tokens_per_s, 1),
-                "training_tokens_per_s": round(phase.training.tokens_per_s, 1),
-                "measured_s": round(phase.generation.seconds, 1),
-                "cpu_s": phase.cpu_s,
-            }
-            for phase in measured.alone
-        ],
         "mean_length": round(run.mean_length, 2),
         "measured_steps": last - FIRST + 1,
         "measured_s": round(run.seconds, 1),

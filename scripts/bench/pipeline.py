@@ -1,6 +1,6 @@
 """Measures how many rollouts per second the whole orchestrator processes when the replica answers immediately.
 
-    python scripts/bench/pipeline.py [--only at_once|ray|in_flight] [--steps 60] [--repeats 3] [--profile]
+    python scripts/bench/pipeline.py [--only at_once|ray|in_flight] [--steps 60] [--repeats 3]
 
 Nothing of the orchestrator is left out: cursor, dispatch, ledger, the sort environment with its tokens and rewards,
 deadlines and retries, the router, group rewards, datums, minibatches, rows of metrics. Only the replica is none: its
@@ -12,18 +12,15 @@ answers are ready. A driver asks for minibatches, brings new weights, and releas
                what a rollout costs then, and what memory they take together
 
 Each is measured in a process of its own, after a warm-up, with all its threads on one core; the actor and Ray's
-services have the other cores. The last lines of the output are the results, a JSON object each. `--profile` runs one
-measurement in this process, and prints where its time went.
+services have the other cores. The last lines of the output are the results, a JSON object each.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import cProfile
 import json
 import os
-import pstats
 import resource
 import sys
 import tempfile
@@ -286,27 +283,16 @@ def print_in_flight() -> None:
     ).print()
 
 
-def profile(name: str, amount: int) -> None:
-    profiler = cProfile.Profile()
-    measured = profiler.runcall(measure_here, name, amount)
-    pstats.Stats(profiler).sort_stats("tottime").print_stats(45)
-    print(json.dumps(asdict(measured)))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("at_once", "ray", "in_flight"), help="one of the three (default: all)")
     parser.add_argument("--steps", type=int, default=60, help=f"steps of {GROUPS * GROUP_SIZE} rollouts (default: 60)")
     parser.add_argument("--repeats", type=int, default=3, help="of `at_once` and `ray` (default: 3)")
     parser.add_argument("--measure", nargs=2, metavar=("NAME", "AMOUNT"), help="one of them, in this process")
-    parser.add_argument("--profile", action="store_true", help="with --measure: where its time goes")
     args = parser.parse_args()
     if args.measure:
         name, amount = args.measure[0], int(args.measure[1])
-        if args.profile:
-            profile(name, amount)
-        else:
-            print(json.dumps(asdict(measure_here(name, amount))), flush=True)
+        print(json.dumps(asdict(measure_here(name, amount))), flush=True)
         return
     for name in ("at_once", "ray"):
         if args.only in (None, name):

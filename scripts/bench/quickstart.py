@@ -11,7 +11,6 @@ above about 0.5, or CPU seconds far below wall seconds, says that it was not.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -87,17 +86,6 @@ def full_run(flags: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def median_rates(runs: Sequence[RunMeasured]) -> dict[str, float]:
-    each = [rates(run) for run in runs]
-    return {name: median([one[name] for one in each]) for name in each[0]}
-
-
-def byte_code_is_compiled() -> bool:
-    """Returns True if vLLM was compiled to byte code at install; else every process compiles all that it imports."""
-    spec = importlib.util.find_spec("vllm")
-    return spec is not None and Path(str(spec.cached)).exists()
-
-
 def start_detail(runs: Sequence[RunMeasured], bares: Sequence[BareMeasured]) -> dict[str, Any]:
     """Details of the ratio: every repeat, the warm-up separately, and the CPU seconds of the median run."""
     middle = sorted(runs[1:], key=lambda run: run.first_step_s)[len(runs[1:]) // 2]
@@ -129,10 +117,8 @@ def main() -> None:
     value, bare = median([run.first_step_s for run in runs[1:]]), median([bare.seconds for bare in bares[1:]])
     detail = {
         **start_detail(runs, bares),
-        **median_rates(runs[1:]),
         "steps": args.steps,
         "replicas": config.inference.replicas,
-        "byte_code_compiled": byte_code_is_compiled(),
     }
     if args.full:
         detail["full"] = full_run(flags)

@@ -6,8 +6,7 @@ Random models of about so many million parameters, in bfloat16 files, go into th
 *Ours* is what `Sharding.shard_model` does before anything is sharded: `load_source`, and the copy of each tensor into
 new memory of the shard. *Plain* reads the files into one buffer and copies (with the cast) each tensor from there into
 new memory, as the least that any loader does. Both are measured in turn, in a process of their own each, with the files
-in the page cache, in CPU seconds, which depend less on what else the machine does; `detail` has wall seconds too, and
-the peak of the process's own memory (not of mapped files), the float32 weights included.
+in the page cache, in CPU seconds, which depend less on what else the machine does.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from threading import Event, Thread
 from typing import Any
 
 from _common import Result, run_for_json
@@ -49,31 +47,6 @@ def make(path: Path, millions: int) -> None:
     }
     config = AutoConfig.for_model("qwen3", **sizes)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(path)
-
-
-class _Peak:
-    """The largest private memory (anonymous pages) of this process within the block, in bytes, and what it was at
-    first."""
-
-    def __enter__(self) -> _Peak:
-        self.first = self.most = _anonymous()
-        self._over = Event()
-        self._thread = Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def _watch(self) -> None:
-        while not self._over.wait(0.005):
-            self.most = max(self.most, _anonymous())
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-
-def _anonymous() -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
-    return int(line.split()[1]) * 1024
 
 
 def ours(path: str) -> tuple[float, float]:
@@ -133,12 +106,8 @@ def report(way: str, path: str) -> None:
     ours_or_plain = {"ours": ours, "plain": plain}[way]
     if way == "ours":
         import trainer.model  # noqa: F401  before the clock starts
-    started = time.perf_counter()
-    with _Peak() as peak:
-        seconds, reading = ours_or_plain(path)
-    wall = time.perf_counter() - started
-    found = {"seconds": seconds, "reading": reading, "wall": wall, "anonymous": peak.most - peak.first}
-    print(json.dumps(found), flush=True)
+    seconds, reading = ours_or_plain(path)
+    print(json.dumps({"seconds": seconds, "reading": reading}), flush=True)
 
 
 def main() -> None:
@@ -166,13 +135,9 @@ def main() -> None:
             "file_mb": round(stored / 1e6),
             "ratio": round(seconds["ours"] / seconds["plain"], 3),
             "ours_s": [round(one["seconds"], 3) for one in found["ours"]],
-            "ours_wall_s": [round(one["wall"], 3) for one in found["ours"]],
-            "plain_wall_s": [round(one["wall"], 3) for one in found["plain"]],
             "of_which_opening_s": round(statistics.median(one["reading"] for one in found["ours"]), 3),
             "plain_s": [round(one["seconds"], 3) for one in found["plain"]],
             "of_which_reading_s": round(statistics.median(one["reading"] for one in found["plain"]), 3),
-            "ours_private_over_file": round(max(one["anonymous"] for one in found["ours"]) / stored, 2),
-            "plain_private_over_file": round(max(one["anonymous"] for one in found["plain"]) / stored, 2),
         }
     largest = detail[f"{options.sizes[-1]}M"]
     Result(

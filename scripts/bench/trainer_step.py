@@ -1,5 +1,4 @@
-"""Tokens per second of the trainer: one shard over a plain PyTorch loop, two shards over one, packed rows over padded,
-bfloat16 with logits in float32 over bfloat16 throughout.
+"""Tokens per second of the trainer: one shard over a plain PyTorch loop, two shards over one, packed rows over padded.
 
     python scripts/bench/trainer_step.py [--repeats 3]
 
@@ -198,7 +197,6 @@ def main() -> None:
             "two": Ranks(model_path, 2),
             "packed": Ranks(model_path, 1, trainer={"packing": "packed"}),
             "bfloat16": Ranks(model_path, 1, model={"dtype": "bfloat16"}),
-            "bfloat16 logits": Ranks(model_path, 1, model={"dtype": "bfloat16", "head_dtype": "model"}),
         }
         measured: dict[str, list[tuple[float, float]]] = {name: [] for name in kinds}
         for repeat in range(repeats + 1):
@@ -223,7 +221,6 @@ def main() -> None:
             "two_shards_over_one": round(two_over_one, 3),
             "two_shards_target": TARGET_TWO,
             "packed_over_rows": round(rates["packed"] / rates["one"], 3),
-            "float32_logits_over_bfloat16": round(rates["bfloat16"] / rates["bfloat16 logits"], 3),
             "tokens_per_s": {name: round(rate, 1) for name, rate in rates.items()},
             "cpu_s": {name: median([cpu for _, cpu in seconds]) for name, seconds in measured.items()},
             "parameters": parameters,
