@@ -1,4 +1,4 @@
-"""The service in a process of its own, in front of a sampler whose answers are ready, and a bare FastAPI route.
+"""The service in a process of its own, in front of a sampler whose answers are ready.
 
 The app, its guard, its renderer and the journal of its sessions are those of `service.actor`; there are no replicas and
 no Ray. `child` tells its CPU seconds whenever it is asked.
@@ -23,8 +23,6 @@ from typing import Any
 import numpy as np
 import uvicorn
 import uvloop
-from fastapi import FastAPI
-from pydantic import BaseModel
 from turns import ANSWER, LONG
 
 from service.app import make_app
@@ -154,35 +152,6 @@ def make_service(directory: Path, seconds: float, places: int) -> Any:
     return make_app(front, SessionDoor(registry, front, keys, sampling, floor, 10**6), keys, LIMITS)
 
 
-class BareMessage(BaseModel):
-    """A message, as an app would declare it that looks at nothing."""
-
-    role: str
-    content: str
-
-
-class BareChat(BaseModel):
-    """A body of such messages."""
-
-    model: str
-    messages: list[BareMessage]
-
-
-def make_bare() -> Any:
-    """Returns an app with one route, which reads a chat's body with pydantic, and answers as much as the service."""
-    app = FastAPI(docs_url=None, redoc_url=None)
-    said = text_of(random.Random(1), ANSWER)
-
-    @app.post("/v1/chat/completions")
-    async def chat(body: BareChat) -> dict[str, Any]:
-        message = {"role": "assistant", "content": said}
-        usage = {"prompt_tokens": len(body.messages), "completion_tokens": ANSWER}
-        choices = [{"index": 0, "message": message, "finish_reason": "stop", "logprobs": None}]
-        return {"id": "chatcmpl-0", "object": "chat.completion", "choices": choices, "usage": usage}
-
-    return app
-
-
 async def _serve(app: Any, port: Callable[[int], None]) -> None:
     own: Any = {"log_config": None, "access_log": False, "lifespan": "off", "timeout_keep_alive": 3600}
     config = uvicorn.Config(app, "127.0.0.1", 0, **own)
@@ -194,7 +163,7 @@ async def _serve(app: Any, port: Callable[[int], None]) -> None:
     await serving
 
 
-def _child(pipe: Connection, core: int | None, bare: bool, seconds: float, places: int) -> None:
+def _child(pipe: Connection, core: int | None, seconds: float, places: int) -> None:
     if core is not None:
         os.sched_setaffinity(0, {core})
 
@@ -211,7 +180,7 @@ def _child(pipe: Connection, core: int | None, bare: bool, seconds: float, place
         threading.Thread(target=tell, daemon=True).start()
 
     with tempfile.TemporaryDirectory(prefix="bench-") as directory:
-        app = make_bare() if bare else make_service(Path(directory), seconds, places)
+        app = make_service(Path(directory), seconds, places)
         spare_collector()  # as in the actor
         one_text_at_a_time()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # the loop that Ray gives its actors
@@ -234,12 +203,10 @@ class Child:
 
 
 @contextmanager
-def child(
-    *, core: int | None = None, bare: bool = False, seconds: float = 0.0, places: int = PLACES
-) -> Iterator[Child]:
+def child(*, core: int | None = None, seconds: float = 0.0, places: int = PLACES) -> Iterator[Child]:
     """Runs a server in a process of its own. `seconds`: the time that each answer takes."""
     ours, theirs = mp.get_context("spawn").Pipe()
-    process = mp.get_context("spawn").Process(target=_child, args=(theirs, core, bare, seconds, places), daemon=True)
+    process = mp.get_context("spawn").Process(target=_child, args=(theirs, core, seconds, places), daemon=True)
     process.start()
     try:
         if not ours.poll(START_S):

@@ -1,14 +1,13 @@
-"""Measures what the service costs: CPU of a turn, first token of a stream, good clients among bad ones, Tinker calls.
+"""Measures what the service costs: CPU of a turn, good clients among bad ones, Tinker calls.
 
-    python scripts/bench/serving.py [--only turns|first|crowd|tinker ...] [--repeats 3]
+    python scripts/bench/serving.py [--only turns|crowd|tinker ...] [--repeats 3]
 
 The service runs in a process of its own, on one core, in front of a sampler whose answers of 128 tokens are ready
 (`_served.py`): the hop to a replica is not in these figures. The client is on the other core and costs it nothing.
 
 - `turns`: the server's CPU milliseconds of a turn of a session, at 512 tokens and one turn, and at 32,768 tokens and 50
-  turns (the last ten of them). Requests hold the whole conversation as text, as those of OpenAI's client do. Beside
-  them the same as plain chats, and a bare FastAPI route with uvicorn that reads the same bodies and answers as much.
-- `first`: wall milliseconds until the first piece of text of a stream.
+  turns (the last ten of them). Requests hold the whole conversation as text, as those of OpenAI's client do. Then
+  the same as plain chats.
 - `crowd`: 200 clients at once, of which a tenth have wrong keys, a tenth send bodies of 100 MB and a tenth stop in the
   middle of a body; seconds of the good ones' requests over those of the same good ones alone. An answer takes a quarter
   of a second.
@@ -28,7 +27,6 @@ import itertools
 import json
 import os
 import random
-import statistics
 import tempfile
 import time
 from collections.abc import Sequence
@@ -71,26 +69,12 @@ class Caller:
             raise RuntimeError(f"{path}: {answer.status} {read[:500]!r}")
         return json.loads(read)
 
-    def first_piece_ms(self, path: str, body: bytes, key: str) -> float:
-        """Returns the milliseconds until the first text of a stream."""
-        headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-        started = time.monotonic()
-        self._connection.request("POST", path, body, headers)
-        answer = self._connection.getresponse()
-        took = 0.0
-        while line := answer.readline():
-            if not took and b'"content": "' in line and b'"content": ""' not in line:
-                took = time.monotonic() - started
-        if not took:
-            raise RuntimeError("a stream without text")
-        return took * 1e3
-
 
 def body_of(messages: Sequence[Any], **more: Any) -> bytes:
     return json.dumps({"model": "policy", "messages": messages, "max_tokens": ANSWER, **more}).encode()
 
 
-def turn_ms(server: Child, caller: Caller, shape: Shape, in_sessions: bool, bare: bool, seed: int) -> list[float]:
+def turn_ms(server: Child, caller: Caller, shape: Shape, in_sessions: bool, seed: int) -> list[float]:
     """Returns the server's CPU milliseconds of a turn at the end of conversations of this shape, one for each
     conversation, or one for all where a conversation has one turn."""
     rng = random.Random(seed)
@@ -109,10 +93,9 @@ def turn_ms(server: Child, caller: Caller, shape: Shape, in_sessions: bool, bare
             messages.append({"role": "user", "content": text_of(rng, OBSERVED - FORMAT)})
         if shape.turns > 1:
             found.append((server.cpu_s() - started) / LAST * 1e3)
-        if not bare:
-            used = answer["usage"]["prompt_tokens"] + answer["usage"]["completion_tokens"]
-            if not 0.95 < used / shape.context < 1.05:
-                raise RuntimeError(f"a conversation of {used} tokens; it was to have {shape.context}")
+        used = answer["usage"]["prompt_tokens"] + answer["usage"]["completion_tokens"]
+        if not 0.95 < used / shape.context < 1.05:
+            raise RuntimeError(f"a conversation of {used} tokens; expected {shape.context}")
     return found or [(server.cpu_s() - started) / count * 1e3]
 
 
@@ -124,27 +107,17 @@ def _path(caller: Caller, in_sessions: bool) -> tuple[str, str]:
 
 
 def measure_turns(repeats: int) -> dict[str, Any]:
-    """Returns CPU milliseconds of a turn, by shape: of sessions, of plain chats, of the bare route."""
+    """Returns CPU milliseconds of a turn, by shape: of sessions and of plain chats."""
     found: dict[str, dict[str, list[float]]] = {str(shape): {} for shape in (SHORT, LONG)}
-    with child(core=SERVER_CORE) as service, child(core=SERVER_CORE, bare=True) as bare:
-        callers = {service.port: Caller(service), bare.port: Caller(bare)}
-        kinds = (("session", service, True), ("chat", service, False), ("bare", bare, False))
+    with child(core=SERVER_CORE) as service:
+        caller = Caller(service)
         for round_ in range(repeats + 1):
             for shape in (SHORT, LONG):
-                for name, server, in_sessions in kinds:
-                    each = turn_ms(server, callers[server.port], shape, in_sessions, server is bare, round_)
+                for name, in_sessions in (("session", True), ("chat", False)):
+                    each = turn_ms(service, caller, shape, in_sessions, round_)
                     if round_:  # the first one warms up
                         found[str(shape)].setdefault(name, []).extend(each)
     return {shape: {name: median(all_) for name, all_ in each.items()} for shape, each in found.items()}
-
-
-def measure_first(repeats: int) -> dict[str, float]:
-    """Returns wall milliseconds until the first text of a stream at 512 tokens, median and ninth decile."""
-    with child(core=SERVER_CORE) as service:
-        caller, rng = Caller(service), random.Random(0)
-        body = body_of([{"role": "user", "content": text_of(rng, SHORT.first - FORMAT)}], stream=True)
-        took = [caller.first_piece_ms("/v1/chat/completions", body, CLIENT) for _ in range(50 * (repeats + 1))][50:]
-    return {"median_ms": median(took), "ninth_decile_ms": round(statistics.quantiles(took, n=10)[-1], 3)}
 
 
 # ---- 200 clients
@@ -267,7 +240,7 @@ def measure_tinker(repeats: int) -> dict[str, Any]:
     }
 
 
-MEASURES = {"turns": measure_turns, "first": measure_first, "crowd": measure_crowd, "tinker": measure_tinker}
+MEASURES = {"turns": measure_turns, "crowd": measure_crowd, "tinker": measure_tinker}
 
 
 def main() -> None:

@@ -19,8 +19,7 @@ from typing import Any
 
 import pytest
 from served_tinker import Server
-
-from tinker_versions import installed
+from test_tinker_versions import installed
 
 pytestmark = pytest.mark.long
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
 import structure
 
 ROOT = Path(__file__).parents[2]

@@ -47,8 +47,7 @@ from trireme.core.errors import StorageFailed
 
 PREFIX = "/api/v1"
 OLDEST, NEWEST = (0, 25), (0, 38)
-"""Versions of the client between which this server was tried (scripts/tinker_versions.py); unit tests drive it with the
-newest."""
+"""Versions of the client between which this server was tried; unit tests drive it with the newest."""
 CLIENT_CONFIG = {
     "sample_use_retrieve_futures": True,
     "sample_join_sampling_session": True,

@@ -1,7 +1,7 @@
 """What our source and the check of GPUs use of vLLM, and of torch on GPUs, is in the classes that vLLM takes on CUDA.
 
 Uses are collected from the source, and resolved by mypy against the installed packages (`contract_support`). The builds
-of vLLM for CPUs and for CUDA have the same source (`tests/e2e/test_vllm_builds.py`), and torch has one for all.
+of vLLM for CPUs and for CUDA had the same source in 0.32 (CONTRIBUTING), and torch has one for all.
 """
 
 from __future__ import annotations

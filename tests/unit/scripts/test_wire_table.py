@@ -1,27 +1,18 @@
-"""The model of the network: hops of each shape, copies through the busiest card, and the page that is made of them."""
+"""The model of the network: hops, copies through the busiest card, and the page that is made of them."""
 
 import pytest
 
-from wire_table import GPUS_PER_NODE, MODELS, NODE_CARD, NODES, TARGET, Cluster, busiest, chain, render, seconds, tree
-
-MEASURED = {2: 1, 3: 2, 4: 2, 5: 3, 9: 4}
-"""Copies that left the root of gloo's broadcast (docs/benchmarks.md, publish), by the size of the group."""
+from wire_table import GPUS_PER_NODE, MODELS, NODE_CARD, NODES, TARGET, Cluster, busiest, chain, render, seconds
 
 
-@pytest.mark.parametrize("shape", [tree, chain])
 @pytest.mark.parametrize("size", [1, 2, 3, 8, 9, 64])
-def test_every_rank_but_the_root_receives_once_from_one_that_has_it(shape, size):
+def test_every_rank_but_the_root_receives_once_from_one_that_has_it(size):
     there = {0}
-    for start, end in shape(size):
+    for start, end in chain(size):
         assert start in there
         assert end not in there
         there.add(end)
     assert there == set(range(size))
-
-
-def test_the_tree_is_gloos():
-    for size, copies in MEASURED.items():
-        assert sum(start == 0 for start, _ in tree(size)) == copies
 
 
 def test_a_hop_within_a_node_passes_no_card():
@@ -45,10 +36,8 @@ def test_seconds_of_a_known_case():
     """Four nodes, of which one trains: one of its ranks sends to 24 replicas, eight on each of the others."""
     found = seconds(Cluster(4, 1), NODE_CARD)  # as many bytes as a node's card sends in a second
     assert found["gather"] == 0
-    assert found["store of rank 0"] == found["object store"] == 3
-    assert found["tree"] == 15  # copies that leave the first sampling node for others
+    assert found["object store"] == 3
     assert found["chain"] == 1
-    assert found["tree, GPU cards"] == pytest.approx(5 / 4)  # copies that leave the root
     assert found["chain, GPU cards"] == pytest.approx(1 / 4)
 
 

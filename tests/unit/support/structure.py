@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
 PACKAGE = "trireme"
 LONG_FILE = 400
 LONG_FUNCTION = 60
