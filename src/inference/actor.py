@@ -35,7 +35,6 @@ from trireme.process.collector import spare_collector
 from trireme.process.device import VISIBLE
 from trireme.process.environ import redirect_output
 from trireme.process.faults import fault_point, number_process
-from trireme.process.model_source import bring_models
 from trireme.process.ray_cluster import see_own_gpus
 
 if TYPE_CHECKING:
@@ -149,7 +148,6 @@ class ReplicaActor(UpdatingEngine):
     async def start(self) -> ReplicaInfo:
         """Starts the engine and samples once: the first logprobs compile a function that a request would wait for."""
         fault_point("inference.start")
-        await asyncio.to_thread(bring_models, self.config)
         log.info("importing vLLM and loading %s", self.config.model.name)
         self.engine = start_engine(self.config, self.name)
         log.info("sampling for the first time")

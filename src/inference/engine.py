@@ -20,7 +20,6 @@ from trireme.config import Config
 from trireme.config.installed import wrong_build
 from trireme.config.trainer import UNEMBED
 from trireme.core.errors import BadInput, RoomFailed
-from trireme.core.model_places import place_of
 from trireme.core.tokenizer import load_tokenizer
 from trireme.core.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity
 from trireme.process.device import find_device
@@ -109,7 +108,7 @@ def engine_args(config: Config, on_cpu: bool, start: str = "") -> dict[str, Any]
     `inference.engine_args` that are decided here."""
     lora, ranks = config.trainer.lora, config.inference.tensor_parallel
     args: dict[str, Any] = {
-        "model": place_of(config.model.name),
+        "model": config.model.name,
         "dtype": {"auto": "float32" if on_cpu else "bfloat16"}.get(config.model.dtype, config.model.dtype),
         "max_model_len": config.inference.max_model_len or config.model.max_seq_len,
         "max_num_seqs": config.inference.sequences(on_gpus=not on_cpu),  # None: see `start_engine`

@@ -65,10 +65,8 @@ class OrchestratorActor:
     async def start(self) -> None:
         """Opens tokenizer and environments, and makes the samplers. Raises BadInput."""
         fault_point("orchestrator.start")
-        from trireme.process.model_source import bring_models
 
         config = self._config
-        await asyncio.to_thread(bring_models, config)
         tokenizer = load_tokenizer(config.tokenizer_name)
         await self._resources.enter_async_context(workers(config.orchestrator.workers))
         if self._sessions_factory:

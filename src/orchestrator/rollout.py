@@ -27,7 +27,6 @@ from orchestrator.trajectory import Trajectory, TrajectoryBuilder, Turn
 from orchestrator.unfinished import RolloutProgress, UnfinishedRollout
 from trireme.config.schema import Config, SamplingConfig
 from trireme.core.errors import BadInput
-from trireme.core.model_places import place_of
 from trireme.core.stop_strings import cut
 from trireme.core.tokenizer import Decode
 from trireme.core.types import SampledSequence, SampleRequest, VersionSpan
@@ -110,7 +109,7 @@ class RolloutLimits:
         long a sequence may be."""
         from transformers.utils import cached_file
 
-        facts = json.loads(Path(str(cached_file(place_of(config.model.name), "config.json"))).read_text())
+        facts = json.loads(Path(str(cached_file(config.model.name, "config.json"))).read_text())
         facts = facts.get("text_config", facts)
         longest = config.model.max_seq_len or facts.get("max_position_embeddings")
         if longest is None:

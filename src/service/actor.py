@@ -39,7 +39,6 @@ from trireme.core.tokenizer import load_tokenizer, one_text_at_a_time
 from trireme.core.types import SampledSequence, SampleRequest, WeightIdentity
 from trireme.process.collector import spare_collector
 from trireme.process.environ import redirect_output
-from trireme.process.model_source import bring_models
 from trireme.process.waits import get_async
 from trireme.renderers import make_renderer
 
@@ -100,7 +99,6 @@ class ServiceActor:
         self._sampler = self._sampler_factory()
         if self._adopt:
             await self._sampler.adopt(self._adopt)  # those that join take this name too
-        await asyncio.to_thread(bring_models, self._config)
         one_text_at_a_time()
         tokenizer = load_tokenizer(self._config.tokenizer_name)
         renderer = make_renderer(**own.model_dump(), tokenizer=tokenizer)

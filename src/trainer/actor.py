@@ -30,7 +30,6 @@ from trireme.process import trace, waits
 from trireme.process.environ import redirect_output, yield_to_others
 from trireme.process.faults import number_process
 from trireme.process.interfaces import choose_interface, listen
-from trireme.process.model_source import bring_models
 from trireme.process.ray_cluster import see_own_gpus
 from trireme.transports.kept import KeptVersions
 
@@ -88,7 +87,6 @@ class ShardActor:
         from trainer.shard import Shard
 
         os.nice(niceness(self._config))  # before there are threads, as each has the value of the one that starts it
-        bring_models(self._config)
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
         choose_interface(address[0])
         store = self._store if self._rank == 0 else self._open_store(*address)

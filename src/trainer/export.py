@@ -22,7 +22,6 @@ from transformers import AutoTokenizer, PreTrainedModel
 from trireme.checkpoint.files import FileRecord, storage_errors, write_bytes
 from trireme.core.base_digest import INDEX
 from trireme.core.finite_json import to_json
-from trireme.core.model_places import place_of
 from trireme.core.weights import AdapterSpec, TensorEntry
 
 FILE_BYTES = 4 * 2**30
@@ -39,7 +38,7 @@ def companion_files(
 
     Raises StorageFailed, because they pass through a temporary directory.
     """
-    parts: list[Any] = [AutoTokenizer.from_pretrained(place_of(tokenizer), trust_remote_code=False)]
+    parts: list[Any] = [AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)]
     if model is not None:
         parts.append(deepcopy(model.config))
         parts[1].dtype = dtype

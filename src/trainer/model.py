@@ -33,7 +33,6 @@ from trireme.config.trainer import LoraConfig
 from trireme.core.base_digest import stored_dtypes, stored_shapes
 from trireme.core.class_tensors import Differences, differences, refuse_kinds, saved_tensors
 from trireme.core.errors import BadInput
-from trireme.core.model_places import place_of
 from trireme.plan.memory import shard_memory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -87,7 +86,7 @@ class Sharding:
         whole layer (the root, with embeddings and head, counts as one).
         """
         source = load_source(weights) if self._mesh.is_first else None
-        config = AutoConfig.from_pretrained(place_of(name), trust_remote_code=False)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         attention = self._attention
         if attention == "auto":
             attention = "sdpa" if MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa else "eager"
@@ -212,10 +211,9 @@ def load_source(name: str) -> PreTrainedModel:
 
 def _open(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Returns the model and what transformers says of its tensors."""
-    place = place_of(name)
     source, report = AutoModelForCausalLM.from_pretrained(
-        place,
-        config=AutoConfig.from_pretrained(place, trust_remote_code=False),
+        name,
+        config=AutoConfig.from_pretrained(name, trust_remote_code=False),
         dtype=dtype,
         attn_implementation="eager",  # never runs; else, and without `config`, its JSON could name code to fetch
         trust_remote_code=False,

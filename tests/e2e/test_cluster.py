@@ -1,11 +1,9 @@
 """An existing cluster: a head and further nodes, started by hand on this machine, a run across them, and
-`trireme scale` from another terminal: a replica more that samples, one less, and nothing is lost. Only the head has the
-model; the other nodes are sent its files."""
+`trireme scale` from another terminal: a replica more that samples, one less, and nothing is lost."""
 
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +14,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from cluster_support import NODES, Nodes, ask, blinded_to, cluster_of_one, free_port
+from cluster_support import NODES, Nodes, ask, cluster_of_one, free_port
 from run_support import DEADLINE_S, ROOT, TINY, Ended, assert_bound_and_conservation, run_rl
 
 from trireme.checkpoint.store import CheckpointStore
@@ -67,44 +65,7 @@ def wait_for_sampling(run: Path, replica: str) -> bool:
     return False
 
 
-@dataclass
-class Models:
-    """A model that only the head has, and what each further node sees in its place and in that of the cache."""
-
-    directory: Path
-
-    @property
-    def model(self) -> Path:
-        return self.directory / "model"
-
-    @property
-    def cache(self) -> Path:
-        return self.directory / "cache"
-
-    def own_cache(self, node: int) -> Path:
-        return self.directory / f"cache_{node}"
-
-    def make(self) -> None:
-        shutil.copytree(ROOT / "assets" / "sort-base", self.model)
-        for place in (self.directory / "nothing", self.cache, self.own_cache(2), self.own_cache(3)):
-            place.mkdir()
-
-    def apart(self, node: int) -> list[str]:
-        """Words before the command of a node without the model; none where the system allows no mount namespaces."""
-        return [
-            *blinded_to(self.model, self.directory / "nothing"),
-            *blinded_to(self.cache, self.own_cache(node)),
-        ]
-
-    def assert_sent(self, node: int) -> None:
-        """The node has each file once, below a name that is a digest, and nothing else."""
-        (place,) = (path for path in self.own_cache(node).iterdir() if path.is_dir())
-        sent = {file.name: file.read_bytes() for file in place.iterdir()}
-        assert sent == {name: (self.model / name).read_bytes() for name in sent}
-        assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(sent)
-
-
-def from_another_terminal(directory: Path, nodes: Nodes, models: Models) -> Told:
+def from_another_terminal(directory: Path, nodes: Nodes) -> Told:
     """Starts a second driver, which is refused; then asks for a replica more, for which a third node is started once
     the run has trained on without it, and for one less."""
     run = directory / "run"
@@ -119,7 +80,7 @@ def from_another_terminal(directory: Path, nodes: Nodes, models: Models) -> Told
             while steps() < seen + 2 and time.monotonic() < deadline:
                 time.sleep(0.1)
             meanwhile.append(f"{steps() - seen} steps or more meanwhile")
-            nodes.join(models.apart(3))
+            nodes.join()
 
     second = run_rl(directory, *TINY, "--resume")
     up = scale(run, 2, when_it_waits)
@@ -132,16 +93,13 @@ def from_another_terminal(directory: Path, nodes: Nodes, models: Models) -> Told
 
 def test_a_run_spans_two_nodes_and_replicas_come_and_go_on_a_third(tmp_path: Path) -> None:
     said: list[Told] = []
-    models = Models(tmp_path / "models")
-    models.make()
-
     with cluster_of_one(CPUS_PER_NODE) as nodes:
-        nodes.join(apart := models.apart(2))
+        nodes.join()
         assert any(ask(nodes.address, NODES, 2) for _ in range(5))
 
         def scale_and_stop(process: subprocess.Popen[str]) -> None:
             try:
-                said.append(from_another_terminal(tmp_path, nodes, models))
+                said.append(from_another_terminal(tmp_path, nodes))
             finally:
                 process.send_signal(signal.SIGTERM)
 
@@ -149,8 +107,7 @@ def test_a_run_spans_two_nodes_and_replicas_come_and_go_on_a_third(tmp_path: Pat
             if line.split()[:2] == ["step", "1/9999"]:
                 threading.Thread(target=scale_and_stop, args=(process,)).start()
 
-        model = ["--model.name", str(models.model), "--cluster.model-cache", str(models.cache)]
-        ended = run_rl(tmp_path, *TINY, "--cluster.address", nodes.address, *SIZES, *model, on_line=on_line)
+        ended = run_rl(tmp_path, *TINY, "--cluster.address", nodes.address, *SIZES, on_line=on_line)
         assert ended.code == EXIT_SIGTERM, (said, ended.out)
         assert ended.left == []  # of the driver's processes; those of the rooms are the cluster's
         assert ask(nodes.address, "ray.available_resources()['CPU']", 3.0 * CPUS_PER_NODE), "it left the cluster"
@@ -170,11 +127,6 @@ def test_a_run_spans_two_nodes_and_replicas_come_and_go_on_a_third(tmp_path: Pat
     assert told.down[-1] == "1 of 1 replicas serve"
     assert [replicas for replicas, _ in groupby(row["perf/replicas"] for row in ended.rows)] == [1, 2, 1]
     assert told.sampled, "the new one sampled"
-    if apart:
-        assert "files of the model were sent: 1.2 MB to " in " ".join(ended.out.split()), "the terminal breaks lines"
-        models.assert_sent(2)
-        models.assert_sent(3)  # which joined later
-        assert list(models.cache.iterdir()) == [], "the head has them"
     assert_bound_and_conservation(ended, bound=1)
     assert not (ended.root / "incidents.jsonl").exists()
     assert [commit.name for commit in CheckpointStore(ended.root).commits()][-1] == f"step_{len(ended.rows):06d}"

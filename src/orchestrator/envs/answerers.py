@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator.workers import run_in_worker
 from trireme.core.extras import require
-from trireme.core.model_places import place_of
 from trireme.renderers import Message
 
 if TYPE_CHECKING:
@@ -114,7 +113,6 @@ def _loaded(model: str) -> tuple[Any, Any]:
     from trireme.renderers import make_renderer
 
     torch.set_num_threads(1)
-    model = place_of(model)
     config = AutoConfig.from_pretrained(model, trust_remote_code=False)
     options = {"attn_implementation": "sdpa"}  # else, and without `config`, its JSON could name code to fetch
     loaded = AutoModelForCausalLM.from_pretrained(model, config=config, **options, trust_remote_code=False)

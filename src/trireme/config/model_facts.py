@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from trireme.config.measured_model import measure
 from trireme.config.run import DTYPE_BYTES
 from trireme.core.base_digest import read_header
-from trireme.core.model_places import place_of
 from trireme.core.refusals import Refusal
 from trireme.core.tokenizer import looks_like_path
 
@@ -120,8 +119,7 @@ class ModelFacts:
         Raises BadInput when there is no such directory or model, or its config.json lacks a size.
         """
         name = config.model.name
-        place = place_of(name)
-        text = _read_local(place) if looks_like_path(place) else _read_hub(name, required)
+        text = _read_local(name) if looks_like_path(name) else _read_hub(name, required)
         return None if text is None else cls.from_json(name, text)
 
     @classmethod

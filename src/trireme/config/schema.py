@@ -159,14 +159,6 @@ class CommonConfig(Section, ABC):
         """Directory or hub name of the tokenizer."""
         return self.model.tokenizer or self.model.name
 
-    @property
-    def models(self) -> tuple[str, ...]:
-        """Directories and hub names of all models and tokenizers whose files rooms read."""
-        reference = self.kl_reference
-        names = [self.model.name, self.tokenizer_name]
-        names += [reference.base_model or "", reference.load_checkpoint_path or ""] if reference else []
-        return tuple(dict.fromkeys(filter(None, names)))
-
     def with_absolute_paths(self) -> Self:
         """Returns a copy in which local directories of models are absolute, as actors may work in another directory."""
         names = {key: getattr(self.model, key) for key in ("name", "tokenizer", "start")}

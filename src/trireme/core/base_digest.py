@@ -14,7 +14,6 @@ import numpy as np
 import xxhash
 from safetensors import SafetensorError, safe_open
 
-from trireme.core.model_places import place_of
 from trireme.core.refusals import Refusal
 from trireme.core.tokenizer import looks_like_path
 from trireme.core.weights import TensorEntry, table_digest
@@ -105,7 +104,6 @@ def weight_files(name: str) -> list[Path]:
 
 
 def _find(name: str, file: str) -> Path | None:
-    name = place_of(name)
     if looks_like_path(name):
         path = Path(name).expanduser() / file
         return path if path.is_file() else None

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trireme.core.base_digest import stored_shapes
-from trireme.core.model_places import place_of
 from trireme.core.refusals import Refusal
 
 if TYPE_CHECKING:
@@ -101,7 +100,7 @@ def refuse_other_tensors(name: str, what: str, advice: str) -> None:
     stored = stored_shapes(name)
     if stored is None:
         return
-    config = AutoConfig.from_pretrained(place_of(name), trust_remote_code=False)
+    config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", trust_remote_code=False)
     found = differences(model, stored)

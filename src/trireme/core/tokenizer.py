@@ -12,7 +12,6 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from trireme.core.model_places import place_of
 from trireme.core.refusals import Refusal, refuse
 
 TOKENIZER_ADVICE = "copy them from the model that it was made from, or name that one: --model.tokenizer DIRECTORY"
@@ -29,7 +28,6 @@ def load_tokenizer(name: str) -> Any:
     """Opens the `transformers` tokenizer in a directory, or of that name on the hub. Raises BadInput if it cannot be
     opened without code of its own, or has no vocabulary: for some models transformers makes such a one where files are
     missing."""
-    name = place_of(name)
     refuse(list(without_tokenizer("tokenizer", name)))
     from transformers.utils import cached_file
 

@@ -17,7 +17,7 @@ import psutil
 import xxhash
 
 from trireme.config.installed import package_versions
-from trireme.core.model_files import ModelFiles, model_directory
+from trireme.core.model_files import file_digests, model_directory
 from trireme.process.device import DRIVER
 from trireme.process.machine import Node, this_machine
 
@@ -73,7 +73,7 @@ def collect(questions: Questions) -> NodeFacts:
         available_bytes=psutil.virtual_memory().available,
         shm_free=shutil.disk_usage(SHM).free if SHM.is_dir() else 0,
         shares_run_directory=not questions.nonce or Path(questions.output_dir, questions.nonce).is_file(),
-        model=ModelFiles.of(directory).digests if directory else None,
+        model=file_digests(directory) if directory else None,
         offline=os.environ.get("HF_HUB_OFFLINE") == "1",
     )
 

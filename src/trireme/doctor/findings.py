@@ -152,13 +152,17 @@ def _model(name: str, facts: NodeFacts, driver: NodeFacts, expected: Expected) -
         return
     copy = f"on {name}: copy it (`rsync -a`), or for a model of the hub `hf download {expected.model}`"
     wanted = f"the files of model.name = {expected.model} where the command runs"
+    is_directory = expected.model.startswith(("/", ".", "~"))
     if facts.model is None:
         # The node downloads a model of the hub by itself, but not a directory.
-        fatal = expected.model.startswith(("/", ".", "~")) or facts.offline
+        fatal = is_directory or facts.offline
         yield Finding(name, "model", f"it has no model {expected.model}", wanted, copy, fatal=fatal)
     elif driver.model is not None:
-        files = sorted({*facts.model, *driver.model})
-        differing = [file for file in files if facts.model.get(file) != driver.model.get(file)]
+        # A node downloads the files that it lacks of a model of the hub.
+        files = {*facts.model, *driver.model} if is_directory else {*facts.model} & {*driver.model}
+        differing = [file for file in sorted(files) if facts.model.get(file) != driver.model.get(file)]
+        if not differing:
+            return
         listed = ", ".join(differing[:MAX_NAMES])
         if len(differing) > MAX_NAMES:
             listed += f" and {len(differing) - MAX_NAMES} more"

@@ -29,7 +29,6 @@ from trireme.launch.restoring import bring_back
 from trireme.plan.base import Plan
 from trireme.process import signals, trace, waits
 from trireme.process.environ import cluster_address
-from trireme.process.model_source import sent_text
 from trireme.process.ray_cluster import Progress, await_places, check_services, nodes_of, ray_cluster, reserve
 from trireme.run.commits import Commits
 from trireme.run.metrics import Journal, Tracker, trackers
@@ -276,8 +275,6 @@ def attempt(training: TrainingRun, run: RunDir, supervisor: Supervisor, where: s
             limit_s = training.config.timeouts.checkpoint_s
             kept = load(core, start.commit, start.manifest, limit_s, supervisor.roster, console)
         run.checkout()
-        if cluster_address(training.config) and (sent := sent_text()):
-            console.print(sent, markup=False)
         console.print(f"rooms on {where} ready after {time.monotonic() - started:.1f} s")
         supervisor.goes_on(*kept)
         yield core

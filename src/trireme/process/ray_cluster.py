@@ -29,7 +29,6 @@ from trireme.process import waits
 from trireme.process.environ import Resources, cluster_address, user_cache
 from trireme.process.faults import fault_point
 from trireme.process.machine import VISIBLE, Node, this_machine
-from trireme.process.model_source import model_source
 from trireme.process.worker_environment import WorkerEnvironment
 
 Progress = Callable[[list[str], float], None]
@@ -73,7 +72,7 @@ def ray_cluster(config: CommonConfig, here: Resources) -> Iterator[Resources]:
         with _local_cluster(here.cpus):
             yield here
         return
-    with connected(address, config), model_source(config, on_node(ray.get_runtime_context().get_node_id())):
+    with connected(address, config):
         yield Resources(_nodes(config.timeouts.start_s), "the Ray cluster")
 
 

@@ -26,7 +26,6 @@ from typing import Any
 from trireme.config import CommonConfig
 from trireme.config.keys import keys_of
 from trireme.config.trust import named_code
-from trireme.core.model_files import ModelFiles, sendable
 from trireme.core.redaction import is_secret
 from trireme.core.refusals import Refusal
 
@@ -98,9 +97,7 @@ class WorkerEnvironment:
 
 def travels_text(config: CommonConfig) -> str:
     """Says by name what a run of this configuration takes with it, for its plan."""
-    size = sum(ModelFiles.of(each).total_bytes for each in {*sendable(config.models, config.model.name).values()})
-    model = f"; files of the model, {size / 1e6:,.1f} MB, once to each node that lacks them" if size else ""
-    return f"{WorkerEnvironment.of(config, os.environ).text}, from the driver to all nodes{model}"
+    return f"{WorkerEnvironment.of(config, os.environ).text}, from the driver to all nodes"
 
 
 def _setter(secrets: Mapping[str, str]) -> Callable[[], None]:

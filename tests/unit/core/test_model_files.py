@@ -1,16 +1,11 @@
 """Models of two nodes are compared by their files."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 from trireme.core import model_files
-from trireme.core.model_files import TOKENIZER, ModelFiles, lacks_weights, model_directory, sendable
-
-
-def digests(directory: Path) -> dict[str, str]:
-    return dict(ModelFiles.of(directory).digests)
+from trireme.core.model_files import file_digests, model_directory
 
 
 def test_a_model_is_a_directory_with_a_config(tmp_path: Path) -> None:
@@ -31,53 +26,30 @@ def test_large_files_are_compared_by_size_and_pieces(tmp_path: Path, place: int)
     data = bytearray(5_000_000)
     file = tmp_path / "model.safetensors"
     file.write_bytes(data)
-    before = digests(tmp_path)
+    before = file_digests(tmp_path)
     data[place] = 1
     file.write_bytes(data)
-    assert digests(tmp_path) != before
+    assert file_digests(tmp_path) != before
     file.write_bytes(bytes(5_000_001))
-    assert digests(tmp_path) != before
+    assert file_digests(tmp_path) != before
     file.write_bytes(bytes(5_000_000))
-    assert digests(tmp_path) == before
+    assert file_digests(tmp_path) == before
 
 
 def test_small_files_are_compared_whole(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("a" * 100_000)
-    before = digests(tmp_path)
+    before = file_digests(tmp_path)
     (tmp_path / "tokenizer.json").write_text("a" * 50_000 + "b" + "a" * 49_999)
     assert set(before) == {"tokenizer.json"}
-    assert digests(tmp_path) != before
+    assert file_digests(tmp_path) != before
 
 
-def test_only_files_of_safe_formats_travel(tmp_path: Path) -> None:
+def test_only_weights_configuration_and_tokenizer_are_compared(tmp_path: Path) -> None:
     for name in ("config.json", "merges.txt", "spiece.model", "chat_template.jinja", "model.safetensors"):
         (tmp_path / name).write_text("12")
-    before = ModelFiles.of(tmp_path)
-    assert before.total_bytes == 10
+    before = file_digests(tmp_path)
+    assert len(before) == 5
     for name in ("pytorch_model.bin", "modeling_own.py", "README.md", ".hidden.json"):
         (tmp_path / name).write_text("12")
     (tmp_path / "original.json").mkdir()
-    assert ModelFiles.of(tmp_path) == before
-    assert ModelFiles.of(tmp_path).digest == before.digest
-    (tmp_path / "config.json").write_text("21")
-    assert ModelFiles.of(tmp_path).digest != before.digest
-
-
-def test_a_model_is_sent_only_with_all_of_its_weights(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    assert lacks_weights(tmp_path) == ["model.safetensors"]
-    shards = {"a": "model-1.safetensors", "b": "model-2.safetensors", "c": "model-1.safetensors"}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
-    (tmp_path / "model-1.safetensors").touch()
-    assert lacks_weights(tmp_path) == ["model-2.safetensors"]
-    name = str(tmp_path)
-    assert sendable([name], name) == {}
-    assert sendable([name], "another") == {name: tmp_path}, "a tokenizer has none"
-    (tmp_path / "model-2.safetensors").touch()
-    assert sendable([name, "/not/there"], name) == {name: tmp_path}
-
-
-def test_a_tokenizer_is_a_directory_too(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text("{}")
-    assert model_directory(str(tmp_path)) is None
-    assert model_directory(str(tmp_path), TOKENIZER) == tmp_path
+    assert file_digests(tmp_path) == before

@@ -78,6 +78,18 @@ def test_a_node_without_writers_does_not_need_the_run_directory() -> None:
     assert problems(changed(SECOND, shares_run_directory=False)) == []
 
 
+def test_of_a_model_of_the_hub_the_files_that_both_nodes_have_are_compared() -> None:
+    on_the_hub = replace(EXPECTED, model="org/base")
+    model = facts_of(HEAD).model
+    assert model is not None
+    part = changed(THIRD, model={"config.json": model["config.json"]})
+    assert problems(part, on_the_hub) == []
+    assert [finding.fatal for finding in problems(part)] == [True], "a directory is not completed"
+    (finding,) = problems(changed(THIRD, model={"config.json": "another"}), on_the_hub)
+    assert (finding.node, finding.fatal) == (THIRD, True)
+    assert finding.found == "files of the model differ: config.json"
+
+
 def test_a_model_of_the_hub_may_be_missing_unless_nodes_are_offline() -> None:
     on_the_hub = replace(EXPECTED, model="org/base")
     assert [finding.fatal for finding in problems(changed(THIRD, model=None), on_the_hub)] == [False]
