@@ -7,8 +7,9 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -26,14 +27,14 @@ from inference.stalls import StallClock
 from inference.updating import UpdatingEngine
 from trireme.config import Config
 from trireme.core.base_digest import base_digest
-from trireme.core.errors import RoomFailed
+from trireme.core.errors import RoomFailed, TriremeError
 from trireme.core.sampler import Heartbeat, ReplicaStats
 from trireme.core.transport import load_transport
 from trireme.core.types import SampleRequest, SamplingParams, WeightIdentity
 from trireme.process import trace
 from trireme.process.collector import spare_collector
 from trireme.process.device import VISIBLE
-from trireme.process.environ import redirect_output
+from trireme.process.environ import end_of_far_log, redirect_output
 from trireme.process.faults import fault_point, number_process
 from trireme.process.ray_cluster import see_own_gpus
 
@@ -147,6 +148,10 @@ class ReplicaActor(UpdatingEngine):
 
     async def start(self) -> ReplicaInfo:
         """Starts the engine and samples once: the first logprobs compile a function that a request would wait for."""
+        with self._log_in_errors():
+            return await self._start()
+
+    async def _start(self) -> ReplicaInfo:
         fault_point("inference.start")
         log.info("importing vLLM and loading %s", self.config.model.name)
         self.engine = start_engine(self.config, self.name)
@@ -177,7 +182,8 @@ class ReplicaActor(UpdatingEngine):
     async def heartbeat(self) -> Heartbeat:
         """Answers immediately. Raises RoomFailed or WeightsRefused, with the reason, when this replica is broken, and
         when its engine has been silent for too long, which is killed then."""
-        self._raise_if_broken()
+        with self._log_in_errors():
+            self._raise_if_broken()
         node = ray.get_runtime_context().get_node_id()
         others = [pid for pid in self.ranks if pid != self._engine_pid]
         return Heartbeat((os.getpid(), self._engine_pid, *others), node, *self.behind())
@@ -203,6 +209,19 @@ class ReplicaActor(UpdatingEngine):
         self._raise_if_broken()
         stats = self.engine_stats.stats(self.engine.get_num_unfinished_requests())
         return replace(stats, weights=self.identity)
+
+    @contextmanager
+    def _log_in_errors(self) -> Iterator[None]:
+        """Adds the last lines of this process's log to an error of the block, where the driver does not see the log."""
+        try:
+            yield
+        except Exception as error:
+            lines = end_of_far_log(self._log_dir, f"inference_{self.index}")
+            if not lines:
+                raise
+            if isinstance(error, TriremeError):
+                raise type(error)(f"{error}; {lines}") from error
+            raise RoomFailed(f"{self.name} raised {type(error).__name__}: {error}; {lines}") from error
 
     def _watch_ranks(self) -> None:
         """Makes the death of a rank the engine's. vLLM sees it too, but waits for ranks that wait for that one."""

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import psutil
-import pytest
 from run_support import KILLED_GONE_S, wait_until_gone
 
 NODES = "sum(node['Alive'] for node in ray.nodes())"
@@ -56,17 +53,17 @@ class Nodes:
     environ: Mapping[str, str]
     started: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
-    def add(self, *flags: str, apart: Sequence[str] = ()) -> None:
-        """Starts one node more, with `cpus` logical CPUs; `apart`: words before its command (`blind_to`)."""
+    def add(self, *flags: str) -> None:
+        """Starts one node more, with `cpus` logical CPUs."""
         start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
-        command = [*apart, *start, f"--num-cpus={self.cpus}", *UNNEEDED, *flags]
+        command = [*start, f"--num-cpus={self.cpus}", *UNNEEDED, *flags]
         process = subprocess.Popen(
             command, env={**os.environ, **self.environ}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
         self.started.append(process)
 
-    def join(self, apart: Sequence[str] = ()) -> None:
-        self.add(f"--address={self.address}", apart=apart)
+    def join(self) -> None:
+        self.add(f"--address={self.address}")
 
     def raylet(self, node: int) -> int:
         """Process id of the raylet of a node, by its place in `started`."""
@@ -83,22 +80,6 @@ def assert_gone(mark: str) -> None:
     """Nothing outlives its cluster: no actor, no engine."""
     left = wait_until_gone(mark, KILLED_GONE_S)
     assert left == [], f"processes were left: {left}"
-
-
-def blind_to(directory: Path, own: Path) -> list[str]:
-    """Words before a command that make it see the directory `own` in place of `directory`, in a mount namespace of its
-    own. Skips the test where the system does not allow that."""
-    if words := blinded_to(directory, own):
-        return words
-    pytest.skip("there are no mount namespaces")  # reason: without one all see one directory; unit tests need none
-
-
-def blinded_to(directory: Path, own: Path) -> list[str]:
-    """The words of `blind_to`; none where the system does not allow that."""
-    for words in (["unshare", "--mount"], ["unshare", "--user", "--map-root-user", "--mount"]):
-        if shutil.which(words[0]) and subprocess.run([*words, "true"], capture_output=True).returncode == 0:
-            return [*words, "sh", "-c", f'mount --bind {own} {directory} && exec "$@"', "sh"]
-    return []
 
 
 @contextmanager

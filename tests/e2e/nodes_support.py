@@ -1,5 +1,5 @@
-"""Runs over nodes that are namespaces (`namespaces.py`), each with a disk of its own in the place of the runs, and a
-store of objects on a machine of its own."""
+"""Runs over nodes that are namespaces (`namespaces.py`), which share the directory of the runs, and a store of objects
+on a machine of its own."""
 
 from __future__ import annotations
 
@@ -40,14 +40,12 @@ class NodesRun:
     """A run whose driver is on one of the nodes."""
 
     root: Path
-    """Its directory, as the driver sees it."""
-    disk: Path
-    """The same, as this process sees it."""
+    """Its directory."""
     process: subprocess.Popen[bytes]
     log: Path
 
     def rows(self) -> list[dict[str, Any]]:
-        file = self.disk / "metrics.jsonl"
+        file = self.root / "metrics.jsonl"
         found = []
         for line in file.read_text().splitlines(keepends=True) if file.exists() else []:
             with suppress(json.JSONDecodeError):  # it is being written
@@ -74,7 +72,7 @@ class NodesRun:
 
     def places(self, net: Fabric) -> dict[str, str]:
         """Returns the address of the node of each part."""
-        status = Status.read(self.disk)
+        status = Status.read(self.root)
         assert status is not None
         known = {each.node: each.address for each in by_id(net)}
         return {part.name: known[part.node] for part in status.parts if part.node}
@@ -85,7 +83,7 @@ class NodesRun:
         return next(node for node in net.nodes if node.address == address)
 
     def incidents(self) -> list[dict[str, Any]]:
-        return rows_of(self.disk / "incidents.jsonl")
+        return rows_of(self.root / "incidents.jsonl")
 
 
 @dataclass(frozen=True)
@@ -106,17 +104,6 @@ def by_id(net: Fabric) -> list[Known]:
     assert said.returncode == 0, said.stderr
     found = {address: name for name, address in json.loads(said.stdout.splitlines()[-1])}
     return [Known(found.get(node.address, ""), node.address) for node in net.nodes]
-
-
-def own_disk(node: NamespaceNode, directory: Path) -> Path:
-    """Gives a node a disk of its own in the place of the runs, which no other node sees. Returns where this process
-    sees it."""
-    outputs, own = directory / OUTPUTS, directory / f"disk_{node.number}"
-    outputs.mkdir(exist_ok=True)
-    own.mkdir()
-    done = node.run("mount", "--bind", str(own), str(outputs))
-    assert done.returncode == 0, done.stderr
-    return own
 
 
 def lose(net: Fabric, node: NamespaceNode) -> None:
@@ -141,9 +128,8 @@ def running(
     with log.open("wb") as output:
         env = {**node.environ, **(environ or {})}
         process = subprocess.Popen(node.inside(*command), cwd=ROOT, env=env, stdout=output, stderr=output)
-    own = directory / f"disk_{node.number}"
     try:
-        yield NodesRun(outputs / "run", (own if own.exists() else outputs) / "run", process, log)
+        yield NodesRun(outputs / "run", process, log)
     finally:
         if process.poll() is None:
             process.kill()

@@ -1,7 +1,6 @@
 """A run over four nodes whose wires are cut, for some seconds and for good, and of which one is killed.
 
-Each node has one CPU, so the two shards, the orchestrator and the replica are on nodes of their own. No directory is
-shared: each node has an empty disk in the place of the run's.
+Each node has one CPU, so the two shards, the orchestrator and the replica are on nodes of their own.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from namespaces import Fabric, fabric, not_possible
-from nodes_support import DEADLINE_S, assert_steps_once, lose, own_disk, running
+from nodes_support import DEADLINE_S, assert_steps_once, lose, running
 from run_support import TINY
 
 # reason: a node is a set of namespaces, which need root and iproute2
@@ -31,10 +30,8 @@ FLAGS = (*TINY, *SIZES, *DEADLINES, "--max-steps", str(STEPS), "--checkpoint.eve
 
 @contextmanager
 def cluster(directory: Path, spare: int = 0) -> Iterator[Fabric]:
-    """Starts Ray on all nodes but `spare` of them, each with one CPU and a disk of its own."""
+    """Starts Ray on all nodes but `spare` of them, each with one CPU."""
     with fabric(NODES + spare, [directory]) as net:
-        for node in net.nodes:
-            own_disk(node, directory)
         for node in net.nodes[:NODES]:
             net.start_node(node, cpus=1)
         net.await_nodes(NODES)

@@ -1,15 +1,14 @@
-"""One run on two nodes and then on three, which share no directory: shards on different nodes, replicas of two ranks,
+"""One run on two nodes and then on three: shards on different nodes, replicas of two ranks,
 each of which is within a node, and both transports between nodes."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from namespaces import Fabric, fabric, not_possible
-from nodes_support import NodesRun, assert_steps_once, own_disk, running
+from nodes_support import NodesRun, assert_steps_once, running
 from resume_support import rows_of
 from run_support import TINY, taken
 
@@ -36,7 +35,7 @@ def nodes_of_replicas(places: Mapping[str, str]) -> set[str]:
 
 
 def versions(run: NodesRun, replica: int, attempt: int, how: str) -> set[int]:
-    return taken(run.disk / "logs" / f"attempt_{attempt}", replica, how)
+    return taken(run.root / "logs" / f"attempt_{attempt}", replica, how)
 
 
 def followed(net: Fabric, directory: Path, steps: int, *flags: str) -> tuple[NodesRun, dict[str, str]]:
@@ -55,18 +54,15 @@ def assert_whole(run: NodesRun, steps: int, attempt: int, nodes: int) -> None:
     assert_steps_once(rows, steps, BOUND)
     assert [row["attempt"] for row in rows[-STEPS:]] == [attempt] * STEPS
     assert len({row["weights/digest"] for row in rows}) == steps, "each step has changed the weights"
-    assert len(rows_of(run.disk / "trained.jsonl")) == steps
+    assert len(rows_of(run.root / "trained.jsonl")) == steps
     assert f"rooms on {nodes} nodes ready" in run.out
-    assert re.search(r"files: .* do(es)? not see .* gathered here", run.out), run.out
-    newest = Manifest.verified(run.disk / "checkpoints" / f"step_{steps:06d}")
+    newest = Manifest.verified(run.root / "checkpoints" / f"step_{steps:06d}")
     assert (newest.step, newest.shards) == (steps, 2)
     assert run.incidents() == []
 
 
 def test_on_two_nodes_by_broadcasts_and_on_three_by_the_object_store(tmp_path: Path) -> None:
     with fabric(NODES, [tmp_path], shm_mb=SHM_MB) as net:
-        for node in net.nodes:
-            own_disk(node, tmp_path)
         two = Fabric(net.nodes[:2])
         two.start_ray(cpus=CPUS[2])
         run, places = followed(two, tmp_path, STEPS, "--inference.transport", "broadcast")

@@ -8,20 +8,25 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import BinaryIO
 
-import numpy as np
-
-from trireme.checkpoint.files import Bytes, FileRecord
-from trireme.checkpoint.pieces import PIECE_BYTES, WINDOW, Assembly, Piece, cut, flow
+from trireme.checkpoint.files import FileRecord, HashingWriter, fsync_directory, make_directory, storage_errors
+from trireme.checkpoint.manifest import file_of
 from trireme.core.errors import StorageFailed
 from trireme.core.extras import require
 from trireme.core.refusals import Refusal
+from trireme.process.faults import fault_point
 
+PIECE_BYTES = 8 << 20
+"""Size of the pieces in which an object travels."""
+WINDOW = 4
+"""Pieces of a fetched object on the way at once."""
 REQUEST_S = 60.0
 """Time limit of one request, which moves at most PIECE_BYTES."""
 RETRIES = 3
@@ -124,28 +129,46 @@ class Bucket:
             )
         return str(put["e_tag"])
 
-    def fetch(self, key: str, assembly: Assembly, record: FileRecord) -> None:
-        """Brings an object to the disk as the file `record`, and verifies it. Raises StorageFailed, also for an object
-        that is not that file."""
+    def fetch(self, key: str, directory: Path, record: FileRecord) -> None:
+        """Brings an object to the disk as the file `record` in `directory`, and verifies it. Raises StorageFailed, also
+        for an object that is not that file, of which a part is left then; CheckpointInvalid for a path that leads
+        elsewhere."""
         import obstore
 
-        with self._asked(key), ThreadPoolExecutor(WINDOW) as pool:
+        file = file_of(directory, record)
+        with self._asked(key):
             size = int(obstore.head(self._store, key)["size"])
-            if size != record.size:
-                raise StorageFailed(f"{self.url}/{key} has {size} bytes, it was written with {record.size}")
-            flow(
-                cut([record]),
-                lambda piece: pool.submit(self._piece, key, piece),
-                lambda piece, asked: assembly.take(piece, asked.result(PIECE_S)),
+        if size != record.size:
+            raise StorageFailed(f"{self.url}/{key} has {size} bytes, it was written with {record.size}")
+        with storage_errors(file):
+            make_directory(file.parent)
+            with HashingWriter(file, large=size > PIECE_BYTES) as writer, ThreadPoolExecutor(WINDOW) as pool:
+                for contents in self._pieces(pool, key, size):
+                    fault_point("bucket.write")
+                    writer.write(contents)
+            fsync_directory(file.parent)
+        written = writer.record(record.path)
+        if written != record:
+            raise StorageFailed(
+                f"{self.url}/{key} arrived with checksum {written.checksum}, it was written with {record.checksum}: it "
+                "was altered in the store, or on the way"
             )
 
-    def _piece(self, key: str, piece: Piece) -> Bytes:
+    def _pieces(self, pool: ThreadPoolExecutor, key: str, size: int) -> Iterator[memoryview]:
+        """Yields the pieces of an object in order, at most WINDOW of which are on the way."""
+        pending: deque[Future[memoryview]] = deque()
+        for offset in range(0, size, PIECE_BYTES):
+            if len(pending) == WINDOW:
+                yield pending.popleft().result(PIECE_S)
+            pending.append(pool.submit(self._piece, key, offset, min(PIECE_BYTES, size - offset)))
+        while pending:
+            yield pending.popleft().result(PIECE_S)
+
+    def _piece(self, key: str, offset: int, size: int) -> memoryview:
         import obstore
 
-        if not piece.size:
-            return np.empty(0, np.uint8)
-        contents = obstore.get_range(self._store, key, start=piece.offset, length=piece.size)
-        return np.frombuffer(memoryview(contents), np.uint8)
+        with self._asked(key):
+            return memoryview(obstore.get_range(self._store, key, start=offset, length=size))
 
     def keys(self, prefix: str) -> list[str]:
         """Returns the keys that begin with `prefix`, a whole part of a path."""

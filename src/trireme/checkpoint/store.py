@@ -38,9 +38,6 @@ from trireme.process.faults import fault_point
 HEAD = "HEAD"
 LOCK = "driver.lock"
 """File that the driver of a run holds locked; its text names the process."""
-STAGING = "STAGING"
-"""File that marks a directory at a run directory's path, on a node that does not share that directory: files lie there
-until they are gathered, and copies of files."""
 KEEP = "KEEP"
 """A file of this name in a commit protects it from deletion: something else refers to the commit."""
 

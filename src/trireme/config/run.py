@@ -29,7 +29,7 @@ class RunConfig(Section):
     """The run directory is `output_dir/name`. A URL such as s3://bucket/prefix: the run is kept there, and works in
     `local_dir/name`."""
     local_dir: str = "outputs"
-    """Where runs lie on this machine if output_dir is a URL; else nothing reads it."""
+    """Where runs lie if output_dir is a URL, else nothing reads it; the nodes of trainer and orchestrator share it."""
 
     @property
     def url(self) -> str | None:

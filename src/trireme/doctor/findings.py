@@ -177,5 +177,5 @@ def _run_directory(name: str, facts: NodeFacts, expected: Expected) -> Iterator[
             UNSHARED,
             f"it does not see the file that the driver has written in run.output_dir = {expected.output_dir}",
             "one directory for all nodes with a trainer shard or the orchestrator, which write to it",
-            f"mount it on {name}, or put --run.output-dir on a file system that the nodes share, or in object storage",
+            f"mount it on {name}, or put --run.output-dir on a file system that the nodes share",
         )

@@ -183,7 +183,7 @@ def check_nodes(plan: Plan, rooms: Mapping[str, Sequence[str]], console: Console
     if result.facts:
         expected = replace(Expected.of(plan.config, replace(plan, resources=result.resources())), head=join_address())
     writers = [node.name for node in result.nodes if set(WRITERS) & set(rooms.get(node.id, ()))]
-    # The start of each attempt says which nodes do not see the run directory: it gathers their files.
+    # Each attempt looks for the run directory on the nodes of its own writers (`trireme.launch.writers`).
     problems = [item for item in findings(result, replace(expected, writers=writers)) if item.check != UNSHARED]
     warnings = [finding for finding in problems if not finding.fatal]
     for finding in warnings[:MAX_WARNINGS]:

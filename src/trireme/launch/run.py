@@ -23,9 +23,7 @@ from trireme.config.model_facts import ModelFacts
 from trireme.core.errors import BadInput, LimitReached, LockLost, RoomFailed, ServicesLost, TriremeError
 from trireme.launch.common import StartProgress
 from trireme.launch.doctor import check_nodes
-from trireme.launch.far_logs import GatheredLogs
-from trireme.launch.gathering import AskedNodes, FarNodes
-from trireme.launch.restoring import bring_back
+from trireme.launch.writers import check_writers
 from trireme.plan.base import Plan
 from trireme.process import signals, trace, waits
 from trireme.process.environ import cluster_address
@@ -60,8 +58,6 @@ class Core:
     """The room that is told of each replica that is ready."""
     living: Sequence[Any] = ()
     """Those of `rooms` that live on from the attempt before."""
-    nodes: FarNodes | None = None
-    """The nodes that do not see the run directory; None where all do."""
 
 
 class TrainingRun(ABC):
@@ -80,7 +76,6 @@ class TrainingRun(ABC):
 
     def __init__(self, config: CommonConfig, facts: ModelFacts, plan: Plan, fixed: Mapping[str, Any]) -> None:
         self.config, self.facts, self.plan, self.fixed = config, facts, plan, fixed
-        self.gathered = GatheredLogs()
 
     def enter(self, run: RunDir) -> None:  # noqa: B027  most commands need nothing here
         """Prepares the run before Ray starts, and takes over from `run` what the configuration depends on."""
@@ -110,8 +105,6 @@ def launch(training: TrainingRun, console: Console) -> Path | None:
     note_store = partial(roster.note, "store")
     url = training.config.run.url
     remote = RemoteRun(url, training.config, say) if url else None
-    if remote is None:
-        bring_back(training.config, say)
     with (
         RunDir.open(training.config, training.fixed) as opened,
         resume_hint(opened),
@@ -249,20 +242,13 @@ def attempt(training: TrainingRun, run: RunDir, supervisor: Supervisor, where: s
         progress(names, waited_s)
 
     await_own_places(training, supervisor, console)
+    if cluster_address(training.config):
+        config, rooms = training.config, nodes_of(training.places)
+        check_writers(run.nonce, rooms, training.committing, config.run.url, training.plan.start_s, tick)
     with ExitStack() as ending:
-        files = ending.enter_context(ExitStack())  # ends once the rooms have stopped and written their last lines
-        if asked := ask_nodes(training, run):
-            files.callback(asked.close)
         core = training.start(run, ending)
         ending.push(lambda _kind, error, _traceback: supervisor.detach(error))
         supervisor.expect(*(room for room in core.rooms if room not in core.living))
-        if asked:
-            nodes, said = asked.found(training.committing, training.config.run.url, training.plan.start_s, tick)
-            console.print(said, markup=False)
-            if nodes:
-                core = replace(core, nodes=files.enter_context(closing(nodes)))
-                note = partial(supervisor.roster.note, "logs")
-                files.enter_context(training.gathered.following(run.root, start.attempt, nodes.nodes, note))
         await_ready(core.rooms, training.plan, log_dir, tick)
         supervisor.attach(*core.rooms, serving=core.serving)
         text, why_rows = core.trainer.shown()
@@ -272,8 +258,7 @@ def attempt(training: TrainingRun, run: RunDir, supervisor: Supervisor, where: s
         supervisor.await_replicas(log_dir, progress)
         kept: list[str] = []
         if start.commit and start.manifest:
-            limit_s = training.config.timeouts.checkpoint_s
-            kept = load(core, start.commit, start.manifest, limit_s, supervisor.roster, console)
+            kept = load(core, start.commit, start.manifest, supervisor.roster, console)
         run.checkout()
         console.print(f"rooms on {where} ready after {time.monotonic() - started:.1f} s")
         supervisor.goes_on(*kept)
@@ -302,24 +287,16 @@ def await_ready(rooms: Sequence[Any], plan: Plan, log_dir: Path, on_tick: Progre
     waits.get_all(refs, who=names, timeout_s=plan.start_s, log=log_dir, on_tick=on_tick, limit=plan.start_text)
 
 
-def ask_nodes(training: TrainingRun, run: RunDir) -> AskedNodes | None:
-    """Asks each node of the run if it sees the run directory. A cluster that was started here has one, which does."""
-    if cluster_address(training.config) is None:
-        return None
-    return AskedNodes.ask(run.nonce, run.root, nodes_of(training.places))
-
-
-def load(core: Core, commit: Path, manifest: Manifest, limit_s: float, roster: Roster, console: Console) -> list[str]:
-    """Has all rooms load their parts of a commit, which nodes that do not see it get before. Returns what those beside
-    the trainer say that they kept of an attempt before."""
+def load(core: Core, commit: Path, manifest: Manifest, roster: Roster, console: Console) -> list[str]:
+    """Has all rooms load their parts of a commit. Returns what those beside the trainer say that they kept of an
+    attempt before."""
     kept = []
-    with core.nodes.brought(commit, manifest, limit_s) if core.nodes else nullcontext():
-        if said := core.trainer.load_state(commit / "trainer", manifest.identities):
-            roster.note("trainer_0", said)
-        for name, other in core.others.items():
-            if said := other.load_state(commit / name):
-                console.print(f"{name}: {said}", markup=False)
-                kept.append(said)
+    if said := core.trainer.load_state(commit / "trainer", manifest.identities):
+        roster.note("trainer_0", said)
+    for name, other in core.others.items():
+        if said := other.load_state(commit / name):
+            console.print(f"{name}: {said}", markup=False)
+            kept.append(said)
     return kept
 
 
@@ -332,7 +309,7 @@ def train_and_commit(
         trace.start(run.logs, "driver_0", config.trace.max_mb)
         ending.callback(trace.stop)
         note = partial(supervisor.roster.note, "commits")
-        commits = Commits(config, run, training.fixed, core.trainer, core.others, note, core.nodes)
+        commits = Commits(config, run, training.fixed, core.trainer, core.others, note)
         journal = ending.enter_context(closing(Journal(run.root, training.step_line, sys.stdout, tracked, commits)))
         stop = ending.enter_context(signals.Stop(config.checkpoint.grace_s))
         ending.enter_context(commits)

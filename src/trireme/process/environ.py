@@ -20,6 +20,10 @@ STACKS = signal.SIGUSR1
 """Makes a process write the stacks of all its threads to its log (`redirect_output`)."""
 STACKS_S = 0.5
 """Time for a process to write its stacks before it is killed."""
+LOG_LINES = 20
+"""Lines of a log that travel with an error."""
+DRIVER_MARK = "HEAD"
+"""File that the driver writes into the directory of an attempt's logs (`RunDir.nonce`)."""
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 """Has the C library (glibc from 2.35 on) ask for huge pages for what it allocates, where Linux leaves that to programs.
 On CPUs tensors get new memory all the time, and what a page costs is mostly the same for 4 KiB and for 2 MiB."""
@@ -111,6 +115,18 @@ def redirect_output(log_dir: Path | None, name: str) -> None:
     logging.basicConfig(level=logging.INFO, format=line, stream=sys.stderr, force=True)
 
 
+def end_of_far_log(log_dir: Path | None, name: str) -> str:
+    """Returns the last lines of `log_dir/name.log` with the file's place, for an error that is read on another node;
+    empty where the driver sees the log itself, as its file DRIVER_MARK shows, and without a log."""
+    if log_dir is None or (log_dir / DRIVER_MARK).is_file():
+        return ""
+    log = log_dir / f"{name}.log"
+    if not log.is_file():
+        return ""
+    lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+    return "\n".join([f"its log: {log} on {os.uname().nodename}, which ends with", *lines])
+
+
 def write_stacks_on_signal() -> None:
     """Makes STACKS write the stacks of all threads to stderr, also in a process that answers nothing."""
     faulthandler.register(STACKS)
@@ -124,8 +140,3 @@ def yield_to_others() -> None:
     (Training waits often and briefly: for another shard, for a message.)
     """
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # 0: this thread
-
-
-def view_of(file: Path) -> tuple[str, str]:
-    """Returns this machine's name, and the contents of `file` as it is seen here; empty if there is none."""
-    return os.uname().nodename, file.read_text() if file.is_file() else ""

@@ -15,8 +15,7 @@ import hashlib
 import logging
 import os
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -65,21 +64,6 @@ class StatefulTrainer(Stateful, Protocol):
     def save_weights(self, path: Path, published: PublishedWeights) -> PendingFiles: ...
 
 
-class OtherNodes(Protocol):
-    """Nodes that do not see the run directory, and write their files of a commit to the same path on their disks."""
-
-    def gather(self, draft: Path, files: Sequence[FileRecord], limit_s: float) -> None:
-        """Brings those of `files` that are not in `draft` there, from the nodes that wrote them. Raises
-        StorageFailed."""
-
-    def clear(self, draft: Path) -> None:
-        """Deletes what the nodes have of a draft that is given up."""
-
-    def sealed(self, draft: Path, commit: Path, manifest: Manifest, limit_s: float) -> None:
-        """Keeps a copy of the commit, which was `draft`, on one of the nodes, and deletes what the others have of it.
-        Raises StorageFailed if there is no copy."""
-
-
 @dataclass(frozen=True)
 class CommitDraft:
     """A commit that is being written."""
@@ -94,7 +78,7 @@ class CommitDraft:
 
 class Commits:
     """Takes the commits of one attempt. `fixed` is what a resume must find unchanged; `others` have a part in each
-    commit beside the trainer's, by its name; `note` records an incident; `nodes` do not see the run directory."""
+    commit beside the trainer's, by its name; `note` records an incident."""
 
     def __init__(
         self,
@@ -104,10 +88,9 @@ class Commits:
         trainer: StatefulTrainer,
         others: Mapping[str, Stateful],
         note: Callable[[str], None],
-        nodes: OtherNodes | None = None,
     ) -> None:
         self._config, self._run, self._fixed, self._note = config, run, fixed, note
-        self._trainer, self._others, self._nodes = trainer, others, nodes
+        self._trainer, self._others = trainer, others
         manifest = run.start.manifest
         self._parent = CommitRef(manifest.lineage, manifest.step) if manifest else None  # the newest commit
         self._identities = list(manifest.identities) if manifest else []
@@ -209,16 +192,12 @@ class Commits:
     def _publish(self, draft: CommitDraft) -> None:
         """Waits for all parts, and makes them a commit."""
         store, limit_s = self._run.store, self._config.timeouts.checkpoint_s
-        deadline = time.monotonic() + limit_s
         try:
             with trace.span("commit", "commits", version=draft.version):
                 fault_point("commit.parts")
                 files: list[FileRecord] = []
                 for room, part in draft.parts.items():
-                    written = part.wait(limit_s)
-                    if self._nodes:
-                        self._nodes.gather(draft.path, written, deadline - time.monotonic())
-                    files += written
+                    files += part.wait(limit_s)
                     fault_point(f"commit.{room}")
                 for rows in map(self._run.root.joinpath, ROW_FILES):  # on the disk before the commit that covers them
                     with storage_errors(rows), rows.open("rb") as file:
@@ -234,11 +213,6 @@ class Commits:
             store.prune(self._keep_last, self._config.checkpoint.keep_every)
         except StorageFailed as error:  # the commit is there
             self._note(f"old commits stay: {error}")
-        if self._nodes:
-            try:
-                self._nodes.sealed(draft.path, store.commit(manifest.step), manifest, deadline - time.monotonic())
-            except StorageFailed as error:
-                self._note(f"{store.commit(manifest.step).name} has no copy on another node: {error}")
 
     def _discard(self, draft: CommitDraft) -> None:
         """Gives the space of a draft back, once all parts have stopped writing."""
@@ -246,8 +220,6 @@ class Commits:
             with suppress(TriremeError):
                 part.wait(self._config.timeouts.checkpoint_s)
         self._run.store.discard(draft.path)
-        if self._nodes:
-            self._nodes.clear(draft.path)
 
     def _manifest(self, draft: CommitDraft, files: list[FileRecord]) -> Manifest:
         resolved = self._config.model_dump(mode="json", exclude={"clean", "resume"})  # these concern only one start

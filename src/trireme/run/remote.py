@@ -24,8 +24,7 @@ from trireme.checkpoint.files import (
     write_bytes,
 )
 from trireme.checkpoint.manifest import MANIFEST, Manifest, file_of
-from trireme.checkpoint.pieces import Assembly
-from trireme.checkpoint.store import HEAD, KEEP, LOCK, STAGING, CheckpointStore
+from trireme.checkpoint.store import HEAD, KEEP, LOCK, CheckpointStore
 from trireme.checkpoint.stored_run import StoredRun, part_key
 from trireme.config import CommonConfig
 from trireme.core.errors import CheckpointInvalid, StorageFailed
@@ -154,12 +153,8 @@ class RemoteRun:
         if text is None or xxhash.xxh3_128_hexdigest(text[0]) != stored.manifest:
             raise CheckpointInvalid(f"{stored.key}/{MANIFEST} is {'altered' if text else 'missing'}")
         manifest = Manifest.from_json(text[0].decode())
-        assembly = Assembly(root / path)
-        try:
-            for record in manifest.files:
-                bucket.fetch(f"{stored.key}/{record.path}", assembly, record)
-        finally:
-            assembly.abandon()
+        for record in manifest.files:
+            bucket.fetch(f"{stored.key}/{record.path}", root / path, record)
         if stored.kept:
             (root / path / KEEP).touch()
         write_bytes(root / path, MANIFEST, text[0])
@@ -223,7 +218,7 @@ def _record(root: Path, *tokens: str) -> None:
 
 def _is_up_to_date(root: Path, found: StoredRun) -> bool:
     """Returns True if `root` has everything that `found` names: its driver, or who brought it, worked there."""
-    if not (root / RECORD).exists() or not (root / HEAD).exists() or (root / STAGING).exists():
+    if not (root / RECORD).exists() or not (root / HEAD).exists():
         return False
     head = CheckpointStore(root).head()
     tokens: list[str] = json.loads((root / RECORD).read_bytes())

@@ -22,7 +22,7 @@ from trireme.checkpoint.files import replace_file
 from trireme.checkpoint.manifest import CommitRef, Manifest
 from trireme.checkpoint.resume import check_fixed, choose, fork
 from trireme.checkpoint.rows import METRICS
-from trireme.checkpoint.store import HEAD, LOCK, STAGING, CheckpointStore, Head, VerifiedCommit
+from trireme.checkpoint.store import HEAD, LOCK, CheckpointStore, Head, VerifiedCommit
 from trireme.config.keys import keys_of
 from trireme.config.load import WRITTEN_BY
 from trireme.config.run import is_url
@@ -273,7 +273,6 @@ def _claim(config: CommonConfig, store: CheckpointStore, head: Head) -> Head:
     while not _made(_logs(store.root, head.attempt)):
         head = replace(head, attempt=head.attempt + 1)
     store.write_head(head)
-    (store.root / STAGING).unlink(missing_ok=True)  # from now on this is a run directory
     return head
 
 
@@ -348,11 +347,9 @@ def _in_use(root: Path, other_way: str) -> BadInput:
 
 
 def _refuse_foreign(root: Path, config: CommonConfig) -> None:
-    """Refuses a directory that holds files but is no run directory, before a lock file is put into it. A resume may
-    take one where files of the run were staged."""
+    """Refuses a directory that holds files but is no run directory, before a lock file is put into it."""
     contents = _contents(root)
-    is_staging = config.resume.wanted and (root / STAGING).exists()
-    if not contents or is_staging or any((root / mark).exists() for mark in MARKS):
+    if not contents or any((root / mark).exists() for mark in MARKS):
         return
     if not config.clean:
         raise _in_use(root, "another --run.output-dir")

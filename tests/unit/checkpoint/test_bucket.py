@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 from store_support import Double, double
 
+from trireme.checkpoint import bucket as bucket_module
 from trireme.checkpoint.bucket import Bucket, PutRefused
-from trireme.checkpoint.copies import record_of
-from trireme.checkpoint.pieces import PIECE_BYTES, Assembly
-from trireme.core.errors import BadInput, StorageFailed
+from trireme.checkpoint.files import FileRecord, checksum_of
+from trireme.core.errors import BadInput, CheckpointInvalid, DiskFull, StorageFailed
 
+PIECE = 1000
 pytestmark = pytest.mark.usefixtures("instant_disk")
 
 
@@ -30,6 +31,10 @@ def bucket(server: Double, monkeypatch: pytest.MonkeyPatch) -> Bucket:
         monkeypatch.setenv(name, value)
     server.ignores, server.refuses = (), lambda _request: False
     return Bucket(server.url)
+
+
+def record_of(directory: Path, name: str) -> FileRecord:
+    return FileRecord(name, (directory / name).stat().st_size, checksum_of(directory / name))
 
 
 def test_a_put_on_a_condition(bucket: Bucket) -> None:
@@ -61,16 +66,16 @@ def test_keys_below_a_part_of_a_path(bucket: Bucket) -> None:
     assert bucket.keys("a") == []
 
 
-@pytest.mark.parametrize("size", [0, 1, PIECE_BYTES, PIECE_BYTES + 3])
-def test_a_file_there_and_back(bucket: Bucket, tmp_path: Path, size: int) -> None:
+@pytest.mark.parametrize("size", [0, 1, PIECE, PIECE + 3, 9 * PIECE])
+def test_a_file_there_and_back(bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "file").write_bytes(os.urandom(size))
     record = record_of(tmp_path / "here", "file")
     with (tmp_path / "here" / "file").open("rb") as file:
         (tmp_path / "here" / "file").rename(tmp_path / "here" / "renamed")  # as a commit that is deleted meanwhile
         bucket.put("c/file", file)
-    assembly = Assembly(tmp_path / "there")
-    bucket.fetch("c/file", assembly, record)
+    monkeypatch.setattr(bucket_module, "PIECE_BYTES", PIECE)
+    bucket.fetch("c/file", tmp_path / "there", record)
     assert (tmp_path / "there" / "file").read_bytes() == (tmp_path / "here" / "renamed").read_bytes()
 
 
@@ -79,17 +84,34 @@ def test_another_file_is_never_read(bucket: Bucket, tmp_path: Path, contents: by
     (tmp_path / "file").write_bytes(b"abcdefg")
     record = record_of(tmp_path, "file")
     bucket.put("torn", contents)
-    assembly = Assembly(tmp_path / "there")
     with pytest.raises(StorageFailed):
-        bucket.fetch("torn", assembly, record)
-    assembly.abandon()
-    assert list((tmp_path / "there").glob("*")) == []
+        bucket.fetch("torn", tmp_path / "there", record)
+
+
+def test_an_altered_object_is_named(bucket: Bucket, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"abcdefg")
+    bucket.put("altered", b"abcdef!")
+    with pytest.raises(StorageFailed, match=r"altered arrived with checksum \w+, it was written with \w+"):
+        bucket.fetch("altered", tmp_path / "there", record_of(tmp_path, "file"))
+
+
+def test_no_path_leads_out_of_the_directory(bucket: Bucket, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointInvalid, match="leads out of the commit"):
+        bucket.fetch("file", tmp_path / "there", FileRecord("../outside", 1, ""))
+
+
+def test_a_full_disk_is_named(bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_bytes(b"abcdefg")
+    bucket.put("file", b"abcdefg")
+    monkeypatch.setenv("TRIREME_FAULTS", "bucket.write@1=full")
+    with pytest.raises(DiskFull, match="there/file"):
+        bucket.fetch("file", tmp_path / "there", record_of(tmp_path, "file"))
 
 
 def test_a_missing_file_is_named(bucket: Bucket, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"a")
     with pytest.raises(StorageFailed, match="group/gone"):
-        bucket.fetch("gone", Assembly(tmp_path / "there"), record_of(tmp_path, "file"))
+        bucket.fetch("gone", tmp_path / "there", record_of(tmp_path, "file"))
 
 
 def test_a_refusal_is_said_in_a_line(bucket: Bucket, server: Double) -> None:

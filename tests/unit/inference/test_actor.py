@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import count
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,6 +35,7 @@ from trireme.core.errors import RoomFailed, TriremeError, WeightsRefused
 from trireme.core.sampler import Heartbeat
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, VersionSpan, WeightIdentity
 from trireme.core.weights import EXACT, Canary, PublishedWeights, WeightsManifest, weights_digest
+from trireme.process.environ import DRIVER_MARK
 
 IDENTITY = WeightIdentity(1, 0, "d")
 CHECKED = ("checked",) * 2  # the first look comes too early
@@ -63,6 +65,24 @@ def replica(engine_dead: bool = False, kind: type[ReplicaActor] = ReplicaActor) 
 def test_a_call_that_never_answers_has_a_deadline() -> None:
     with pytest.raises(RoomFailed, match="inference replica 0: no answer for update step 'pause' within 0 s"):
         asyncio.run(replica()._guarded("update step 'pause'", asyncio.sleep(3600), 0.01))
+
+
+@pytest.mark.parametrize("broken", [RoomFailed("replica 0: it broke"), WeightsRefused("another digest"), None])
+def test_errors_carry_the_end_of_the_log_where_the_driver_does_not_see_it(
+    tmp_path: Path, broken: TriremeError | None
+) -> None:
+    far = replica()
+    far._log_dir = tmp_path
+    (tmp_path / "inference_0.log").write_text("CUDA error: an illegal memory access\n")
+    error = broken or ValueError("no such model")
+    with pytest.raises(type(broken or RoomFailed(""))) as raised, far._log_in_errors():
+        raise error
+    assert str(error) in str(raised.value)
+    assert str(raised.value).endswith("which ends with\nCUDA error: an illegal memory access")
+    (tmp_path / DRIVER_MARK).touch()
+    with pytest.raises(type(error)) as raised, far._log_in_errors():
+        raise error
+    assert raised.value is error
 
 
 class Stalling(ReplicaActor):

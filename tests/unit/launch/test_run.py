@@ -160,8 +160,8 @@ def test_what_a_room_kept_of_the_attempt_before_is_said_and_returned() -> None:
     said: list[str] = []
     silent, kept = (SimpleNamespace(load_state=lambda _path, text=text: text) for text in ("", "3 of 4 were kept"))
     trainer = SimpleNamespace(load_state=lambda _path, _identities: "")
-    core: Any = SimpleNamespace(nodes=None, trainer=trainer, others={"silent": silent, "orchestrator": kept})
+    core: Any = SimpleNamespace(trainer=trainer, others={"silent": silent, "orchestrator": kept})
     console: Any = SimpleNamespace(print=lambda text, **_: said.append(text))
     manifest: Any = SimpleNamespace(identities=())
-    assert run_module.load(core, Path("c"), manifest, 1.0, Roster(lambda: 0.0), console) == ["3 of 4 were kept"]
+    assert run_module.load(core, Path("c"), manifest, Roster(lambda: 0.0), console) == ["3 of 4 were kept"]
     assert said == ["orchestrator: 3 of 4 were kept"]

@@ -11,7 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from trireme.process.environ import HUGE_PAGES, STACKS, prepare_ray_environment
+from trireme.process.environ import (
+    DRIVER_MARK,
+    HUGE_PAGES,
+    LOG_LINES,
+    STACKS,
+    end_of_far_log,
+    prepare_ray_environment,
+)
 
 DEADLINE_S = 60
 HANGS = """
@@ -104,3 +111,14 @@ def test_a_process_with_huge_pages_has_fewer_faults() -> None:
         for pages in ({"GLIBC_TUNABLES": ""}, HUGE_PAGES)
     ]
     assert faults[1] < faults[0] * (1 / 4 if to_programs else 1.1)
+
+
+def test_the_end_of_a_log_travels_where_the_driver_does_not_see_it(tmp_path: Path) -> None:
+    assert end_of_far_log(None, "inference_0") == ""
+    assert end_of_far_log(tmp_path, "inference_0") == "", "there is no log"
+    (tmp_path / "inference_0.log").write_text("".join(f"line {n}\n" for n in range(LOG_LINES + 5)))
+    first, *lines = end_of_far_log(tmp_path, "inference_0").splitlines()
+    assert first == f"its log: {tmp_path}/inference_0.log on {os.uname().nodename}, which ends with"
+    assert lines == [f"line {n}" for n in range(5, LOG_LINES + 5)]
+    (tmp_path / DRIVER_MARK).touch()
+    assert end_of_far_log(tmp_path, "inference_0") == ""

@@ -38,7 +38,6 @@ class Bench:
     trainer: Room = field(default_factory=Room)
     orchestrator: Room = field(default_factory=Room)
     said: list[str] = field(default_factory=list)
-    nodes: Any = None
 
     def __post_init__(self) -> None:
         self.store = CheckpointStore(self.root)
@@ -51,7 +50,7 @@ class Bench:
         others = {"orchestrator": self.orchestrator}
         head = SimpleNamespace(lineage="aaaaaaaa")
         run: Any = SimpleNamespace(root=self.root, store=self.store, start=self.start, head=head)
-        return Commits(self.config, run, {"loss": "ppo"}, self.trainer, others, self.said.append, self.nodes)
+        return Commits(self.config, run, {"loss": "ppo"}, self.trainer, others, self.said.append)
 
     @property
     def steps(self) -> list[str]:
@@ -354,54 +353,3 @@ class TestResumed:
         with ended_by(Stopped(EXIT_SIGTERM), resumed) as commits:
             commits.at_boundary(2, weights(2))
         assert resumed.trainer.calls == []
-
-
-@dataclass
-class Nodes:
-    """Stands for nodes with disks of their own; gathering raises `errors`, one after the other."""
-
-    bench: Bench
-    errors: list[Exception] = field(default_factory=list)
-    calls: list[tuple[str, ...]] = field(default_factory=list)
-    no_copy: Exception | None = None
-
-    def gather(self, draft: Path, files: Any, _limit_s: float) -> None:
-        assert not (draft / "manifest.json").exists(), "the manifest is the commit"
-        self.calls.append(("gather", draft.name, *(record.path for record in files)))
-        if self.errors:
-            raise self.errors.pop(0)
-
-    def clear(self, draft: Path) -> None:
-        self.calls.append(("clear", draft.name))
-
-    def sealed(self, draft: Path, commit: Path, manifest: Manifest, _limit_s: float) -> None:
-        assert Manifest.verified(commit) == manifest
-        self.calls.append(("sealed", draft.name))
-        if self.no_copy:
-            raise self.no_copy
-
-
-def test_parts_of_other_nodes_are_gathered_before_the_manifest_and_copied_after_the_commit(bench: Bench) -> None:
-    bench.nodes = Nodes(bench)
-    run_all(bench, 2)
-    draft = "step_000002.partial-1"
-    parts = [("gather", draft, f"{room}/part") for room in ("orchestrator", "trainer", "inference")]
-    assert bench.nodes.calls[:4] == [*parts, ("sealed", draft)]
-    assert bench.said == []
-
-
-def test_a_commit_without_a_copy_is_a_commit_and_this_is_said(bench: Bench) -> None:
-    bench.nodes = Nodes(bench, no_copy=StorageFailed("the copy was not made: the node was lost"))
-    run_all(bench, 2)
-    assert bench.steps[0] == "step_000002"
-    assert bench.said[0] == "step_000002 has no copy on another node: the copy was not made: the node was lost"
-
-
-def test_a_part_that_is_not_gathered_makes_a_missed_commit_and_the_next_one_is_whole(bench: Bench) -> None:
-    bench.nodes = Nodes(bench, [StorageFailed("a part of the commit was not gathered: the node was lost")])
-    run_all(bench, 4)
-    assert bench.steps[-1] == "step_000004"
-    assert "step_000002" not in bench.steps
-    assert any("the node was lost" in line for line in bench.said)
-    assert ("clear", "step_000002.partial-1") in bench.nodes.calls
-    assert not list(bench.store.partial())

@@ -29,7 +29,7 @@ from checkpoint_support import (
 
 from trireme.checkpoint.manifest import MANIFEST, CommitRef
 from trireme.checkpoint.rows import ROW_FILES
-from trireme.checkpoint.store import HEAD, STAGING, CheckpointStore
+from trireme.checkpoint.store import HEAD, CheckpointStore
 from trireme.config import Config
 from trireme.config.load import load
 from trireme.core.errors import EXIT_BAD_INPUT, BadInput
@@ -350,14 +350,6 @@ class TestResume:
         with open_run(config(tmp_path, "r", "--resume")) as run:
             assert (run.start.step, run.start.attempt) == (0, 1)
             assert "a new run" in run.start.notes[0]
-
-    @pytest.mark.parametrize("resume", [("--resume",), ("--resume", "auto")])
-    def test_a_place_where_files_were_staged_is_free_for_the_run(self, tmp_path: Path, resume: tuple[str, ...]) -> None:
-        (tmp_path / "r" / "logs" / "attempt_1").mkdir(parents=True)
-        (tmp_path / "r" / STAGING).touch()
-        with open_run(config(tmp_path, "r", *resume)) as run:
-            assert (run.start.step, run.start.attempt) == (0, 2)
-        assert not (tmp_path / "r" / STAGING).exists()
 
     def test_auto_is_one_command_for_the_start_and_for_all_resumes(self, tmp_path: Path) -> None:
         auto = config(tmp_path, "r", "--resume", "auto")
