@@ -87,7 +87,7 @@ def test_of_a_model_of_the_hub_the_files_that_both_nodes_have_are_compared() -> 
     assert [finding.fatal for finding in problems(part)] == [True], "a directory is not completed"
     (finding,) = problems(changed(THIRD, model={"config.json": "another"}), on_the_hub)
     assert (finding.node, finding.fatal) == (THIRD, True)
-    assert finding.found == "files of the model differ: config.json"
+    assert finding.actual == "files of the model differ: config.json"
 
 
 def test_a_model_of_the_hub_may_be_missing_unless_nodes_are_offline() -> None:
