@@ -14,7 +14,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -138,23 +137,19 @@ def _opened(config: Config, rooms: Sequence[PartKind], logs: Path) -> Iterator[t
     prepare_cluster(config, plan)
     from inference.handle import InferenceHandle
     from trainer.handle import TrainerHandle
-    from trireme.launch.run import await_ready
-    from trireme.process.ray_cluster import ray_cluster, reserve
+    from trireme.launch.starting import await_ready, joined, reserve_places
 
     keep_reference(config)
-    with ExitStack() as ending:
-        plan = replace(plan, resources=ending.enter_context(ray_cluster(config, plan.resources)))
-        plan.check_resources()
+    console = Console(highlight=False, soft_wrap=True)
+    progress = StartProgress(console)
+    logs.mkdir(parents=True, exist_ok=True)
+    with joined(plan) as plan, ExitStack() as ending:
+        places = reserve_places(plan, progress, console, ending).rooms
         config = plan.resolved(config)
-        console = Console(highlight=False, soft_wrap=True)
-        progress = StartProgress(console)
-        logs.mkdir(parents=True, exist_ok=True)
-        _, options = reserve(plan.options, config.timeouts.place_s, progress, ending, plan.blocks)
-        of_room = plan.by_room(options)
-        inference = InferenceHandle.start(config, of_room["inference"], logs) if "inference" in of_room else None
+        inference = InferenceHandle.start(config, places["inference"], logs) if "inference" in places else None
         if inference:
             ending.callback(inference.stop)
-        trainer = TrainerHandle.start(config, of_room["trainer"], logs)
+        trainer = TrainerHandle.start(config, places["trainer"], logs)
         ending.callback(trainer.stop)
         started = [trainer, inference] if inference else [trainer]
         await_ready(started, plan, logs, progress)

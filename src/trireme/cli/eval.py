@@ -37,7 +37,7 @@ from trireme.core.errors import CheckpointInvalid
 from trireme.core.finite_json import to_json
 from trireme.core.refusals import Refusal
 from trireme.core.types import WeightIdentity
-from trireme.launch.common import StartProgress, prepare_cluster
+from trireme.launch.common import prepare_cluster
 from trireme.plan.base import Plan
 from trireme.plan.rl import EVALUATION_ROOMS
 from trireme.process import signals
@@ -162,17 +162,14 @@ def _measure(config: Config, plan: Plan, identity: WeightIdentity, console: Cons
     """Returns the row of `orchestrator.evaluation`. After a failure the logs that it names are kept."""
     prepare_cluster(config, plan)
     from trireme.launch import rl as launch
-    from trireme.process import ray_cluster as cluster
+    from trireme.launch.starting import joined
 
     started, logs = time.monotonic(), Path(tempfile.mkdtemp(prefix="trireme-eval-"))
-    with cluster.ray_cluster(config, plan.resources) as resources:
+    with joined(replace(plan, config=config)) as plan, ExitStack() as ending:
         signals.arm()
-        plan = replace(plan, config=config, resources=resources)
-        plan.check_resources()
-        with ExitStack() as ending:
-            orchestrator = launch.evaluation_rooms(config, plan, logs, StartProgress(console, logs), ending)
-            console.print(f"rooms ready after {time.monotonic() - started:.1f} s")
-            row = orchestrator.evaluate(identity)
+        orchestrator = launch.evaluation_rooms(config, plan, logs, console, ending)
+        console.print(f"rooms ready after {time.monotonic() - started:.1f} s")
+        row = orchestrator.evaluate(identity)
     shutil.rmtree(logs)
     return row
 

@@ -30,7 +30,7 @@ from trireme.config.load import Loaded, load
 from trireme.config.model_facts import ModelFacts
 from trireme.config.trainer import LoraConfig
 from trireme.core.types import WeightIdentity
-from trireme.launch.common import StartProgress, prepare_cluster
+from trireme.launch.common import prepare_cluster
 from trireme.plan.base import Plan
 from trireme.plan.rl import SERVED_ROOMS
 from trireme.process import signals
@@ -116,18 +116,15 @@ def _serve(
 
     prepare_cluster(config, plan)
     from trireme.launch import service as launch
-    from trireme.process.ray_cluster import ray_cluster
+    from trireme.launch.starting import joined
 
     launch.check_port(config)
     directory = Path(tempfile.mkdtemp(prefix="trireme-inference-"))
     try:
         keys = launch.keys_of(config, directory, say)
-        with ray_cluster(config, plan.resources) as resources:
+        with joined(replace(plan, config=config)) as plan:
             signals.arm()
-            plan = replace(plan, config=config, resources=resources)
-            plan.check_resources()
-            progress = StartProgress(console, directory)
-            launch.serve(config, plan, facts, names, keys, identity, directory, progress, say)
+            launch.serve(config, plan, facts, names, keys, identity, directory, console, say)
     except signals.Stopped:
         shutil.rmtree(directory)
         raise

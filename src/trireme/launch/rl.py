@@ -21,10 +21,12 @@ from trireme.config import Config
 from trireme.config.model_facts import ModelFacts
 from trireme.config.resume_compat import fixed_parts
 from trireme.core.errors import RoomFailed
-from trireme.launch.run import Core, TrainingRun, await_ready
+from trireme.launch.common import StartProgress
+from trireme.launch.run import Core, TrainingRun
 from trireme.launch.service import POLICY, WithChats, check_port, keys_of, sessions_factory, start_service
+from trireme.launch.starting import await_ready, reserve_places
 from trireme.plan.base import Plan
-from trireme.process.ray_cluster import PlacePool, Progress, reserve
+from trireme.process.ray_cluster import PlacePool
 from trireme.run.metrics import Journal, step_line
 from trireme.run.rundir import RunDir
 from trireme.supervision.status import ScaleRequests
@@ -132,16 +134,17 @@ class RlRun(TrainingRun):
 
 
 def evaluation_rooms(
-    config: Config, plan: Plan, log_dir: Path, progress: Progress, ending: ExitStack
+    config: Config, plan: Plan, log_dir: Path, console: Console, ending: ExitStack
 ) -> OrchestratorHandle:
     """Starts the orchestrator, and replicas that keep the weights that they load. `ending` gets the stops of all."""
+    progress = StartProgress(console, log_dir)
+    places = reserve_places(plan, progress, console, ending).rooms
     config = plan.resolved(config)
-    _, options = reserve(plan.options, config.timeouts.place_s, progress, ending)
-    inference = InferenceHandle.start(config, options[:-1], log_dir)
+    inference = InferenceHandle.start(config, places["inference"], log_dir)
     ending.callback(inference.stop)
     sessions = sessions_factory(config, plan.facts)
     orchestrator = OrchestratorHandle.start(
-        config, inference.router_factory(), options[-1], log_dir, sessions_factory=sessions
+        config, inference.router_factory(), places["orchestrator"][0], log_dir, sessions_factory=sessions
     )
     ending.callback(orchestrator.stop)
     await_ready([inference, orchestrator], plan, log_dir, progress)

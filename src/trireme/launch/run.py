@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ray.util.placement_group import placement_group_table
 from rich.console import Console
 
 from trainer.handle import TrainerHandle
@@ -22,12 +21,12 @@ from trireme.config import CommonConfig
 from trireme.config.model_facts import ModelFacts
 from trireme.core.errors import BadInput, LimitReached, LockLost, RoomFailed, ServicesLost, TriremeError
 from trireme.launch.common import StartProgress
-from trireme.launch.doctor import check_nodes
+from trireme.launch.starting import await_ready, joined, reserve_places
 from trireme.launch.writers import check_writers
 from trireme.plan.base import Plan
-from trireme.process import signals, trace, waits
+from trireme.process import signals, trace
 from trireme.process.environ import cluster_address
-from trireme.process.ray_cluster import Progress, await_places, check_services, nodes_of, ray_cluster, reserve
+from trireme.process.ray_cluster import await_places, check_services, nodes_of
 from trireme.run.commits import Commits
 from trireme.run.metrics import Journal, Tracker, trackers
 from trireme.run.remote import RemoteRun
@@ -136,10 +135,8 @@ def in_cluster(training: TrainingRun, newest: Newest, roster: Roster, console: C
     """Runs attempts in a cluster, which is started here or joined, until the last step. Raises ServicesLost if Ray has
     to be started again, with `newest` at the attempt that this has ended."""
     config, run = training.config, newest.run
-    with ray_cluster(config, training.plan.resources) as resources:
+    with joined(replace(training.plan, config=config, run_dir=run.root)) as training.plan:
         signals.arm()
-        training.plan = replace(training.plan, config=config, resources=resources, run_dir=run.root)
-        training.plan.check_resources()
         roster.start_s = training.plan.start_s
         if not newest.rebuilt:
             console.print(training.plan.render(whole=training.plan.verbose))
@@ -197,16 +194,12 @@ def supervised(
     """Reserves places for all actors, looks at the nodes where they are, and watches the actors; says how many nodes
     they are on. Raises BadInput where the nodes cannot work together."""
     with ExitStack() as ending:
-        plan = training.plan
-        config = plan.resolved(training.config)
-        group, options = reserve(plan.options, config.timeouts.place_s, StartProgress(console), ending, plan.blocks)
-        training.places = plan.by_room(options)
-        if cluster_address(config):
-            check_nodes(plan, nodes_of(training.places), console)
+        places = reserve_places(training.plan, StartProgress(console), console, ending)
+        training.places = places.rooms
         elastic = training.start_lasting(run, ending)
-        nodes = len(set(placement_group_table(group)["bundles_to_node_id"].values()))
+        config = training.plan.resolved(training.config)
         with Supervisor(config, roster, training.core, elastic) as supervisor:
-            yield supervisor, "1 node" if nodes == 1 else f"{nodes} nodes"
+            yield supervisor, places.text
 
 
 def attempts(
@@ -278,13 +271,6 @@ def await_own_places(training: TrainingRun, supervisor: Supervisor, console: Con
 
     rooms = {room: options for room, options in training.places.items() if room not in training.lasting}
     await_places(rooms, training.config.timeouts.place_s, tick)
-
-
-def await_ready(rooms: Sequence[Any], plan: Plan, log_dir: Path, on_tick: Progress) -> None:
-    """Waits for the starts of rooms, as long as the plan gives them. Raises RoomFailed, which names what is late."""
-    started = [room.ready_refs() for room in rooms]
-    refs, names = ([item for room in started for item in room[part]] for part in (0, 1))
-    waits.get_all(refs, who=names, timeout_s=plan.start_s, log=log_dir, on_tick=on_tick, limit=plan.start_text)
 
 
 def load(core: Core, commit: Path, manifest: Manifest, roster: Roster, console: Console) -> list[str]:

@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from inference.handle import InferenceHandle
 from orchestrator.env import AGENT
 from service.front import ServedModels
@@ -25,9 +27,10 @@ from trireme.core.errors import BadInput
 from trireme.core.refusals import Refusal
 from trireme.core.types import WeightIdentity
 from trireme.launch.common import StartProgress
+from trireme.launch.starting import reserve_places
 from trireme.plan.base import Plan
 from trireme.process import signals
-from trireme.process.ray_cluster import PlacePool, Progress, reserve
+from trireme.process.ray_cluster import PlacePool, Progress
 from trireme.supervision.replica_manager import ReplicaUser
 from trireme.supervision.roster import Roster
 from trireme.supervision.status import ScaleRequests
@@ -152,17 +155,18 @@ def serve(
     keys: list[ServiceKey],
     identity: WeightIdentity,
     directory: Path,
-    progress: StartProgress,
+    console: Console,
     say: Callable[[str], None],
 ) -> None:
     """Serves the model that the replicas load from disk until a signal comes, in a cluster that runs. Lost replicas are
     replaced. Raises Stopped, TriremeError."""
     config = plan.resolved(config)
+    progress = StartProgress(console, directory)
     roster = Roster(time.time)
     roster.listen(lambda _roster, incident: say(f"! {incident.part}: {incident.what}") if incident else None)
     with ExitStack() as ending:
-        _, options = reserve(plan.options, config.timeouts.place_s, progress, ending, plan.blocks)
-        inference = InferenceHandle.start(config, plan.by_room(options)["inference"], directory)
+        reserved = reserve_places(plan, progress, console, ending).rooms
+        inference = InferenceHandle.start(config, reserved["inference"], directory)
         ending.callback(inference.stop)
         service = start_service(config, facts, inference, names, keys, identity, directory, directory, say)
         ending.callback(service.stop)

@@ -1,0 +1,71 @@
+"""The start of all that needs actors: a run, an evaluation, a service, a training loop of a user.
+
+    prepare_cluster(config, plan)                  refuses what this machine lacks; sets what Ray reads at its import
+    with joined(plan) as plan:                     starts Ray here or joins it; checks the plan against its machines
+        places = reserve_places(plan, ..., ending) a place for each actor; the nodes with places are examined
+        TrainerHandle.start(places.rooms[...])     the rooms start side by side; `ending` gets their stops
+        await_ready(rooms, plan, logs, progress)   each has loaded its model, or the error names what is late
+        publish_weights, load_state                the first weights of replicas that do not sample from their own
+
+`prepare_cluster` (`trireme.launch.common`) comes before the import of this module, which imports Ray.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ray.util.placement_group import PlacementGroup, placement_group_table
+from rich.console import Console
+
+from trireme.launch.doctor import check_nodes
+from trireme.plan.base import Plan
+from trireme.process import waits
+from trireme.process.environ import cluster_address
+from trireme.process.ray_cluster import Progress, nodes_of, ray_cluster, reserve
+
+
+@contextmanager
+def joined(plan: Plan) -> Iterator[Plan]:
+    """Starts Ray on this machine or joins the cluster of the configuration, for the time of the block. Yields the plan
+    with the machines of that cluster. Raises BadInput for a plan that they do not fit."""
+    with ray_cluster(plan.config, plan.resources) as resources:
+        plan = replace(plan, resources=resources)
+        plan.check_resources()
+        yield plan
+
+
+@dataclass(frozen=True)
+class ReservedPlaces:
+    """The places of all actors of a plan."""
+
+    group: PlacementGroup
+    rooms: Mapping[str, list[dict[str, Any]]]
+    """Ray's options of each actor in its place, by room."""
+
+    @property
+    def text(self) -> str:
+        """The number of nodes, for a person."""
+        count = len(set(placement_group_table(self.group)["bundles_to_node_id"].values()))
+        return "1 node" if count == 1 else f"{count} nodes"
+
+
+def reserve_places(plan: Plan, progress: Progress, console: Console, ending: ExitStack) -> ReservedPlaces:
+    """Reserves a place for each actor of `plan`, and examines the nodes with places in a cluster that was joined.
+    `ending` gives the places back. Raises BadInput where the nodes cannot work together, RoomFailed after
+    `timeouts.place_s`."""
+    group, options = reserve(plan.options, plan.config.timeouts.place_s, progress, ending, plan.blocks)
+    places = ReservedPlaces(group, plan.by_room(options))
+    if cluster_address(plan.config):
+        check_nodes(plan, nodes_of(places.rooms), console)
+    return places
+
+
+def await_ready(rooms: Sequence[Any], plan: Plan, log_dir: Path, on_tick: Progress) -> None:
+    """Waits for the starts of rooms, as long as the plan gives them. Raises RoomFailed, which names what is late."""
+    started = [room.ready_refs() for room in rooms]
+    refs, names = ([item for room in started for item in room[part]] for part in (0, 1))
+    waits.get_all(refs, who=names, timeout_s=plan.start_s, log=log_dir, on_tick=on_tick, limit=plan.start_text)

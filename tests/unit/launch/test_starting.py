@@ -1,0 +1,54 @@
+"""The steps of a start that all commands with actors share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from plan_support import plan
+
+from trireme.core.errors import BadInput
+from trireme.launch import starting
+from trireme.launch.starting import ReservedPlaces, joined, reserve_places
+
+
+def test_a_plan_gets_the_machines_of_the_cluster_and_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    machines = plan().resources
+
+    @contextmanager
+    def ray_cluster(_config: Any, _here: Any) -> Iterator[Any]:
+        yield machines
+
+    monkeypatch.setattr(starting, "ray_cluster", ray_cluster)
+    with joined(plan()) as ready:
+        assert ready.resources is machines
+    monkeypatch.setattr(type(ready), "check_resources", lambda _: (_ for _ in ()).throw(BadInput("too small")))
+    with pytest.raises(BadInput, match="too small"), joined(plan()):
+        pytest.fail("the plan does not fit")
+
+
+@pytest.mark.parametrize("address", [None, "10.0.0.1:6379"])
+def test_places_are_by_room_and_a_joined_cluster_is_examined(
+    address: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    examined: list[Any] = []
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(starting, "cluster_address", lambda _: address)
+    monkeypatch.setattr(starting, "check_nodes", lambda _plan, rooms, _console: examined.append(rooms))
+    monkeypatch.setattr(starting, "nodes_of", lambda rooms: sorted(rooms))
+    monkeypatch.setattr(starting, "reserve", lambda options, *_: ("group", list(range(len(options)))))
+    made = plan()
+    with ExitStack() as ending:
+        places = reserve_places(made, lambda *_: None, SimpleNamespace(), ending)
+    assert places.rooms == made.by_room(list(range(len(made.options))))
+    assert examined == ([sorted(places.rooms)] if address else [])
+
+
+def test_the_number_of_nodes_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = {"one": {0: "a", 1: "a"}, "two": {0: "a", 1: "b"}}
+    monkeypatch.setattr(starting, "placement_group_table", lambda group: {"bundles_to_node_id": tables[group]})
+    assert ReservedPlaces("one", {}).text == "1 node"
+    assert ReservedPlaces("two", {}).text == "2 nodes"
