@@ -1,4 +1,4 @@
-"""The file that `trireme launch slurm` prints, on namespaces as nodes: Ray, the driver and the names of nodes are real;
+"""The Slurm script on namespaces as nodes: Ray, the driver and the names of nodes are real;
 srun, scontrol and the `uv` of the batch shell are stubs that enter the namespaces."""
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from trireme.core.errors import EXIT_OK, EXIT_SIGTERM
 without = pytest.mark.skipif(bool(not_possible()), reason=not_possible())
 pytestmark = [pytest.mark.long, without]
 
+SCRIPT = ROOT / "scripts" / "slurm.sbatch"
 JOB, STEPS, GRACE_S = "1234", 40, 30
 """A machine that is taken back has 30 s to end."""
 ENTERS = f"""#!{sys.executable}
@@ -65,7 +66,6 @@ class Slurm:
 
     directory: Path
     net: Fabric
-    script: Path
 
     @property
     def calls(self) -> list[str]:
@@ -83,27 +83,17 @@ class Slurm:
             "STUB_CALLS": str(self.directory / "calls"),
             "STUB_PATH": path,
         }
-        job = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": JOB, "SLURM_CPUS_PER_TASK": "3"}
+        job = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": JOB, "SLURM_CPUS_PER_TASK": "3", "TRIREME_STORE_GB": "1"}
         kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         nodelist = {"SLURM_JOB_NODELIST": ",".join(nodes)}
         return {**kept, **stubs, **job, **nodelist, "PATH": f"{binaries}:{path}", "UV_PROJECT_ENVIRONMENT": sys.prefix}
 
     def submit(self, nodes: Sequence[str], output: Path) -> subprocess.Popen[bytes]:
+        place = ["--run.output-dir", str(self.directory / "outputs"), "--run.name", "run", "--resume", "auto"]
+        sizes = ["--max-steps", str(STEPS), "--trainer.shards", "2", "--inference.replicas", "2"]
+        run = ["rl", "@", "configs/quickstart.toml", *TINY, *sizes, "--checkpoint.grace-s", str(GRACE_S), *place]
         with output.open("wb") as file:
-            return subprocess.Popen(["bash", str(self.script)], env=self.environ(nodes), stdout=file, stderr=file)
-
-
-def printed(directory: Path) -> Path:
-    """Prints the file as a user does."""
-    place = ["--run.output-dir", str(directory / "outputs"), "--run.name", "run"]
-    sizes = ["--max-steps", str(STEPS), "--trainer.shards", "2", "--inference.replicas", "2"]
-    words = ["@", "configs/quickstart.toml", *TINY, *place, *sizes, "--checkpoint.grace-s", str(GRACE_S)]
-    command = [sys.executable, "-m", "trireme.cli.trireme", "launch", "slurm", *words, "--nodes", "2"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
-    assert done.returncode == 0, done.stderr
-    file = directory / "run.sbatch"
-    file.write_text(done.stdout)
-    return file
+            return subprocess.Popen(["bash", str(SCRIPT), *run], env=self.environ(nodes), stdout=file, stderr=file)
 
 
 def until_rows(job: subprocess.Popen[bytes], run: Path, count: int, output: Path) -> None:
@@ -123,7 +113,7 @@ def rows_of_running(run: Path) -> list[Mapping[str, Any]]:
 def test_a_job_before_its_time_limit_commits_and_the_same_file_on_other_nodes_continues_it(tmp_path: Path) -> None:
     run = tmp_path / "outputs" / "run"
     with fabric(3, [tmp_path], shm_mb=1500) as net:
-        slurm = Slurm(tmp_path, net, printed(tmp_path))
+        slurm = Slurm(tmp_path, net)
         first = slurm.submit(["node0", "node1"], tmp_path / "first.txt")
         try:
             until_rows(first, run, 3, tmp_path / "first.txt")

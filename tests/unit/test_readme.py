@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 from pydantic import TypeAdapter
 
-from trireme.cli import distill, doctor, eval, inference, launch, rl, serve, trireme
+from trireme.cli import distill, doctor, eval, inference, rl, serve, trireme
 from trireme.config import Config
 from trireme.config.load import load, load_as
 from trireme.config.sft import SftConfig
@@ -159,10 +159,6 @@ def try_tool(tool: str, *arguments: str) -> None:
         request = read_request(kind, rest)
         assert len(request.runs()) > 1
         try_run(kind, request.base)
-    elif tool == "launch":
-        given, keys = launch._parser().parse_known_args(arguments)
-        assert given.nodes
-        try_run("rl", keys[: keys.index(">")])
     elif tool == "eval":
         given, keys = eval._parser().parse_known_args(arguments)
         assert Path(given.checkpoint).is_dir() or given.checkpoint.startswith("outputs/")

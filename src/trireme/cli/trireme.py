@@ -18,7 +18,6 @@ from rich.filesize import decimal
 
 from trireme.cli.common import Parser, run_command
 from trireme.cli.distill import main as distill
-from trireme.cli.launch import main as launch
 from trireme.config.removed import refuse_removed_command
 from trireme.core.errors import EXIT_INTERRUPTED, EXIT_OK, TriremeError
 from trireme.core.extras import require
@@ -73,8 +72,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             return sweep(given[1:])  # takes all keys of `rl` or `sft`
         if given[:1] == ["distill"]:
             return distill(given[1:])
-        if given[:1] == ["launch"]:
-            return launch(given[1:])
         options = _parser().parse_args(given)
         options.command(options)
     except TriremeError as error:
@@ -131,7 +128,6 @@ def _parser() -> argparse.ArgumentParser:
 
     commands.add_parser("doctor", help="what is wrong with the nodes of a cluster, before a run", add_help=False)
     commands.add_parser("distill", help="answers under a long prompt, as data for sft without it", add_help=False)
-    commands.add_parser("launch", help="the file that starts a run on a cluster", add_help=False)
     commands.add_parser("serve", help="a server that Tinker's clients train against", add_help=False)
     commands.add_parser("sweep", help="a run for each point of a grid; table and plot of a metric", add_help=False)
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from trireme.core.refusals import Refusal
 
 REMOVED: dict[str, str] = {
+    "trireme launch": "edit scripts/slurm.sbatch or scripts/rayjob.yaml, which start a run on Slurm and on KubeRay",
     "cluster.model_cache": "give model.name as an id of the hub, which each node fetches, or as a path that all have",
     "trireme watch --plain": "leave it out: `trireme watch RUN` prints where the run stands, without a terminal too",
 }

@@ -1,4 +1,4 @@
-"""Waits until named nodes have joined a Ray cluster, for launch files:
+"""Waits until named nodes have joined a Ray cluster, for `scripts/slurm.sbatch`:
 
     python -m trireme.process.joining 10.0.0.1:6379 300 node-a node-b
 

@@ -1,4 +1,4 @@
-"""Launch files wait for nodes by name, with a deadline that names who is missing, and stop jobs before a head ends."""
+"""The Slurm script waits for nodes by name, with a deadline that names who is missing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import socket
 import pytest
 from manual_clock import ManualClock
 
-from trireme.process.job_stopping import stop_all
 from trireme.process.joining import await_nodes, joined_nodes, main
 
 
@@ -35,30 +34,3 @@ def test_where_nothing_listens_no_node_has_joined(capsys: pytest.CaptureFixture[
         assert joined_nodes(address) == set()
         assert main([address, "0", "node-a"]) == 1
     assert f"node-a did not join the Ray cluster at {address} within 0 s" in capsys.readouterr().err
-
-
-class FakeJobs:
-    """Jobs that end some looks after they were asked to; None: never."""
-
-    def __init__(self, looks: dict[str, int | None]) -> None:
-        self.left, self.asked = looks, list[str]()
-
-    def running(self) -> list[str]:
-        for job in self.asked:
-            if self.left.get(job):
-                self.left[job] -= 1
-        return [job for job, looks in self.left.items() if looks is None or looks > 0]
-
-    def stop(self, job: str) -> None:
-        self.asked.append(job)
-
-
-def test_all_jobs_are_stopped_and_waited_for() -> None:
-    jobs = FakeJobs({"one": 3, "two": 1})
-    assert stop_all(jobs, 60, lambda _: None) == []
-    assert jobs.asked == ["one", "two"]
-
-
-def test_those_that_do_not_end_are_named() -> None:
-    assert stop_all(FakeJobs({"one": 1, "hangs": None}), 0, lambda _: None) == ["hangs"]
-    assert stop_all(FakeJobs({}), 0) == []

@@ -1,16 +1,21 @@
-"""The Slurm script itself, with stubs of srun, scontrol, getent and uv that write down how they were called: in which
+"""The Slurm script, with stubs of srun, scontrol, getent and uv that write down how they were called: in which
 order it starts what, how it ends by each signal and exit code, when it asks for a new start."""
 
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
+import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+
+from trireme.config.load import load
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "slurm.sbatch"
 DEADLINE_S = 60
@@ -28,6 +33,7 @@ case "$1" in
         echo "joining $*" >> calls
         if [ "${JOINING:-0}" = waits ]; then touch started; exec sleep 1000; fi
         exit "${JOINING:-0}" ;;
+    sft) echo "driver $*" >> calls ;;
     rl) echo "driver $*" >> calls
         trap 'echo "driver got TERM" >> calls; sleep 0.2; exit "$STOPPED"' TERM
         touch started
@@ -58,12 +64,18 @@ def job(tmp_path: Path) -> dict[str, str]:
     }
 
 
-def run(job: dict[str, str], *signals: signal.Signals, **environ: str) -> tuple[int, list[str]]:
+def run(
+    job: dict[str, str], *signals: signal.Signals, command: Sequence[str] = (), **environ: str
+) -> tuple[int, list[str]]:
     """Runs it to its end, with these signals to the batch shell alone once the driver has started."""
     directory = Path(job["SLURM_SUBMIT_DIR"])
     with (directory / "output").open("w") as output:
         shell = subprocess.Popen(
-            ["bash", str(SCRIPT)], env={**job, **environ}, stdout=output, stderr=output, start_new_session=True
+            ["bash", str(SCRIPT), *command],
+            env={**job, **environ},
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
         )
     try:
         for number in signals:
@@ -80,6 +92,39 @@ def run(job: dict[str, str], *signals: signal.Signals, **environ: str) -> tuple[
             os.killpg(shell.pid, signal.SIGKILL)
         shell.wait()
     return code, (directory / "calls").read_text().splitlines()
+
+
+def test_shellcheck() -> None:
+    shellcheck = Path(sys.executable).with_name("shellcheck")  # of the group `dev`
+    checked = subprocess.run([str(shellcheck), str(SCRIPT)], capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout
+
+
+def test_slurm_reads_its_options_and_the_run_can_be_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = SCRIPT.read_text().splitlines()
+    first_command = next(n for n, line in enumerate(lines) if line and not line.startswith("#"))
+    options = [n for n, line in enumerate(lines) if line.startswith("#SBATCH")]
+    assert max(options) < first_command, "Slurm reads none behind a command"
+    assert all("#" not in lines[n].removeprefix("#") for n in options)
+    (command,) = (line for line in lines if line.startswith("command=("))
+    monkeypatch.chdir(SCRIPT.parents[1])
+    rl, *words = shlex.split(command.removeprefix("command=(").removesuffix(")"))
+    config = load(words, {}).config
+    assert rl == "rl"
+    gpus = config.trainer.shards + config.inference.replicas
+    assert {"#SBATCH --nodes=2", f"#SBATCH --gpus-per-node={gpus // 2}"} <= set(lines)
+    (notice,) = (line for line in lines if line.startswith("#SBATCH --signal=B:TERM@"))
+    assert int(notice.partition("TERM@")[2]) >= config.checkpoint.grace_s + 30
+
+
+def test_another_run_may_be_given(job: dict[str, str]) -> None:
+    words = ["sft", "@", "my data.toml", "--resume", "auto"]
+    _, calls = run(job, command=words, SLURM_GPUS_ON_NODE="4", TRIREME_STORE_GB="2")
+    (driver,) = (call for call in calls if call.startswith("driver sft"))
+    assert driver.startswith("driver sft @ my data.toml --resume auto --cluster.address ")
+    started = [call for call in calls if " ray start" in call]
+    assert all("--num-gpus=4 --object-store-memory=2000000000" in call for call in started)
+    assert len(started) == 2
 
 
 def test_it_starts_ray_on_each_node_waits_for_all_and_then_starts_the_driver(job: dict[str, str]) -> None:
