@@ -21,14 +21,13 @@ from pathlib import Path
 import pytest
 from pydantic import TypeAdapter
 
-from trireme.cli import distill, doctor, eval, inference, rl, serve, trireme
+from trireme.cli import distill, doctor, eval, inference, rl, serve, sweep, trireme
 from trireme.config import Config
 from trireme.config.load import load, load_as
 from trireme.config.sft import SftConfig
 from trireme.core.errors import BadInput
 from trireme.plan.base import SHORT
 from trireme.supervision.status import Status
-from trireme.tools.sweep_request import read_request
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -155,10 +154,9 @@ def try_service(arguments: Sequence[str]) -> None:
 
 def try_tool(tool: str, *arguments: str) -> None:
     if tool == "sweep":
-        kind, *rest = arguments
-        request = read_request(kind, rest)
-        assert len(request.runs()) > 1
-        try_run(kind, request.base)
+        options, base = sweep.parse(arguments)
+        assert any(len(texts) > 1 for _, texts in options.grid)
+        try_run(options.kind, base)
     elif tool == "eval":
         given, keys = eval._parser().parse_known_args(arguments)
         assert Path(given.checkpoint).is_dir() or given.checkpoint.startswith("outputs/")

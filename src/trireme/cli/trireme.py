@@ -18,6 +18,7 @@ from rich.filesize import decimal
 
 from trireme.cli.common import Parser, run_command
 from trireme.cli.distill import main as distill
+from trireme.cli.sweep import main as sweep
 from trireme.config.removed import refuse_removed_command
 from trireme.core.errors import EXIT_INTERRUPTED, EXIT_OK, TriremeError
 from trireme.core.extras import require
@@ -29,7 +30,6 @@ from trireme.tools.following import run_config, tokenizer_of
 from trireme.tools.inspection import inspect, render
 from trireme.tools.plot import plot_runs
 from trireme.tools.scale import scale
-from trireme.tools.sweep import main as sweep
 from trireme.tools.timeline import Timeline, export_trace, timeline
 from trireme.tools.watch import watch
 

@@ -27,7 +27,7 @@ def without_extras(code: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_quickstart_needs_no_extra() -> None:
     done = without_extras(
-        "import trireme.cli.sft, trireme.cli.trireme, orchestrator.envs.sort, trireme.renderers, trireme.tools.sweep\n"
+        "import trireme.cli.sft, trireme.cli.trireme, orchestrator.envs.sort, trireme.renderers, trireme.cli.sweep\n"
         "from trireme.cli.rl import main\n"
         "sys.exit(main(['@', 'configs/quickstart.toml', '--dry-run']))"
     )
