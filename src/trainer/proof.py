@@ -6,6 +6,7 @@ refused. One that only differs when packed is computed in rows, or refused if pa
 
 This is tried on the sharded model, within the rounding of the dtype in which it computes, and on a small twin of the
 same configuration (`trainer.twin`), in float32, where every constant matters and windows are as short as the samples.
+Kinds of models for which docs/models.md shows the latter (`trainer.proved`) need no twin.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from trainer.export import write_weights
 from trainer.logprobs import add_token_logprobs, token_logprobs
 from trainer.mesh import Mesh
 from trainer.model import Sharding, fsdp_units, gathered_units, load_source
+from trainer.proved import IN_PAGE, ProvedType, proved_type
 from trainer.state import random_state, set_random_state
 from trainer.twin import make_twin
 from trireme.core.errors import BadInput
@@ -99,8 +101,9 @@ class Proof:
     """True: rows are packed."""
     model: Agreement
     """On the sharded model."""
-    twin: Agreement | str
-    """On its small twin; why there is none, if its configuration cannot be made small."""
+    twin: Agreement | ProvedType | str
+    """On its small twin, or what the page shows of its kind; why there is no twin, if its configuration cannot be made
+    small."""
     why_rows: str = ""
     """Why rows are not packed although `trainer.packing` would have them so."""
     kernel: str = ""
@@ -132,15 +135,17 @@ def prove_models(models: Sequence[PreTrainedModel], mesh: Mesh, sharding: Shardi
 
 
 def _prove_model(model: PreTrainedModel, mesh: Mesh, sharding: Sharding, packing: Packing) -> Proof:
-    twin = _on_first(mesh, partial(_try_twin, model.config, packed=sharding.packed))
-    packed = sharding.packed and not (isinstance(twin, Agreement) and twin.not_packed)
+    twin = _on_first(mesh, partial(_prove_kind, model.config, packed=sharding.packed))
+    packed = sharding.packed and (isinstance(twin, str) or not twin.not_packed)
     found = prove(model, mesh.device, sharding.dtype, packed=packed)
     name = type(model).__name__.removeprefix("FSDP")
     return _on_first(mesh, partial(decide, name, found, twin, packing=packing))
 
 
-def _try_twin(config: PretrainedConfig, *, packed: bool) -> Agreement | str:
-    """Returns what the twin of `config` showed, or why there is none."""
+def _prove_kind(config: PretrainedConfig, *, packed: bool) -> Agreement | ProvedType | str:
+    """Returns what the page shows of models like `config`, else what its twin shows, or why there is no twin."""
+    if proved := proved_type(config):
+        return proved if packed else ProvedType("")
     try:
         twin = make_twin(config)
     except BadInput as error:
@@ -162,13 +167,15 @@ def _on_first(mesh: Mesh, compute: Callable[[], T]) -> T:
     return cast("T", outcome)
 
 
-def decide(architecture: str, model: Agreement, twin: Agreement | str, *, packing: Packing) -> Proof:
-    """Returns how a model is computed: packed if that was tried and agrees, else in rows. `twin`: what a small twin
-    showed, or why there is none.
+def decide(architecture: str, model: Agreement, twin: Agreement | ProvedType | str, *, packing: Packing) -> Proof:
+    """Returns how a model is computed: packed if that was tried and agrees, else in rows. `twin`: what a small twin or
+    the page showed, or why there is no twin.
 
     Raises BadInput when rows do not agree, and when packed rows do not although `packing` asks for them.
     """
-    found = {"": model} | ({IN_TWIN: twin} if isinstance(twin, Agreement) else {})
+    found: dict[str, Agreement | ProvedType] = {"": model}
+    if not isinstance(twin, str):
+        found[IN_TWIN if isinstance(twin, Agreement) else IN_PAGE] = twin
     for where, agreement in found.items():
         if agreement.not_rows:
             raise Refusal(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -93,7 +94,7 @@ def test_a_model_that_opens_otherwise_is_noticed(docs: ModuleType, monkeypatch: 
 def test_the_page_is_of_the_installed_packages(docs: ModuleType) -> None:
     """On failure: python scripts/make_models_docs.py"""
     page = docs.TARGET.read_text(encoding="utf-8")
-    assert f"with {docs.versions()}." in page
+    assert f"with {docs.versions_text()}." in page
     rows = lines_of(page)
     assert {name: cells[0] for name, cells in rows.items()} == dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     trains = {name for name, cells in rows.items() if cells[1] in ("packed", "rows")}
@@ -103,6 +104,35 @@ def test_the_page_is_of_the_installed_packages(docs: ModuleType) -> None:
     assert len(trains | refused) >= 60
     assert all(rows[name][3] for name in rows.keys() - trains)  # each has its reason
     assert rows["llama"][1:3] == ["packed", "yes"]
+
+
+def test_the_file_for_starts_agrees_with_the_page(docs: ModuleType) -> None:
+    """On failure: python scripts/make_models_docs.py"""
+    page = lines_of(docs.TARGET.read_text(encoding="utf-8"))
+    data = json.loads(docs.FILE.read_text(encoding="utf-8"))
+    assert data["versions"] == docs.versions()
+    shown = {name: (entry["layout"], entry.get("why", "")) for name, entry in data["types"].items()}
+    assert shown == {
+        name: (cells[1], cells[3].replace("\\|", "|")) for name, cells in page.items() if cells[1] in ("packed", "rows")
+    }
+    assert {name: entry.get("options", {}) for name, entry in data["types"].items()} == {
+        name: docs.EXAMPLES.get(name, {}) for name in shown
+    }
+    assert {name for name, entry in data["types"].items() if "variants" in entry} == docs.REQUIRED
+
+
+def test_the_file_has_the_options_that_are_right(docs: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [docs.Walked("mistral", "M", "packed"), docs.Walked("gpt2", "G", "rows", "why"), docs.Walked("bert", "B")]
+    monkeypatch.setattr(
+        docs,
+        "OTHER_OPTIONS",
+        {"tie_word_embeddings": [False, True], "sliding_window": [None], "hidden_act": ["none such"]},
+    )
+    data = json.loads(docs.data(rows))
+    assert data["types"] == {
+        "mistral": {"layout": "packed", "variants": [{"tie_word_embeddings": True}, {"sliding_window": None}]},
+        "gpt2": {"layout": "rows", "why": "why"},
+    }
 
 
 @pytest.mark.long

@@ -1,0 +1,97 @@
+"""Kinds of models that docs/models.md shows to be computed right: a run of one of these needs no twin at its start.
+
+`scripts/make_models_docs.py` writes `proved_models.json` with the page: for each model type the layout in which its
+small model trained, and the options with which that was shown. A model counts as one of them when it has the same
+switches (flags, scales, soft caps, names of functions, kinds of layers), and when transformers and vLLM have the
+versions of the page.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import CONFIG_MAPPING, PretrainedConfig
+
+from trireme.config.installed import installed_vllm
+
+FILE = Path(__file__).with_name("proved_models.json")
+IN_PAGE = " (docs/models.md)"
+IGNORED = re.compile(
+    r"transformers_version|_name_or_path|architectures|(torch_)?dtype|id2label|label2id|output_.*|return_dict|use_cache"
+    r"|.*token_id|.*initializer_range|.*_eps|.*epsilon|.*dropout.*|.*_pdrop|.*aux_loss_coef"
+)
+"""Keys that only the model's own class reads, whatever the layout of its rows, or that count in no forward pass."""
+ROPE = re.compile(r"(.*\.)?rope_(parameters|scaling)(\..*)?\.(?!.*type).*")
+"""Numbers of rotary embeddings, which the model's own class reads. Their type counts."""
+LARGE = "more than 1"
+"""Stands for each whole number above 1, which is a size."""
+
+
+@dataclass(frozen=True)
+class ProvedType:
+    """States how models of a type that trains are computed, as the page shows it."""
+
+    not_packed: str
+    """Why it is computed in rows; empty if packed rows are right."""
+    not_rows = ""
+    tolerance = 0.0
+
+
+def proved_type(config: PretrainedConfig) -> ProvedType | None:
+    """Returns what the page shows of models with the switches of `config`; None if it shows nothing of them, or was
+    written with other versions."""
+    page = _page()
+    entry = page["types"].get(config.model_type)
+    if entry is None or page["versions"] != versions():
+        return None
+    options = entry.get("options", {})
+    tried = [options, *(options | variant for variant in entry.get("variants", []))]
+    proved = [switches(CONFIG_MAPPING[config.model_type](**deepcopy(each))) for each in tried]
+    shown = switches(config)
+    keys = shown.keys() | {key for each in proved for key in each}
+    if any(all(each.get(key) != shown.get(key) for each in proved) for key in keys):
+        return None
+    return ProvedType(entry.get("why", ""))
+
+
+def versions() -> dict[str, str]:
+    """Returns the installed versions on which the page depends."""
+    vllm = (installed_vllm() or "none").rpartition(" ")[2]  # the builds for CPUs and GPUs know the same models
+    return {"transformers": transformers.__version__, "vllm": vllm}
+
+
+def switches(config: PretrainedConfig) -> dict[str, str]:
+    """Returns what a configuration has apart from sizes: the different values of each key that is not None, as text."""
+    found: dict[str, set[str]] = {}
+    for key, value in _leaves(config.to_dict(), ""):
+        found.setdefault(key, set()).add(value)
+    return {key: ", ".join(sorted(values)) for key, values in found.items()}
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    """Yields the path and the text of each value in a section."""
+    if isinstance(value, Mapping):
+        for name, part in value.items():
+            inner = f"{path}.{name}"
+            if not IGNORED.fullmatch(str(name)) and not (ROPE.fullmatch(inner) and not isinstance(part, Mapping)):
+                yield from _leaves(part, inner)
+    elif isinstance(value, list | tuple | set):
+        yield path, "a list"
+        for part in value:
+            yield from _leaves(part, path)
+    elif value is not None:
+        yield path, LARGE if type(value) is int and value > 1 else repr(value)
+
+
+@cache
+def _page() -> dict[str, Any]:
+    page: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
+    return page
