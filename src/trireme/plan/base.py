@@ -20,7 +20,7 @@ from trireme.config.run import READ_BYTES_PER_S
 from trireme.config.schema import CommonConfig
 from trireme.core.refusals import Refusal
 from trireme.plan.needs import GPU_TOLERANCE, HOST_TOLERANCE, Need, NodeNeeds, check_shm, distribute, gib
-from trireme.plan.ways import ways_out
+from trireme.plan.suggestions import suggestions
 from trireme.process.environ import HUGE_PAGES, Resources, cluster_address
 from trireme.process.worker_environment import travels_text
 
@@ -34,8 +34,8 @@ ORDER = (
 """The rows of a plan, in the order in which they are printed."""
 SHORT = ("trainer", "orchestrator", "inference", "service", "model", "data", "steps", "tokens", "written to", "warning")
 """The rows that a start prints; a dry run, and a start with --verbose, print all."""
-NAMED_WAYS = 3
-"""The most ways out that a refusal names."""
+SUGGESTIONS = 3
+"""The most suggestions that a refusal has."""
 SHARED_GPU_UTILIZATION = 0.5
 """The most that a replica may take of a GPU that it shares with the trainer."""
 
@@ -273,12 +273,12 @@ class Plan:
         self._check_places()
         check_shm(self.machines)
         if short := self.shortages(hopeless=True):
-            ways = "; or ".join(ways_out(self)[:NAMED_WAYS])
+            flags = "; or ".join(suggestions(self)[:SUGGESTIONS])
             raise Refusal(
                 "; ".join(short),
                 "a plan that fits. These are estimates: up to "
                 f"{GPU_TOLERANCE:g} times the memory of a GPU and {HOST_TOLERANCE:g} times that of a machine only warn",
-                f"cheapest first: {ways}" if ways else "take a smaller model, or larger machines",
+                f"cheapest first: {flags}" if flags else "take a smaller model, or larger machines",
             ).error()
 
     def _check_places(self) -> None:

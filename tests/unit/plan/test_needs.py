@@ -13,7 +13,7 @@ from trireme.core.errors import BadInput
 from trireme.plan.base import Plan
 from trireme.plan.memory import GIB, gpu_room, host_room
 from trireme.plan.needs import BUCKETS_BYTES, GPU_TOLERANCE, HOST_TOLERANCE
-from trireme.plan.ways import ways_out
+from trireme.plan.suggestions import suggestions
 from trireme.transports.packing import BUCKET_BYTES, BUFFERS
 
 BILLIONS_8 = replace(
@@ -174,13 +174,13 @@ class TestRefusals:
         assert "a GPU of this machine has 80.00 GiB free" in text
         assert "state 122.05 GiB" in text, "16 bytes a parameter"
         assert "up to 1.15 times the memory of a GPU and 2 times that of a machine only warn" in text
-        assert "cheapest first: --trainer.shards 2 (GPUs that are there); or --trainer.offload cpu" in text
-        assert text.count("; or ") == 2, "three ways"
+        assert "cheapest first: --trainer.shards 7 (GPUs that are there); or --trainer.offload cpu" in text
+        assert text.count("; or ") == 2, "three suggestions"
 
-    def test_the_ways_fit_and_the_plan_does_not(self) -> None:
+    def test_the_suggestions_fit_and_the_plan_does_not(self) -> None:
         given = large(shards=1, replicas=1, gpus=8)
         assert given.shortages(hopeless=True)
-        assert not large(shards=2, replicas=1, gpus=8).shortages(hopeless=False)
+        assert not large(shards=7, replicas=1, gpus=8).shortages(hopeless=False)
         assert not large(shards=1, replicas=1, gpus=8, trainer={"offload": "cpu"}).shortages(hopeless=False)
 
     def test_memory_that_others_have_taken_counts(self) -> None:
@@ -229,12 +229,12 @@ class TestRefusals:
             tight.check_resources()
             assert any("vLLM starts only where" in text for text in tight.warnings) is warns
 
-    def test_a_share_without_room_for_a_sequence_is_no_way_out(self) -> None:
+    def test_a_share_without_room_for_a_sequence_is_not_suggested(self) -> None:
         """Weights of 15.3 GiB, 3 GiB of workspaces and 5.6 GiB of cache for 40,960 tokens need 0.3 of 80 GiB."""
         given = self.half_full()
         assert inference(given).least_gpu_share == pytest.approx(23.88 / 80, abs=1e-3)
-        assert any(way.startswith("--inference.gpu-memory-utilization 0.4 (fewer") for way in ways_out(given))
-        assert ways_out(self.with_free(given, 23 * GIB)) == [], "though 0.2 of 80 GiB are free"
+        assert any(way.startswith("--inference.gpu-memory-utilization 0.4 (fewer") for way in suggestions(given))
+        assert suggestions(self.with_free(given, 23 * GIB)) == [], "though 0.2 of 80 GiB are free"
         assert inference(self.half_full(inference={"gpu_cache_gb": 4.0})).least_gpu_share == 0
 
     def test_beside_a_shard_its_state_is_taken_too(self) -> None:
@@ -253,6 +253,18 @@ class TestRefusals:
         with pytest.raises(BadInput, match=r"this machine has [\d.]+ GiB of memory, [\d.]+ GiB are needed: "):
             large(host=int(need / HOST_TOLERANCE) - GIB).check_resources()
 
+    def test_on_cpus_caches_and_replicas_are_suggested(self) -> None:
+        given = plan(shards=1, replicas=8, resources=machines(memory_bytes=20 * GIB), inference={"memory_gb": 2.0})
+        assert suggestions(given)[:2] == [
+            "--inference.memory-gb 0.5 (fewer sequences at the same time)",
+            "--inference.replicas 1 (slower sampling)",
+        ]
+
+    def test_a_replica_is_split_over_gpus_that_are_there(self) -> None:
+        small = {"checkpointing": True, "micro_batch_tokens": 2048}
+        given = large(shards=8, replicas=1, gpus=12, gpu_gib=22, trainer=small)
+        assert "--inference.tensor-parallel 4 " in suggestions(given)[0]
+
     def test_up_to_the_tolerance_it_only_warns(self) -> None:
         small = {"checkpointing": True, "micro_batch_tokens": 2048}
         given = large(shards=2, replicas=1, gpus=3, trainer=small, inference={"gpu_memory_utilization": 0.5})
@@ -264,7 +276,7 @@ class TestRefusals:
             assert any("too little memory, by an estimate" in warning for warning in tight.warnings)
             assert bool(tight.shortages(hopeless=True)) is refused
 
-    def test_several_ways_together_when_none_is_enough(self) -> None:
+    def test_several_suggestions_together_when_none_is_enough(self) -> None:
         given = large(shards=1, replicas=1, gpus=2, gpu_gib=24, trainer={"micro_batch_tokens": 65536})
         short = replace(given, facts=replace(BILLIONS_8, max_position_embeddings=4096))
         with pytest.raises(BadInput) as refused:

@@ -1,0 +1,111 @@
+"""Suggestions for a plan that needs more memory than there is: flags with which it fits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from trireme.plan.memory import GPU_ALLOWANCES
+
+if TYPE_CHECKING:
+    from trireme.plan.base import Plan
+
+ADAPTER_RANK = 32
+"""The rank of adapters that is suggested in place of training all weights."""
+SMALLEST_MICRO_BATCH = 1024
+"""Tokens of the micro-batch that is suggested, unless a sequence is longer."""
+Sections = Mapping[str, Mapping[str, Any]]
+"""Changes of a configuration by section and key."""
+
+
+def suggestions(plan: Plan) -> list[str]:
+    """Returns flags, with their cost, each of which alone makes `plan` fit: first those that cost least in speed, then
+    those that need more devices, then those that change what is learned. If none does, returns the flags that make it
+    fit together, or an empty list."""
+    alone = []
+    together, together_flags = plan, []
+    for sections, cost in _changes(plan):
+        flags = _flags(sections)
+        if _fits(_changed(plan, sections)):
+            alone.append(f"{flags} ({cost})")
+        if not _fits(together):
+            together = _changed(together, sections)
+            together_flags.append(flags)
+    if alone:
+        return alone
+    return [" ".join(together_flags)] if _fits(together) else []
+
+
+def _changes(plan: Plan) -> Iterator[tuple[Sections, str]]:
+    """Yields each change, and its cost."""
+    config = plan.config
+    trainer = config.trainer
+    inference = getattr(config, "inference", None)
+    idle = plan.resources.gpus - plan.gpus_needed if plan.on_gpus else 0
+    if inference and not plan.on_gpus:
+        yield {"inference": {"memory_gb": inference.memory_gb / 4}}, "fewer sequences at the same time"
+    if inference and plan.on_gpus:
+        share = _free_share(plan)
+        if max(part.least_gpu_share for part in plan.parts) <= share < inference.gpu_memory_utilization:
+            cost = "nothing, as gpu_cache_gb is set" if inference.gpu_cache_gb else "fewer sequences at the same time"
+            yield {"inference": {"gpu_memory_utilization": share}}, cost
+    if trainer.checkpointing is not True:
+        yield {"trainer": {"checkpointing": True}}, "a forward pass more for each backward pass"
+    tokens = max(SMALLEST_MICRO_BATCH, config.seq_limit(plan.facts) or 0)
+    if trainer.micro_batch_tokens is None or tokens < trainer.micro_batch_tokens:
+        yield {"trainer": {"micro_batch_tokens": tokens, "micro_batch_size": None}}, "smaller products"
+    if inference and inference.replicas > 1:
+        yield {"inference": {"replicas": 1}}, "slower sampling"
+    if inference and plan.facts:
+        most = inference.tensor_parallel + idle // inference.replicas
+        ranks = max((count for count in plan.facts.rank_counts if count <= most), default=0)
+        if ranks > inference.tensor_parallel:
+            yield {"inference": {"tensor_parallel": ranks}}, "GPUs that are there"
+    if idle >= trainer.shards:
+        yield {"trainer": {"shards": trainer.shards * (1 + idle // trainer.shards)}}, "GPUs that are there"
+    if plan.on_gpus and trainer.offload != "cpu":
+        yield {"trainer": {"offload": "cpu"}}, "copies over PCIe in every pass, updates by the CPU"
+    if not trainer.lora.on and plan.facts and plan.facts.linear_widths:
+        lora = trainer.lora.model_copy(update={"rank": ADAPTER_RANK})
+        yield {"trainer": {"lora": lora}}, "adapters are trained, not all weights"
+    if trainer.master_dtype != "bfloat16":
+        yield {"trainer": {"master_dtype": "bfloat16"}}, "updates below 1/256 of a weight are lost"
+
+
+def _free_share(plan: Plan) -> float:
+    """Returns the share of a GPU, in tenths, that is free for a replica when it starts, on the fullest machine."""
+    shares = [1.0]
+    for machine in plan.machines:
+        if gpu := machine.node.smallest_gpu:
+            shards = [need.gpu for need in machine.actors.values() if machine.shares_gpu and not need.gpu_share]
+            taken = GPU_ALLOWANCES["CUDA context"] + sum(sum(each.values()) for each in shards)
+            shares.append((gpu.free_bytes - taken) / gpu.memory_bytes)
+    return math.floor(10 * min(shares)) / 10
+
+
+def _fits(plan: Plan) -> bool:
+    return plan.gpus_needed <= plan.resources.gpus and not plan.shortages(hopeless=False)
+
+
+def _changed(plan: Plan, sections: Sections) -> Plan:
+    changed = {name: getattr(plan.config, name).model_copy(update=values) for name, values in sections.items()}
+    return replace(plan, config=plan.config.model_copy(update=changed))
+
+
+def _flags(sections: Sections) -> str:
+    flags = []
+    for section, values in sections.items():
+        for key, value in values.items():
+            if key == "lora":
+                flags.append(f"--{section}.lora.rank {value.rank}")
+            elif value is not None:
+                flags.append(f"--{section}.{key.replace('_', '-')} {_text(value)}")
+    return " ".join(flags)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
