@@ -11,7 +11,7 @@ second is lost. One that still answers gives up its requests with all that they 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -118,13 +118,6 @@ class Handover:
     def forget_last_replica(self) -> None:
         """Drops what the replica reported that works on the request now: it is not to be trusted."""
         self._kept = self._followed_by(NOTHING)
-
-    def roll_back(self, known: Collection[WeightIdentity]) -> None:
-        """Drops all tokens from the first one on that other weights than `known` sampled. Call it between two
-        replicas."""
-        end = next((span.start for span in self._kept.spans if span.identity not in known), len(self))
-        spans = tuple(span for span in self._kept.spans if span.end <= end)
-        self._kept = Progress(0, self._kept.tokens[:end], self._kept.logprobs[:end], spans)
 
     def complete(self, rest: SampledSequence) -> SampledSequence:
         """Returns the whole answer: what was kept at `next_request`, and `rest`, which the replica answered."""

@@ -12,7 +12,7 @@ import math
 import sys
 import uuid
 from collections import OrderedDict, defaultdict
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -53,10 +53,6 @@ class Router(AdapterLoading):
     requests, and it serves (again) once it has the newest weights, however many versions that takes. The watcher of the
     processes finds out if it is dead. A member that finds the bytes of a version gone takes a newer one; if there is
     none yet, it is left behind until the next update, which waits for it.
-
-    Rollback. When the trainer is lost, `take_back` keeps what all requests have, and uses no member any more:
-    replicas join anew for the next attempt. `roll_back` says which weights are in the commit that this begins with.
-    After the first update the requests continue, each from its last token before the first one of other weights.
 
     In deterministic mode routes are forgotten whenever nothing is in flight: requests that are then made in one turn of
     the event loop go where their own order says, whatever came before or in an earlier process.
@@ -100,9 +96,6 @@ class Router(AdapterLoading):
         self._newest: int | None = None  # the version that it brings
         self._deadline = LearnedDeadline(update_s)
         self._drifts: tuple[Drift, Drift] | None = None  # the worst of all replicas: at the first update, and so far
-        self._opened = asyncio.Event()  # not while requests are held
-        self._opened.set()
-        self._known: frozenset[WeightIdentity] = frozenset()
 
     def acknowledged(self) -> dict[int, int]:
         live = [member for member in self._members.live if not member.behind]
@@ -125,8 +118,8 @@ class Router(AdapterLoading):
         weights and none can have them any more, and RoomFailed when no replica can sample it."""
         handover = Handover(request, told)
         while True:
-            while not (self._opened.is_set() and self._members.any_serves):
-                await self._wait_for_members(handover)
+            while not self._members.any_serves:
+                await self._members.wait_for_serving()
             try:
                 return handover.complete(await self._sample_on(self._route(request.route_key), handover))
             except HandoverNeeded as needed:
@@ -134,13 +127,6 @@ class Router(AdapterLoading):
                     raise needed.reason from None
                 if self._one_version:
                     handover = Handover(request, told)
-
-    async def _wait_for_members(self, handover: Handover) -> None:
-        if self._opened.is_set():
-            await self._members.wait_for_serving()
-        else:
-            await self._opened.wait()
-            handover.roll_back(self._known)
 
     async def _sample_on(self, member: Member, handover: Handover) -> SampledSequence:
         """Raises HandoverNeeded, and the replica's error for the request itself."""
@@ -273,7 +259,6 @@ class Router(AdapterLoading):
             self._newest = weights.identity.version
             members = [m for m in self._members.live if not m.behind or m.stranded or m.rounds >= ROUNDS]
             await asyncio.gather(*(self._update_in_turn(member, turns) for member in members))
-        self._opened.set()
         failures = [failure for member in members if (failure := member.gone or member.stranded)]
         refused = len(failures) == len(members) and all(isinstance(failure, WeightsRefused) for failure in failures)
         if failures and (self._fixed or refused):
@@ -285,15 +270,6 @@ class Router(AdapterLoading):
             first, largest = self._drifts or (now, now)
             self._drifts = first, Drift.worst([largest, now])
         return reports
-
-    async def take_back(self) -> None:
-        self._opened.clear()
-        self._known, self._bring_newest, self._newest = frozenset(), None, None
-        self._offers.sent()  # else one that leaves would wait for bytes that nothing sends any more
-        await asyncio.gather(*(self.drain(index, 0.0) for index in self._members.by_index))
-
-    def roll_back(self, known: Collection[WeightIdentity]) -> None:
-        self._known = frozenset(known)
 
     async def _update_in_turn(self, member: Member, turns: asyncio.Semaphore) -> None:
         """Waits until `member` has the newest weights or is gone, or is left behind because it takes too long."""

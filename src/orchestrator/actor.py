@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from orchestrator.advantages import Keep, keep_whole
 from orchestrator.agents import agent_sessions
@@ -22,7 +22,6 @@ from trireme.checkpoint.files import FileRecord
 from trireme.config import Config
 from trireme.core.agents import AgentSessions
 from trireme.core.batch import Assign, StoredBatch
-from trireme.core.errors import RoomFailed
 from trireme.core.sampler import Heartbeat, Sampler
 from trireme.core.tokenizer import load_tokenizer
 from trireme.core.transport import Offer, Session
@@ -32,8 +31,6 @@ from trireme.process import signals, trace
 from trireme.process.collector import spare_collector
 from trireme.process.environ import redirect_output
 from trireme.process.faults import fault_point, number_process
-
-T = TypeVar("T")
 
 
 class OrchestratorActor:
@@ -60,7 +57,6 @@ class OrchestratorActor:
         self._sessions_factory = sessions_factory
         self._layout = LayoutThread(store_parts(assign) if assign else keep_whole)
         self._stopping: asyncio.Task[None] | None = None
-        self._calls: set[asyncio.Task[Any]] = set()
 
     async def start(self) -> None:
         """Opens tokenizer and environments, and makes the samplers. Raises BadInput."""
@@ -86,13 +82,13 @@ class OrchestratorActor:
         spare_collector()
 
     async def offer(self, offer: Offer) -> Session:
-        return await self._call(self._pipeline.replicas.offer(offer))
+        return await self._pipeline.replicas.offer(offer)
 
     async def update_weights(self, weights: PublishedWeights) -> None:
-        await self._call(self._pipeline.update_weights(weights))
+        await self._pipeline.update_weights(weights)
 
     async def next_minibatch(self, step: int, substep: int) -> Minibatch:
-        return await self._call(self._pipeline.next_minibatch(step, substep))
+        return await self._pipeline.next_minibatch(step, substep)
 
     async def evaluate(self, identity: WeightIdentity) -> dict[str, float]:
         return await self._pipeline.evaluate(identity)
@@ -111,16 +107,16 @@ class OrchestratorActor:
         return Heartbeat((os.getpid(),), ray.get_runtime_context().get_node_id())
 
     async def join(self, index: int, client: Any, reserved: bool) -> None:
-        await self._call(self._pipeline.replicas.join(index, client, reserved=reserved))
+        await self._pipeline.replicas.join(index, client, reserved=reserved)
 
     async def leave(self, index: int, reason: str) -> None:
         self._pipeline.replicas.leave(index, reason)
 
     async def drain(self, index: int, timeout_s: float) -> None:
-        await self._call(self._pipeline.replicas.drain(index, timeout_s))
+        await self._pipeline.replicas.drain(index, timeout_s)
 
     async def next_failure(self) -> tuple[int, str]:
-        return await self._call(self._pipeline.replicas.next_failure())
+        return await self._pipeline.replicas.next_failure()
 
     async def release(self, step: int) -> StepSummary:
         return self._pipeline.release(step)
@@ -138,29 +134,9 @@ class OrchestratorActor:
 
         return await asyncio.to_thread(write)
 
-    async def hold(self) -> None:
-        """Ends what the driver has asked for and does not wait for any more, and stands still until `load_state`."""
-        calls = list(self._calls)
-        for call in calls:
-            call.cancel()
-        await asyncio.gather(*calls, return_exceptions=True)
-        await self._pipeline.hold()
-
-    async def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Returns the result of a call that `hold` may end. Raises RoomFailed then."""
-        task = asyncio.create_task(work)
-        self._calls.add(task)
-        task.add_done_callback(self._calls.discard)
-        await asyncio.wait([task])
-        if task.cancelled():
-            raise RoomFailed("the orchestrator: the attempt ended before this call")
-        return task.result()
-
-    async def load_state(self, path: Path, known: Sequence[WeightIdentity]) -> str:
-        """Continues from a state; after `hold` with what lives on, all of weights that are `known`. Returns what was
-        kept of unfinished rollouts; "" if there were none."""
-        kept = self._pipeline.load(await asyncio.to_thread(OrchestratorState.read, path), known)
-        return str(kept) if kept.rollouts else ""
+    async def load_state(self, path: Path) -> str:
+        """Continues from a state. Returns how much it has of unfinished rollouts; "" if there were none."""
+        return self._pipeline.load(await asyncio.to_thread(OrchestratorState.read, path))
 
     async def stop(self) -> None:
         """Cancels all rollouts and closes their environments. May be called again: after SIGTERM, by the driver."""

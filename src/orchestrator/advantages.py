@@ -22,7 +22,7 @@ from orchestrator.trajectory import Trajectory, Turn
 from trireme.config.orchestrator import AdvantageKind, OrchestratorConfig
 from trireme.core.batch import Batch, LayOut, Numbers, TokenBatch
 from trireme.core.normalization import Normalization
-from trireme.core.types import Minibatch, Provenance, WeightIdentity
+from trireme.core.types import Minibatch, Provenance
 
 STD_EPS = 1e-6
 """Added to the deviation, so that rewards which differ by rounding only do not become advantages of size 1."""
@@ -172,11 +172,6 @@ class ScoredGroup:
     def num_segments(self) -> int:
         """Returns the number of datums that it makes."""
         return sum(trajectory.num_segments for trajectory in self.trajectories_G)
-
-    @property
-    def identities(self) -> set[WeightIdentity]:
-        """The weights that sampled its tokens."""
-        return set().union(*(trajectory.identities for trajectory in self.trajectories_G))
 
     @property
     def tokens(self) -> int:

@@ -21,7 +21,6 @@ from orchestrator.env import AgentEnv, Trajectory
 from orchestrator.lifetimes import uninterrupted
 from orchestrator.rollout import RolloutError, RolloutKey, RolloutLimits, Sample, check_report, check_spans, checked
 from orchestrator.trajectory import TrajectoryBuilder
-from orchestrator.unfinished import RolloutProgress
 from trireme.config.schema import SamplingConfig
 from trireme.core.agents import AgentSessions, PlayedSession
 from trireme.core.errors import BadInput, TriremeError
@@ -60,10 +59,9 @@ class SessionTurns:
         limits: RolloutLimits,
         sampling: SamplingConfig,
         run_seed: int | None,
-        progress: RolloutProgress,
     ) -> None:
         self._sample, self._key, self._limits = sample, key, limits
-        self._sampling, self._run_seed, self._progress = sampling, run_seed, progress
+        self._sampling, self._run_seed = sampling, run_seed
         self._one_by_one = asyncio.Lock()
         self._number = 0
         self.failure: Exception | None = None
@@ -111,7 +109,6 @@ class SessionTurns:
         )
         sampled = checked(await self._sample(own), own, key, limits)
         check_spans(sampled.spans, len(sampled.tokens))
-        self._progress.note(sampled.spans)
         return sampled
 
 
@@ -122,14 +119,13 @@ async def play_session(
     limits: RolloutLimits,
     sampling: SamplingConfig,
     run_seed: int | None,
-    progress: RolloutProgress | None = None,
 ) -> Trajectory:
     """Lets an agent play one episode to its end, and closes its session, however it ended. Raises RolloutError, what
     the agent raises, and errors of the rooms whatever the agent makes of them."""
     fault_point("orchestrator.rollout")
     sessions = _current  # an agent that ignores its cancellation may outlast the block of `agent_sessions`
     assert sessions is not None, "an agent is played within agent_sessions"
-    turns = SessionTurns(sample, key, limits, sampling, run_seed, progress or RolloutProgress())
+    turns = SessionTurns(sample, key, limits, sampling, run_seed)
     session, access = await sessions.open(turns.sample)
     closed: list[PlayedSession] = []
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -210,14 +210,10 @@ class Efforts:
         """Returns what the next rows have to know, as JSON values. What running groups have is not in it."""
         return {"wasted": dict(self._wasted), "lengths": self.lengths.state_dict()}
 
-    def load_state_dict(self, state: Mapping[str, Any], kept: Container[int]) -> None:
-        """Continues from a commit; `state` is empty if that is older than these accounts. Closes the accounts of groups
-        that are not `kept`: a rollback has stopped them."""
-        for index in [index for index in self.groups if index not in kept]:
-            self.groups.pop(index).close()
-        self._wasted, self.lengths = Counter(state.get("wasted", {})), Survival()
-        if state:
-            self.lengths.load_state_dict(state["lengths"])
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from a commit."""
+        self._wasted = Counter(state["wasted"])
+        self.lengths.load_state_dict(state["lengths"])
 
     def take(self) -> dict[str, float]:
         """Returns metrics of what was sampled since the last call."""

@@ -179,11 +179,6 @@ class Evaluator:
         if self._task:
             self._task.cancel()
 
-    async def hold(self) -> None:
-        """Gives up a running evaluation, and waits until its environments are closed."""
-        self.give_up()
-        await self.ended()
-
     def take(self, step: int) -> dict[str, float]:
         """Returns metrics for the row of `step`; empty when no evaluation belongs there."""
         row: dict[str, float] = {}

@@ -203,7 +203,7 @@ class GroupRunner:
 
         sample = _Turns(self, group.index, envs, key, deadline, place, effort).sample
         if isinstance(env, AgentEnv):
-            return await play_session(env, sample, key, self.limits, self.sampling, self._seed, progress)
+            return await play_session(env, sample, key, self.limits, self.sampling, self._seed)
         return await run_rollout(env, sample, key, self.limits, self.sampling, self._seed, progress)
 
     def _deadline(self) -> TimeLimit:

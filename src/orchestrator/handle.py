@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -40,8 +40,6 @@ class OrchestratorHandle:
         self._started = actor.start.remote()
         self._replicas: set[int] = set()  # those that were asked to join and not to leave
         self._epochs = Epochs()
-        self._failed = False  # the last call
-        self._known: tuple[WeightIdentity, ...] = ()
 
     @classmethod
     def start(
@@ -143,30 +141,11 @@ class OrchestratorHandle:
             [self._actor.write_snapshot.remote(path)], ["orchestrator (its part of a commit)"], self._log
         )
 
-    def hold(self) -> bool:
-        """Has the orchestrator stand still when the trainer is lost, until `load_state`; replicas join again. Returns
-        False when it cannot live on: it is dead, it hangs or it has failed itself."""
-        if self._failed or not waits.ready({self._started: "orchestrator"}, 0):
-            return False
-        limit_s = STOP_S + end_deadline_s(self._config)
-        try:
-            waits.get(self._actor.hold.remote(), who="orchestrator (to stand still)", timeout_s=limit_s, log=self._log)
-        except TriremeError as failure:
-            log.warning("%s; it is built again too", failure)
-            return False
-        self._replicas.clear()
-        return True
-
-    def live_on(self, identities: Sequence[WeightIdentity]) -> None:
-        """Says, after `hold`, which weights the commit names whose state is loaded next. Rollouts that run continue if
-        all their tokens are of these."""
-        self._known = tuple(identities)
-
     def load_state(self, path: Path) -> str:
-        """Continues from a state that `save_state` wrote; once ready, before the first `update_weights`, or after
-        `live_on`. Returns what was kept of unfinished rollouts ("" if there were none). Raises BadInput when the
-        dataset lacks the problems that are to be sampled."""
-        loaded = self._actor.load_state.remote(path, self._known)
+        """Continues from a state that `save_state` wrote; once ready, before the first `update_weights`. Returns how
+        much it has of unfinished rollouts ("" if there were none). Raises BadInput when the dataset lacks the problems
+        that are to be sampled."""
+        loaded = self._actor.load_state.remote(path)
         return str(self._wait(loaded, f"its state from {path}", self._config.timeouts.checkpoint_s))
 
     # ---- for the supervisor: references, which it waits for
@@ -216,13 +195,8 @@ class OrchestratorHandle:
         said = waits.LongWait(f"waiting for {what}", every_s, self._actor.progress.remote)
 
         def tick(names: list[str], waited_s: float) -> None:
-            self._failed = False  # what follows is the caller's
             on_tick()
-            self._failed = True
             said(names, waited_s)
 
         who, limit_s = [f"orchestrator ({what})"], timeout_s + ANSWER_S
-        self._failed = True
-        value = waits.get_all([ref], who=who, timeout_s=limit_s, log=self._log, on_tick=tick)[0]
-        self._failed = False
-        return value
+        return waits.get_all([ref], who=who, timeout_s=limit_s, log=self._log, on_tick=tick)[0]

@@ -69,12 +69,6 @@ is protected and would be too old in batch N + p // B. A running group with toke
 is sampled again. For others that do not fit the problem goes to the front of those to dispatch, counted as requeued
 whatever the policy. For what is left both cases hold with the new B and K.
 
-Rollback. A run that goes back to boundary N while this process lives loads the state of N like a resume. A group
-that lives on is one of that state, with the same index and problem: what was dispatched later is none of it, and comes
-again from the cursor. Its floor is the one in the state. Since all its tokens are of the versions up to N that the
-commit names, it is a running group with kept tokens, whatever it has done since N: if its rollouts are over by now,
-`finish` says so next. Nothing in the cases above depends on when it finishes.
-
 Conservation, at every moment: dispatched = trained + in_training + filtered + requeued + dropped + failed + active
 (active = running + finished). A problem is trained, filtered, dropped or failed exactly once, however often it is
 requeued in between.
@@ -332,13 +326,12 @@ class Ledger:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], kept: Collection[int] = ()) -> set[int]:
-        """Continues from a boundary, instead of all that it knew. Requeues groups that do not fit (see the module's
+        """Continues from a boundary; call it before anything else. Requeues groups that do not fit (see the module's
         docstring).
 
         `kept`: indices of groups with kept tokens. Returns those of running ones that may use them: they have their old
         floors. Raises ProvenanceError when the state's groups do not add up.
         """
-        self.active, self.consumed, self.replicas = {}, {}, {}
         self.batch = self.released = self.floor = state["released"]
         self.requeue = deque((problem, requeues) for problem, requeues in state["requeue"])
         self.tally = Tally(**state["tally"])
@@ -354,16 +347,6 @@ class Ledger:
         self._requeue([group for group in groups if group.index not in self.active])
         self.counts()
         return usable
-
-    def live_on(self, group: Group) -> None:
-        """Puts a group that lives on over a rollback in the place of the one that was loaded with its index. It takes
-        the floor of that one: since a resume it may have a later one. Raises ProvenanceError unless they are the same
-        otherwise."""
-        loaded = self.active.get(group.index)
-        if loaded is None or (loaded.problem, loaded.requeues) != (group.problem, group.requeues):
-            raise ProvenanceError(f"{group} would live on in place of {loaded}")
-        group.finished, group.floor = False, loaded.floor
-        self.active[group.index] = group
 
     def _fits(self, group: Group) -> bool:
         """True if a loaded group has a slot after those that are active, and will be young enough."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import traceback
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from orchestrator.ledger import Tally
@@ -121,9 +121,9 @@ class BackgroundTasks:
         if self._error and not (but_limits and self.limit_reached):
             raise self._error
 
-    async def stop(self, tasks: Iterable[asyncio.Task[Any]] | None = None) -> None:
-        """Cancels these tasks, by default all, and waits for them."""
-        ending = list(self._tasks if tasks is None else tasks)
+    async def stop(self) -> None:
+        """Cancels all tasks, and waits for them."""
+        ending = list(self._tasks)
         for task in ending:
             task.cancel()
         await asyncio.gather(*ending, return_exceptions=True)

@@ -1,7 +1,5 @@
 """The pace of rollouts: each at its own, or all in lockstep, so that a run can be repeated bit for bit.
 
-Hold. While the trainer is built again nothing is sampled, and the time limits of rollouts and answers do not run.
-
 Lockstep. Which requests an engine works on together decides the last bits of its answers, and which problem replaces a
 filtered one depends on which group ended first. So nothing may depend on speed: each party waits until all wait, and
 then they continue in order.

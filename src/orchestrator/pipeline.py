@@ -31,17 +31,15 @@ State. The state to save is that of the last boundary: groups taken for a step t
 in their place. What was sampled since then is kept, except in deterministic mode: fewer groups would be sampled afresh,
 so engines would work on other requests together. There the state is the one that was noted when the step was released.
 
-Rollback. When the trainer is lost, `hold` ends the loops, the update and the evaluation, and takes all requests back.
-Environments continue with what they do; nothing is dispatched and nothing is sampled. Then the commit is loaded
-(`running.py`): what lives on waits until replicas have joined again and have its weights. In deterministic mode the
-orchestrator is built again instead.
+Rollback. When the trainer or this process is lost, another pipeline begins with the commit (`load`): groups that were
+running then continue from what the commit has of them (`running.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
@@ -65,7 +63,7 @@ from orchestrator.recorder import Decode, Recorder
 from orchestrator.replicas import Replicas
 from orchestrator.requests import Requests
 from orchestrator.rollout import PromptTooLong, RolloutLimits
-from orchestrator.running import KeptShare, RunningGroups
+from orchestrator.running import RunningGroups
 from orchestrator.state import OrchestratorState
 from orchestrator.unfinished import GroupProgress
 from orchestrator.watch import watch_lag, watch_load
@@ -126,7 +124,6 @@ class Pipeline:
         self._run_limits = RunLimits(config)
         self._recorder = Recorder(config, decode)
         self._meter = StepMeter(self._ledger.counts())
-        self._loops: list[asyncio.Task[None]] = []
         self._boundary: OrchestratorState | None = None
         self._build_on = build_on
 
@@ -152,10 +149,10 @@ class Pipeline:
         if first:
             TaskOwner.watch(asyncio.get_running_loop())
             self._boundary = self._state() if self._config.deterministic else None
-            self._pace.resume()
             lag = watch_lag(lambda late_s: self._meter.note_lag(late_s))
             loops = {"dispatch": self._dispatch_loop(), "load": watch_load(self._sampler, self._pressure), "lag": lag}
-            self._loops = [self._background.spawn(loop, f"{name} loop") for name, loop in loops.items()]
+            for name, loop in loops.items():
+                self._background.spawn(loop, f"{name} loop")
 
     async def evaluate(self, identity: WeightIdentity) -> dict[str, float]:
         """Evaluates weights that the replicas have loaded from disk, without training before or after. Returns the
@@ -217,17 +214,6 @@ class Pipeline:
         groups = f"{len(self._finished)} groups are finished, and {len(self._running)} are being sampled"
         return self.evaluator.progress or groups
 
-    async def hold(self) -> None:
-        """Stands still, while the trainer is built again, until `load` and the next `update_weights`. See Rollback,
-        above. Raises the error of any loop: then this pipeline cannot continue."""
-        self._background.raise_error()
-        self._pace.hold()
-        await self._background.stop(self._loops)
-        await self.replicas.give_up_update()  # first: its end begins an evaluation
-        await self.evaluator.hold()
-        await self.replicas.hold()
-        self._newest = -1
-
     async def stop(self) -> None:
         """Cancels everything and waits for it; all environments are closed."""
         await asyncio.gather(self._background.stop(), self.replicas.stop())
@@ -238,23 +224,18 @@ class Pipeline:
         """Returns the state of the last boundary. Raises ValueError once the update to the next version has begun."""
         return self._boundary or self._state()
 
-    def load(self, state: OrchestratorState, known: Collection[WeightIdentity] = ()) -> KeptShare:
-        """Continues from a state, before the first `update_weights` or after `hold`. Groups that run here live on if
-        all their tokens are of weights that are `known`. Returns what was kept of unfinished rollouts. Raises BadInput
-        when the dataset is another."""
+    def load(self, state: OrchestratorState) -> str:
+        """Continues from a state, before the first `update_weights`. Returns how much it has of unfinished rollouts; ""
+        if there were none. Raises BadInput when the dataset is another."""
         if self._config.deterministic:  # all of a turn is sampled together
             state = replace(state, running=())
         self._mix.load_state_dict(state.cursor)
-        self.replicas.roll_back(known)
-        here = (*self._finished.values(), *self._meter.trained)
-        self._finished, share = self._running.load(self._ledger, state, here, known)
-        self._efforts.load_state_dict(state.efforts, kept=self._running)
-        self._cut_wait = CutWait(self._ledger, self._efforts)
-        self._run_limits = RunLimits(self._config)
+        self._finished, kept = self._running.load(self._ledger, state)
+        self._efforts.load_state_dict(state.efforts)
         self._run_limits.load_state_dict(state.limits)
         self.evaluator.load_state_dict(state.evaluation)
         self._meter = StepMeter(dict(state.counts), filtered=list(state.filtered), errors=Counter(state.errors))
-        return share
+        return kept
 
     def _state(self) -> OrchestratorState:
         if self._newest > self._ledger.released:
@@ -322,10 +303,9 @@ class Pipeline:
     # ---- loops
 
     async def _dispatch_loop(self) -> None:
-        """First starts the groups that were running when the loaded state was saved, but for those that still run. Then
-        starts a group for each free slot once it has a permit: its floor is that of the moment when it starts."""
-        waiting = [group for group in self._ledger.active.values() if not group.finished]
-        for group in [group for group in waiting if group.index not in self._running]:
+        """First starts the groups that were running when the loaded state was saved. Then starts a group for each free
+        slot once it has a permit: its floor is that of the moment when it starts."""
+        for group in [group for group in self._ledger.active.values() if not group.finished]:
             permit = await self._permit()
             if group.index in self._ledger.active:
                 self._start_group(group, permit)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 from trireme.config import Config
 from trireme.core.errors import RoomFailed
 from trireme.core.sampler import Sampler
 from trireme.core.transport import Epochs, Offer, Session
-from trireme.core.types import WeightIdentity
 
 ANSWER_S = 60.0
 """Added to the replicas' own deadlines for an update, so that their message, which says what was late, comes first."""
@@ -91,23 +90,6 @@ class Replicas:
         found = next(i for i, task in self._failures.items() if task.done())
         self._changed()
         return self._failures.pop(found).result()
-
-    async def give_up_update(self) -> None:
-        """Ends an update in progress."""
-        if self.update:
-            self.update.cancel()
-            await asyncio.wait([self.update])
-            self.update = None
-
-    async def hold(self) -> None:
-        """Takes all requests back while no update is in progress, and uses no replica any more: those that are to be
-        used join anew. Requests wait for the next update."""
-        await asyncio.gather(*(sampler.take_back() for sampler in self._samplers))
-
-    def roll_back(self, known: Collection[WeightIdentity]) -> None:
-        """Keeps of the requests that `hold` took back the tokens before the first one of weights that are not known."""
-        for sampler in self._samplers:
-            sampler.roll_back(known)
 
     async def stop(self) -> None:
         """Stops waiting for failures."""

@@ -49,7 +49,7 @@ class Requests:
         self._evaluating = 0
 
     def start(self) -> None:
-        """Begins to count idle seconds, also after the trainer was lost."""
+        """Begins to count idle seconds."""
         self._idle.begin()
 
     async def sample(self, request: SampleRequest) -> SampledSequence:

@@ -188,7 +188,7 @@ async def run_rollout(
         )
         sampled = await sample(request)
         sampled = checked(sampled, request, key, limits)
-        progress.steps(sampled.spans)
+        progress.steps()
         with trace.overlapping("step", "environment", problem=key.problem):
             result = await env.step(sampled.tokens.tolist())
         _add_turn(builder, sampled, result, key)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from math import nan
 from pathlib import Path
@@ -66,10 +66,10 @@ class OrchestratorState:
     """The ledger's at the last row."""
     evaluation: Mapping[str, Any]
     """`state_dict` of the evaluator."""
+    efforts: Mapping[str, Any]
+    """`state_dict` of the accounts of what was sampled."""
     running: tuple[UnfinishedGroup, ...] = ()
     """Running groups that have something to keep."""
-    efforts: Mapping[str, Any] = field(default_factory=dict)
-    """`state_dict` of the accounts of what was sampled."""
 
     def write(self, directory: Path) -> list[FileRecord]:
         """Writes the files; they are on the disk when it returns. Raises StorageFailed."""

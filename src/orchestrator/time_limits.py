@@ -74,14 +74,13 @@ class TimeLimit:
 
 
 class TimeLimits:
-    """All time limits of one event loop. They do not run between `hold` and `resume`."""
+    """All time limits of one event loop."""
 
     def __init__(self) -> None:
         self._running: set[TimeLimit] = set()  # those within their blocks
         self._heap: list[tuple[float, int, TimeLimit]] = []  # with when each was due; later entries of a limit count
         self._numbers = count()
         self._timer: asyncio.TimerHandle | None = None
-        self._held: dict[TimeLimit, float] | None = None  # the seconds that are left of each; None: they run
 
     def limit(self, seconds: float) -> TimeLimit:
         """Returns a limit of so many seconds from now."""
@@ -90,16 +89,11 @@ class TimeLimits:
     def begin(self, limit: TimeLimit) -> None:
         """Takes note that the block of a limit begins."""
         self._running.add(limit)
-        if self._held is None:
-            self.schedule(limit)
-        else:
-            self._stop(limit, self._held)
+        self.schedule(limit)
 
     def end(self, limit: TimeLimit) -> None:
         """Takes note that the block of a limit has ended."""
         self._running.discard(limit)
-        if self._held:
-            self._held.pop(limit, None)
         if not self._running:
             self._heap.clear()
             self._set_timer(None)
@@ -115,25 +109,6 @@ class TimeLimits:
         heappush(self._heap, (due, next(self._numbers), limit))
         if self._timer is None or due < self._timer.when():
             self._set_timer(due)
-
-    def hold(self) -> None:
-        """Stops all time limits, and those that begin, until `resume`."""
-        if self._held is None:
-            self._held = {}
-            for limit in self._running:
-                self._stop(limit, self._held)
-
-    def resume(self) -> None:
-        """Lets the time limits run on from where they were."""
-        held, self._held = self._held, None
-        for limit, left in (held or {}).items():
-            limit.reschedule(asyncio.get_running_loop().time() + left)
-
-    def _stop(self, limit: TimeLimit, held: dict[TimeLimit, float]) -> None:
-        due = limit.when()
-        if due is not None and not limit.expired():
-            held[limit] = max(due - asyncio.get_running_loop().time(), 0.0)
-            limit.reschedule(None)
 
     def _look(self) -> None:
         """Ends what is due, and waits for the next."""

@@ -1,4 +1,4 @@
-"""Keeps what running groups have so far, for commits and rollbacks: finished rollouts, and others between two turns.
+"""Keeps what running groups have so far, for commits: finished rollouts, and others between two turns.
 
     run_rollout  --asks, steps-->  RolloutProgress  --take-->  UnfinishedRollout --+
     group runner --ends--------->  GroupProgress    --take-->  UnfinishedGroup  <--+--> a commit, another process
@@ -24,12 +24,10 @@ import numpy.typing as npt
 from orchestrator.env import Env, StopCondition
 from orchestrator.ledger import Group
 from orchestrator.trajectory import Trajectory, TrajectoryBuilder
-from trireme.core.types import VersionSpan, WeightIdentity
 
 log = logging.getLogger(__name__)
 SPECIAL = "__trireme__"
 """The key of what JSON does not know: the number of an array, a number that is not finite, a dict with this key."""
-NO_WEIGHTS: frozenset[WeightIdentity] = frozenset()
 KINDS, LARGEST_ITEM = "biuf", 8
 """The arrays that a state may have: bool, integers, and floats of at most so many bytes."""
 
@@ -73,11 +71,6 @@ class UnfinishedGroup:
         return [rollout.trajectory if isinstance(rollout, UnfinishedRollout) else rollout for rollout in kept]
 
     @property
-    def identities(self) -> set[WeightIdentity]:
-        """The weights that sampled its tokens."""
-        return set().union(*(trajectory.identities for trajectory in self.trajectories_G))
-
-    @property
     def sampled(self) -> int:
         """The number of its sampled tokens."""
         return sum(turn.sampled for trajectory in self.trajectories_G for turn in trajectory.turns)
@@ -86,16 +79,13 @@ class UnfinishedGroup:
 class RolloutProgress:
     """Knows what one try of a rollout has; `run_rollout` keeps it up to date. `begun`: what it continues."""
 
-    __slots__ = ("_answer", "_between", "_builder", "_held", "_noted", "_retry", "begun")
+    __slots__ = ("_between", "_held", "_retry", "begun")
 
     def __init__(self, retry: int = 0, begun: UnfinishedRollout | None = None) -> None:
         self.begun = begun
         self._retry = retry
         self._held = begun
         self._between: tuple[Env, TrajectoryBuilder, npt.NDArray[np.int32], bool, StopCondition] | None = None
-        self._builder: TrajectoryBuilder | None = None
-        self._answer: tuple[VersionSpan, ...] = ()  # of the step in progress
-        self._noted = NO_WEIGHTS
 
     def asks(
         self,
@@ -107,26 +97,10 @@ class RolloutProgress:
     ) -> None:
         """Takes note that a turn has ended, and that the rollout waits for the answer to the next prompt."""
         self._held, self._between = None, (env, builder, prompt, follows, stop)
-        self._builder, self._answer = builder, ()
 
-    def steps(self, answer: tuple[VersionSpan, ...] = ()) -> None:
-        """Takes note that a step begins, with an answer of these weights. Raises BadState, and what the environment
-        raises."""
+    def steps(self) -> None:
+        """Takes note that a step begins. Raises BadState, and what the environment raises."""
         self._held, self._between = self._now(), None
-        self._answer = answer
-
-    def note(self, answer: tuple[VersionSpan, ...]) -> None:
-        """Takes note of the weights of an answer that went to an agent. Nothing is kept of what an agent has between
-        two turns: its rollout starts again after a resume."""
-        self._noted |= {span.identity for span in answer}
-
-    @property
-    def identities(self) -> set[WeightIdentity]:
-        """The weights of all its tokens, those of the step in progress among them."""
-        begun = self.begun.trajectory.turns if self.begun else ()
-        turns = self._builder.turns if self._builder else begun
-        spans = (*(turn.spans for turn in turns), self._answer)
-        return {*self._noted} | {span.identity for each in spans for span in each}
 
     def take(self) -> UnfinishedRollout | None:
         """Returns what the rollout has between two turns; None if it has to start again."""
@@ -187,13 +161,6 @@ class GroupProgress:
         del self.running[sample]
         if isinstance(outcome, Trajectory):
             self.finished[sample] = outcome
-
-    @property
-    def identities(self) -> set[WeightIdentity]:
-        """The weights that sampled its tokens."""
-        identities = [trajectory.identities for trajectory in self.finished.values()]
-        identities += [rollout.trajectory.identities for rollout in self.waiting.values()]
-        return set().union(*identities, *(rollout.identities for rollout in self.running.values()))
 
     def take(self, group: Group, size: int, temperature: float) -> UnfinishedGroup:
         """Returns what a commit keeps of the group."""

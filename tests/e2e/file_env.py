@@ -16,11 +16,13 @@ from orchestrator.envs.text import QuestionEnv
 class FileEnv(QuestionEnv):
     def __init__(self, *args: object, directory: str) -> None:
         super().__init__(*args)  # type: ignore[arg-type]
-        name = f"{os.getpid()}-{uuid.uuid4().hex}"
+        process = f"{os.getpid()}-"
+        name = f"{process}{uuid.uuid4().hex}"
         object.__setattr__(self, "file", Path(directory) / name)
         self.file.touch()
+        others = [file for file in os.listdir(directory) if not file.startswith(process)]
         with (Path(directory).parent / "made").open("a") as made:
-            made.write(f"{name}\n")
+            made.write(f"{name} {len(others)}\n")  # how many files other processes have
 
     file: Path
 

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import os
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from orchestrator.env import Env, EnvContext, EnvGroupBuilder, RLDataset, StepRe
 from orchestrator.workers import run_in_worker
 from trireme.core.sampler import ReplicaStats
 from trireme.core.transport import Offer, Session
-from trireme.core.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity
+from trireme.core.types import SampledSequence, SampleRequest, VersionSpan
 from trireme.core.weights import Drift, PublishedWeights, UpdateReport
 
 
@@ -47,9 +47,6 @@ class NamedSampler:
 
     async def stats(self) -> dict[int, ReplicaStats]:
         return {0: ReplicaStats(running=0, waiting=0, kv_used=0.0, preemptions=0)}
-
-    def roll_back(self, known: Collection[WeightIdentity]) -> None:
-        """Has nothing in flight that could be of other weights."""
 
 
 class GuessEnv(Env):

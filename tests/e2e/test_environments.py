@@ -42,10 +42,11 @@ def test_all_are_closed_after_a_rebuild_and_after_sigterm(tmp_path: Path) -> Non
 
     ended = run_rl(tmp_path, *flags, environ=environ, on_line=on_line)
     assert ended.code == EXIT_SIGTERM, ended.out
-    made = (tmp_path / "made").read_text().split()
-    makers = {name.partition("-")[0] for name in made}
+    made = [line.split() for line in (tmp_path / "made").read_text().splitlines()]
+    makers = {name.partition("-")[0] for name, _ in made}
     assert len(makers) == 3, "three processes have made environments"
     assert str(sent[0]) in makers
     assert len(made) > 5 * 16
+    assert {others for _, others in made} == {"0"}, "each process closes its own before the next one makes any"
     assert os.listdir(files) == []
     ended.assert_nothing_left()

@@ -13,7 +13,7 @@ Replicas die, hang (they say nothing more, until somebody watches), leave and jo
 the loss was found.
 
 The trainer is lost, too: it is built again after `rebuild_s` from the newest commit, one of which is taken every
-`commit_every` steps. The pipeline stands still meanwhile, and continues with what lives on.
+`commit_every` steps, and so is the pipeline. The replicas stay.
 
 With `sessions` the trainer offers each version before it sends it. Those that are ready have its bytes when they are to
 take it, unless one of them dies or hangs meanwhile; others fetch it, while the trainer keeps it: until the next but one
@@ -45,7 +45,6 @@ from inference.router import Router
 from orchestrator.env import Env, EnvGroupBuilder, RLDataset, StepResult, StopCondition
 from orchestrator.pipeline import Pipeline
 from orchestrator.rollout import RolloutLimits
-from orchestrator.running import KeptShare
 from orchestrator.state import OrchestratorState
 from trainer.batch_checks import PublishedVersions
 from trireme.config import Config
@@ -545,8 +544,17 @@ class Outcome:
     """When each step was released."""
     seconds: float = 0.0
     attempt: int = 1
-    kept: list[KeptShare] = field(default_factory=list)
-    """What each rollback kept."""
+    kept: list[str] = field(default_factory=list)
+    """What each commit that the run went back to had of unfinished rollouts."""
+
+    def serving(self) -> dict[int, SimReplica]:
+        """Returns the replicas of an attempt that begins: where lost ones are replaced, successors of them."""
+        newest = {replica.index: replica for replica in self.replicas}
+        if self.attempt > 1 and self.scenario.restart_s is not None:
+            for index in [index for index, replica in newest.items() if not replica.answers]:
+                newest[index] = SimReplica(index, self.scenario, self.trainer)
+                self.replicas.append(newest[index])
+        return {index: replica for index, replica in newest.items() if self.attempt == 1 or replica.answers}
 
     def begins_again(self, step: int) -> None:
         """Begins the next attempt after `step` steps: those after them are forgotten."""
@@ -609,30 +617,18 @@ def simulate(scenario: Scenario, router: type[Router] = Router, beside: Sequence
 async def _simulate(outcome: Outcome, router: type[Router], beside: Sequence[Beside]) -> None:
     """Returns nothing: asyncio formats the result of a program's main coroutine, and this one is large."""
     scenario, loop = outcome.scenario, asyncio.get_running_loop()
-    config, limits = scenario.config(), RolloutLimits(VOCABULARY, VOCABULARY)
-    options = {"max_updating": scenario.max_updating, "patience_s": scenario.patience_s}
-    training = {i: replica for i, replica in enumerate(outcome.replicas) if not scenario.is_reserved(i)}
-    reserved = {i: replica for i, replica in enumerate(outcome.replicas) if scenario.is_reserved(i)}
-    held_out = [Problems(replace(scenario, group_size=config.eval.samples))] if config.eval.every else []
-    pipeline = Pipeline(
-        config,
-        [outcome.problems],
-        router(training, **options),
-        limits,
-        held_out,
-        reserved=router(reserved, **options) if reserved else None,
-    )
-    supervision = Supervision(pipeline, outcome)
     for replica, seconds in scenario.dies_at_s.items():
         loop.call_later(seconds, outcome.replicas[replica].die)
     besides = [asyncio.create_task(each(outcome)) for each in beside]
-    tasks = [*besides, *(asyncio.create_task(work) for work in supervision.work())]
+    commits: list[Commit] = []
+    deaths = iter(sorted(scenario.trainer_dies_at_s))
     try:
-        await drive(pipeline, outcome)
+        while not await attempt(outcome, router, commits, next(deaths, math.inf)):
+            await asyncio.sleep(scenario.rebuild_s)
+            outcome.begins_again(commits[-1].step)
     finally:
-        for task in tasks:
+        for task in besides:
             task.cancel()
-        await pipeline.stop()
     for task in besides:
         if task.done() and not task.cancelled():
             task.result()
@@ -692,26 +688,42 @@ class Commit:
     """Of the versions that its tokens may name."""
 
 
-async def drive(pipeline: Pipeline, outcome: Outcome) -> None:
-    """Trains, and goes back to the newest commit whenever the trainer dies, as `trireme.launch.run` does."""
+async def attempt(outcome: Outcome, router: type[Router], commits: list[Commit], dies_at_s: float) -> bool:
+    """Trains from the newest commit, as `trireme.launch.run` does. Returns False if the trainer died at `dies_at_s`;
+    before the first commit it does not."""
     scenario, loop = outcome.scenario, asyncio.get_running_loop()
-    commits: list[Commit] = []
-    for at_s in sorted(scenario.trainer_dies_at_s):
-        training = asyncio.create_task(train(pipeline, outcome, commits))
-        await asyncio.wait([training], timeout=max(at_s - loop.time(), 0.0))
-        if training.done() or not commits:
-            await training
-            return
-        training.cancel()
-        await asyncio.wait([training])
-        await pipeline.hold()
-        await asyncio.sleep(scenario.rebuild_s)
-        newest = {replica.index: replica for replica in outcome.replicas if replica.answers}
-        for index, replica in newest.items():
-            await pipeline.replicas.join(index, replica, reserved=scenario.is_reserved(index))
-        outcome.kept.append(pipeline.load(commits[-1].state, commits[-1].identities))
-        outcome.begins_again(commits[-1].step)
-    await train(pipeline, outcome, commits)
+    config, limits = scenario.config(), RolloutLimits(VOCABULARY, VOCABULARY)
+    options = {"max_updating": scenario.max_updating, "patience_s": scenario.patience_s}
+    replicas = outcome.serving()
+    training = {i: replica for i, replica in replicas.items() if not scenario.is_reserved(i)}
+    reserved = {i: replica for i, replica in replicas.items() if scenario.is_reserved(i)}
+    held_out = [Problems(replace(scenario, group_size=config.eval.samples))] if config.eval.every else []
+    pipeline = Pipeline(
+        config,
+        [outcome.problems],
+        router(training, **options),
+        limits,
+        held_out,
+        reserved=router(reserved, **options) if reserved else None,
+    )
+    if commits:
+        outcome.kept.append(pipeline.load(commits[-1].state))
+    tasks = [asyncio.create_task(work) for work in Supervision(pipeline, outcome).work()]
+    running = asyncio.create_task(train(pipeline, outcome, commits))
+    try:
+        await asyncio.wait([running], timeout=None if dies_at_s == math.inf else max(dies_at_s - loop.time(), 0.0))
+        if running.done() or not commits:
+            await running
+            return True
+        running.cancel()
+        await asyncio.wait([running])
+        return False
+    finally:
+        for task in tasks:
+            task.cancel()
+        await pipeline.stop()
+        for index in replicas:
+            pipeline.replicas.leave(index, "the attempt has ended")
 
 
 async def train(pipeline: Pipeline, outcome: Outcome, commits: list[Commit]) -> None:

@@ -1,6 +1,6 @@
-"""The trainer dies, at any moment and again and again, and the orchestrator lives on: the bound, conservation and
-exactly once hold over every rollback, all tokens that are trained on are of weights that the trainer knows, and what
-can be kept is kept."""
+"""The trainer dies, at any moment and again and again, and the run goes back to a commit: the bound, conservation and
+exactly once hold over every rollback, all tokens that are trained on are of weights that the trainer knows, every
+environment is closed, and what the commit has is kept."""
 
 from __future__ import annotations
 
@@ -71,35 +71,16 @@ def test_whenever_the_trainer_dies(deaths: list[float], dies: dict[int, float], 
     check(simulate(replace(GAMES, steps=6, trainer_dies_at_s=deaths, **lost, **options)))
 
 
-def test_right_after_a_commit_all_that_runs_lives_on() -> None:
-    """Of single answers that no commit has anything of: their tokens are sampled once."""
-    long = Scenario("wait", 1, steps=4, spread=0.5, median=100, train_s=0.5)
-    quiet = simulate(long)
-    dying = replace(long, trainer_dies_at_s=[quiet.ended_s[1] + 0.2])
-    outcome = check(simulate(dying))
-    (share,) = outcome.kept
-    assert share.living == share.rollouts > 0
-    assert share.restored == 0
-    assert outcome.sampled_tokens == quiet.sampled_tokens, "nothing is sampled again"
-
-
-def test_tokens_of_weights_that_are_gone_are_sampled_again() -> None:
-    """The trainer dies in the third step after the commit. That has finished rollouts, and the turns of environments
-    that say their state."""
-    shares = {}
+def test_a_commit_gives_finished_rollouts_and_turns_of_environments_that_say_their_state() -> None:
+    """The trainer dies in the third step after the commit."""
+    kept = {}
     for says_state in (False, True):
         games = replace(GAMES, policy="wait", max_steps_off_policy=2, commit_every=3, says_state=says_state)
         quiet = simulate(games)
         outcome = check(simulate(replace(games, trainer_dies_at_s=[quiet.ended_s[4] + 3.0])))
-        (shares[says_state],) = outcome.kept
-    assert shares[False].restored < shares[True].restored
-    assert shares[False].living == shares[True].living < shares[True].rollouts
-    assert shares[True].restored + shares[True].living <= shares[True].rollouts
-
-
-def test_a_tool_works_on_while_the_trainer_is_built_again() -> None:
-    """It needs longer than a step, and less than the trainer: its rollouts have nothing newer than the commit."""
-    games = Scenario("wait", 1, turns=2, median=4, spread=0.1, tool_s=40.0, train_s=1.0, steps=4)
-    quiet = simulate(games)
-    outcome = check(simulate(replace(games, trainer_dies_at_s=[quiet.ended_s[1] + 5.0], rebuild_s=60.0)))
-    assert outcome.kept[0].living > 0
+        (said,) = outcome.kept
+        restored, of, *words = said.split(maxsplit=3)
+        assert (of, words[-1]) == ("of", "unfinished rollouts were kept")
+        kept[says_state] = int(restored)
+        assert int(restored) <= int(words[0])
+    assert kept[False] < kept[True]

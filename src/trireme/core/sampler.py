@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -87,14 +86,6 @@ class Sampler(Protocol):
     async def drain(self, index: int, timeout_s: float) -> None:
         """Gives replica `index` no new requests, and removes it when those in flight are finished, or after `timeout_s`
         seconds, when other replicas finish them from what they have; and when no weights are being sent to it."""
-
-    async def take_back(self) -> None:
-        """Takes all requests back with what they have, and uses no replica any more: those that are to be used join
-        anew. Requests wait until they have the next weights. No update may be in progress."""
-
-    def roll_back(self, known: Collection[WeightIdentity]) -> None:
-        """Keeps of the requests that were taken back the tokens before the first one that weights outside `known`
-        sampled."""
 
     async def next_failure(self) -> tuple[int, str]:
         """Waits for the next replica that this sampler finds to have failed; returns its number and the reason. It is

@@ -1,5 +1,7 @@
-"""The rooms of `rl`: the trainer is built anew for each attempt, replicas outlive it, and so does an orchestrator that
-did not fail itself; in deterministic mode that is built anew too."""
+"""The rooms of `rl`: trainer and orchestrator are built anew for each attempt, replicas outlive it.
+
+When an attempt ends, an orchestrator that still lives first closes its environments.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,6 @@ from trireme.checkpoint.rows import attempts_before
 from trireme.config import Config
 from trireme.config.model_facts import ModelFacts
 from trireme.config.resume_compat import fixed_parts
-from trireme.core.errors import RoomFailed
 from trireme.launch.common import StartProgress
 from trireme.launch.run import Core, TrainingRun
 from trireme.launch.service import POLICY, WithChats, check_port, keys_of, sessions_factory, start_service
@@ -50,7 +51,6 @@ class RlRun(TrainingRun):
         """Raises BadInput for options that vLLM refuses."""
         super().__init__(config, facts, plan, fixed_parts(config, facts))
         engine_args(config, on_cpu=not plan.on_gpus)
-        self._orchestrator: OrchestratorHandle | None = None
         self._say = Console(highlight=False, soft_wrap=True, markup=False).print
 
     def enter(self, run: RunDir) -> None:
@@ -66,7 +66,6 @@ class RlRun(TrainingRun):
         config, places = self.plan.resolved(self.config), PlacePool(self.plan.added_replica_options, ending)
         self.inference = InferenceHandle.start(config, self.places["inference"], run.logs)
         ending.callback(self.inference.stop)
-        ending.callback(self._stop_orchestrator)
         self._service: ServiceHandle | None = None
         if config.service.port is not None:
             named = (POLICY,)
@@ -89,19 +88,14 @@ class RlRun(TrainingRun):
         config = self.plan.resolved(self.config)
         trainer = TrainerHandle.start(config, self.places["trainer"], run.logs, run.start.attempt)
         ending.callback(trainer.stop)
-        if self._orchestrator and run.start.manifest:
-            self._orchestrator.live_on(run.start.manifest.identities)
-        else:  # there is no commit to go back to
-            self._stop_orchestrator()
-        living = [self._orchestrator] if self._orchestrator else []
-        orchestrator = self._orchestrator = self._orchestrator or self._start_orchestrator(config, run)
-        ending.push(self._end_attempt)
+        orchestrator = self._start_orchestrator(config, run)
+        ending.callback(orchestrator.stop)
         trainer.offer_by(orchestrator.offer, config.timeouts.update_s)
         if self._service:
             self._service.attempt_begins(run.start.attempt, run.start.step)
             self._service.keep(self.inference.indices)
         users = WithChats(orchestrator, self._service) if self._service else orchestrator
-        return Core(trainer, {"orchestrator": orchestrator}, (trainer, orchestrator), users, living)
+        return Core(trainer, {"orchestrator": orchestrator}, (trainer, orchestrator), users)
 
     def _start_orchestrator(self, config: Config, run: RunDir) -> OrchestratorHandle:
         inference = self.inference
@@ -114,17 +108,6 @@ class RlRun(TrainingRun):
             RankAssignment(config.trainer.processes, self.facts.attention_length),
             sessions_factory(config, self.facts),
         )
-
-    def _end_attempt(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        """Stops the orchestrator, unless the run may continue with it."""
-        lost_trainer = isinstance(error, RoomFailed) and not self.config.deterministic
-        if not (lost_trainer and self._orchestrator and self._orchestrator.hold()):
-            self._stop_orchestrator()
-
-    def _stop_orchestrator(self) -> None:
-        if self._orchestrator:
-            self._orchestrator.stop()
-        self._orchestrator = None
 
     def train(self, core: Core, attempt: Attempt, journal: Journal) -> None:
         train(self.config, Rooms(core.trainer, core.others["orchestrator"]), attempt, journal)

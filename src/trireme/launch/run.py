@@ -55,8 +55,6 @@ class Core:
     """Their handles."""
     serving: ReplicaUser | None = None
     """The room that is told of each replica that is ready."""
-    living: Sequence[Any] = ()
-    """Those of `rooms` that live on from the attempt before."""
 
 
 class TrainingRun(ABC):
@@ -241,7 +239,7 @@ def attempt(training: TrainingRun, run: RunDir, supervisor: Supervisor, where: s
     with ExitStack() as ending:
         core = training.start(run, ending)
         ending.push(lambda _kind, error, _traceback: supervisor.detach(error))
-        supervisor.expect(*(room for room in core.rooms if room not in core.living))
+        supervisor.expect(*core.rooms)
         await_ready(core.rooms, training.plan, log_dir, tick)
         supervisor.attach(*core.rooms, serving=core.serving)
         text, why_rows = core.trainer.shown()
@@ -274,8 +272,8 @@ def await_own_places(training: TrainingRun, supervisor: Supervisor, console: Con
 
 
 def load(core: Core, commit: Path, manifest: Manifest, roster: Roster, console: Console) -> list[str]:
-    """Has all rooms load their parts of a commit. Returns what those beside the trainer say that they kept of an
-    attempt before."""
+    """Has all rooms load their parts of a commit. Returns what the rooms other than the trainer say that it has of
+    unfinished work."""
     kept = []
     if said := core.trainer.load_state(commit / "trainer", manifest.identities):
         roster.note("trainer_0", said)

@@ -6,9 +6,8 @@ replicas    Requests of a lost replica continue on others. A successor takes its
             serves, while the run continues (`replica_manager.py`).
 the core    Trainer and orchestrator (for `sft` the trainer alone). If one is lost, `check` raises the reason in the
             driver's own thread. That ends the attempt, and both are built again from the newest commit
-            (`trireme.launch.run.attempts`); replicas stay, and so does an orchestrator that can continue
-            (`trireme.launch.rl`). The same happens when a replica is lost in deterministic mode, where the whole step
-            must be sampled again.
+            (`trireme.launch.run.attempts`); replicas stay. The same happens when a replica is lost in deterministic
+            mode, where the whole step must be sampled again.
 services    Ray's own processes, where the command has started them. If one ends, so do all actors: `check` raises that,
             and Ray is started again (`trireme.launch.run.launch`).
 budget      Limits how often a part is started again (`restarts.py`); then `check` raises the error that ends the run.
@@ -141,7 +140,7 @@ class Supervisor:
             time.sleep(TICK_S)
 
     def goes_on(self, *kept: str) -> None:
-        """Records that the attempt has loaded the commit that it starts from, and what of the one before was kept."""
+        """Records that the attempt has loaded the commit that it starts from, and what that has of unfinished work."""
         if self._attempts > 1:
             self.roster.note_return(self._core, time.monotonic() - self._ended, *kept)
 

@@ -170,21 +170,3 @@ def test_tokens_that_outlived_the_weights_of_their_cache_are_marked() -> None:
 @pytest.mark.parametrize(("start", "tokens"), [(0, [1, 2]), (1, [2]), (2, []), (3, [])])
 def test_tokens_of_weights_that_are_not_proved_stay_where_they_are(start: int, tokens: list[int]) -> None:
     assert Progress.of_state(start, state((OLD, [1, 2]), (NEW, [3, 4])), None, NEW).tokens.tolist() == tokens
-
-
-@pytest.mark.parametrize(("known", "left"), [({OLD, NEW}, 4), ({OLD}, 2), ({NEW}, 0), (set(), 0)])
-def test_a_rollback_keeps_what_comes_before_the_first_token_of_other_weights(
-    known: set[WeightIdentity], left: int
-) -> None:
-    handover = Handover(REQUEST)
-    handover.next_request()
-    handover.add(progress(0, [10, 11]))
-    handover.add(progress(2, [12, 13], NEW))
-    handover.roll_back(known)
-    rest = handover.next_request()
-    assert rest.prompt.tolist() == [7, 8, *[10, 11, 12, 13][:left]]
-    assert rest.params.max_tokens == 20 - left
-    whole = handover.complete(sequence([99]))
-    assert whole.tokens.tolist() == [*[10, 11, 12, 13][:left], 99]
-    assert whole.spans[-1].end == left + 1
-    assert sum(span.end - span.start for span in whole.spans) == left + 1

@@ -134,14 +134,6 @@ def test_tokens_from_a_commit_count_and_its_seconds_do_not() -> None:
     assert (row["waste/failed"], row["waste/expired_running"]) == (15, 0)
 
 
-def test_a_rollback_closes_the_accounts_of_what_it_stops() -> None:
-    sampling = Sampling()
-    stopped, _ = (sampling.efforts.begin(index, "env", [0, 0]) for index in range(2))
-    sampling.efforts.load_state_dict({}, kept=[1])
-    assert (list(sampling.efforts.groups), sampling.efforts.running, stopped.ages) == ([1], 2, [])
-    assert sampling.efforts.lengths.state_dict()["values"] == [], "that is over, what the commit knew counts"
-
-
 def test_the_next_row_is_the_same_from_a_commit() -> None:
     """Also as to a try that has failed in a group that still runs."""
     sampling, after = Sampling(), Sampling()
@@ -155,7 +147,7 @@ def test_the_next_row_is_the_same_from_a_commit() -> None:
             rollout.fail()
     sampling.efforts.settle(0, None)
     sampling.efforts.settle(1, scored(40))
-    after.efforts.load_state_dict(json.loads(json.dumps(sampling.efforts.state_dict())), kept=())
+    after.efforts.load_state_dict(json.loads(json.dumps(sampling.efforts.state_dict())))
     row = sampling.efforts.take()
     assert after.efforts.take() == row
     assert (row["waste/failed"], row["length/sampled"]) == (30, pytest.approx(10 + 30 * 2 / 3))

@@ -488,29 +488,6 @@ def test_a_long_evaluation_says_how_far_it_is() -> None:
     assert run.pipeline.progress() == "0 groups are finished, and 0 are being sampled"
 
 
-def test_an_update_that_ends_while_the_pipeline_is_held_begins_no_evaluation() -> None:
-    """It would wait for replicas until the next update, which would wait for it."""
-
-    async def played() -> None:
-        run = EvalRun(with_evaluation(small_config(2, 6, max_steps_off_policy=2), every=1))
-        taken, give_up = run.sampler.hold_update(1), run.pipeline.evaluator.hold
-
-        async def given_up() -> None:
-            await give_up()
-            taken.set()
-            await quiesce()
-
-        run.pipeline.evaluator.hold = given_up  # type: ignore[method-assign]
-        async with run:
-            await run.pipeline.evaluator.ended()
-            run.sampler.hold(FIRST)
-            await run.pipeline.update_weights(published(1))
-            await run.pipeline.hold()
-            assert run.pipeline.evaluator.progress == ""
-
-    asyncio.run(played())
-
-
 # ---- replicas of its own
 
 

@@ -318,25 +318,14 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.commit is not None)
     @rule(data=st.data())
     def roll_back(self, data: st.DataObject) -> None:
-        """The trainer is lost, and this ledger goes back. Some groups of the commit live on, as the objects that they
-        are: those that still run, and some that are over, even if they were taken since."""
+        """The trainer is lost, and the run goes back."""
         assert self.commit is not None
-        trained = [group for _, groups in self.taken for group in groups]
-        now = {group.index: group for group in (*self.running.values(), *self.finished.values(), *trained)}
         state, books = self.commit
         vars(self).update(copy.deepcopy(books))
-        same = [i for i, group in sorted(self.running.items()) if i in now and now[i].problem == group.problem]
-        kept = data.draw(st.sets(st.sampled_from(same))) if same else set()
-        over = {index for index in kept if now[index].finished}
-        given_back, usable = self.load(self.ledger, copy.deepcopy(state), kept)
+        kept = self.draw_kept(data)
+        given_back, usable = self.load(self.fresh(), copy.deepcopy(state), kept)
         assert given_back == []
         assert usable == kept
-        for index in sorted(kept):
-            self.ledger.live_on(now[index])
-            self.running[index] = now[index]
-            assert self.ledger.active[index] is now[index]
-        for index in sorted(over):
-            self.settle_one(index, "finish")
 
     @property
     def commit(self) -> tuple[Any, dict[str, Any]] | None:
@@ -581,8 +570,8 @@ def test_a_batch_is_released_once_it_is_cut_and_in_order() -> None:
 
 
 def test_a_resume_knows_no_replica_until_one_acknowledges() -> None:
-    ledger = make()
-    ledger.load_state_dict(saved(ledger))
+    ledger = Ledger(2, 1, "requeue", 2, 100)
+    ledger.load_state_dict(saved(make()))
     assert not ledger.can_dispatch()
     ledger.acknowledge({1: 0})
     assert ledger.can_dispatch()
@@ -769,25 +758,3 @@ def test_a_state_that_does_not_add_up_is_refused() -> None:
     del state["groups"][0]
     with pytest.raises(ProvenanceError, match="lost"):
         Ledger(2, 2, "wait", 2, 100).load_state_dict(state)
-
-
-def test_only_the_group_of_the_commit_lives_on() -> None:
-    ledger = make(batch_size=1)
-    group = fill(ledger)[0]
-    state = saved(ledger)
-    for other in ({"problem": "other"}, {"requeues": 1}, {"index": 7}):
-        ledger.load_state_dict(state, [0])
-        with pytest.raises(ProvenanceError, match="would live on in place of"):
-            ledger.live_on(Group(**{**vars(group), **other}))
-    ledger.live_on(group)
-    assert ledger.active[0] is group
-
-
-def test_a_group_that_lives_on_takes_the_floor_that_the_commit_has() -> None:
-    ledger = make(batch_size=1)
-    group = fill(ledger)[0]
-    state = saved(ledger)
-    group.floor += 1  # a resume had to start it again
-    ledger.load_state_dict(state, [0])
-    ledger.live_on(group)
-    assert (ledger.active[0], group.floor) == (group, state["groups"][0]["floor"])

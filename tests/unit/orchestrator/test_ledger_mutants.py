@@ -164,18 +164,6 @@ MUTANTS = {
         "if group.index not in self.active])\n        self.counts()",
         "if group.index not in self.active])",
     ),
-    "a resume keeps the replicas of before": (
-        "self.active, self.consumed, self.replicas = {}, {}, {}",
-        "self.active, self.consumed = {}, {}",
-    ),
-    "another problem lives on": (
-        "(loaded.problem, loaded.requeues) != (group.problem, group.requeues)",
-        "loaded.requeues != group.requeues",
-    ),
-    "a group lives on with the floor that it had": (
-        "group.finished, group.floor = False, loaded.floor",
-        "group.finished = False",
-    ),
     "losses are not noticed": ('if counts["dispatched"] != sum(counts[name] for name in ends):', "if False:"),
 }
 """What is wrong: the text of ledger.py that is replaced, and what takes its place."""

@@ -141,39 +141,3 @@ def test_limits_that_have_ended_are_forgotten() -> None:
         assert limits._timer is None, "a loop with nothing else to do has nothing to wait for"
 
     within(scenario)
-
-
-def test_they_do_not_run_between_hold_and_resume() -> None:
-    async def scenario(limits: TimeLimits) -> None:
-        async def limited(seconds: float) -> None:
-            with limits.limit(seconds):
-                await asyncio.Event().wait()
-
-        early = asyncio.create_task(limited(10.0))
-        await asyncio.sleep(4.0)
-        limits.hold()
-        limits.hold()
-        late = asyncio.create_task(limited(10.0))
-        await asyncio.sleep(100.0)
-        assert not early.done()
-        limits.resume()
-        limits.resume()
-        started = now()
-        await asyncio.wait([early])
-        assert now() - started == pytest.approx(6.0)
-        await asyncio.wait([late])
-        assert now() - started == pytest.approx(10.0)
-        assert all(isinstance(each.exception(), TimeoutError) for each in (early, late))
-
-    within(scenario)
-
-
-def test_a_block_that_ends_between_hold_and_resume_stays_ended() -> None:
-    async def scenario(limits: TimeLimits) -> None:
-        with limits.limit(10.0) as limit:
-            limits.hold()
-        limits.resume()
-        await asyncio.sleep(100.0)
-        assert not limit.expired()
-
-    within(scenario)

@@ -130,7 +130,7 @@ def test_a_commit_gives_them_back(finished: list[list[PlayedTurns]], filtered: l
 
     groups = [tuple(map(scored, range(len(part)), part)) for part in (finished, filtered)]
     with tempfile.TemporaryDirectory() as directory:
-        OrchestratorState({}, {}, {}, *groups, {}, {}, {}).write(Path(directory))
+        OrchestratorState({}, {}, {}, *groups, {}, {}, {}, {}).write(Path(directory))
         read = OrchestratorState.read(Path(directory))
     for found_P, given_P in zip((read.finished, read.filtered), groups, strict=True):
         assert len(found_P) == len(given_P)

@@ -160,7 +160,6 @@ def test_while_a_step_runs_its_environment_is_not_asked() -> None:
         taken = progress.take()
         assert taken is not None
         assert (len(taken.trajectory.turns), taken.env_state["last"]) == (1, 5)
-        assert {identity.version for identity in progress.identities} == {3}
         playing.cancel()
 
     asyncio.run(scenario())

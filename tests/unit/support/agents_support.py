@@ -19,7 +19,6 @@ from orchestrator.advantages import WeightedTrajectory, lay_out
 from orchestrator.agents import agent_sessions, play_session
 from orchestrator.env import AgentEnv, Trajectory
 from orchestrator.rollout import RolloutKey, RolloutLimits
-from orchestrator.unfinished import RolloutProgress
 from service.agents import LoopbackSessions
 from service.front import ServedModels
 from trireme.config import Config
@@ -54,7 +53,6 @@ class Rollout:
         self.record: list[SampledSequence] = []
         self.pairs: list[tuple[Any, SampleRequest]] = []
         """The tokens of each answer, and its request."""
-        self.progress = RolloutProgress()
 
     async def sample(self, request: SampleRequest) -> SampledSequence:
         answer = await self.sampler.sample(request)
@@ -66,7 +64,7 @@ class Rollout:
         return await self.play_env(Plays(function))
 
     async def play_env(self, env: AgentEnv) -> Trajectory:
-        return await play_session(env, self.sample, KEY, self.limits, SAMPLING, 5, self.progress)
+        return await play_session(env, self.sample, KEY, self.limits, SAMPLING, 5)
 
     @property
     def sampled(self) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -89,12 +89,6 @@ class FakeSampler:
 
     async def stats(self) -> dict[int, ReplicaStats]:
         return {0: ReplicaStats(0, 0, 0.0, 0)}
-
-    async def take_back(self) -> None:
-        self.version = -1
-
-    def roll_back(self, known: Collection[WeightIdentity]) -> None:
-        self.known = known
 
 
 class Fleet(FakeSampler):

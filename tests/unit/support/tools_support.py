@@ -41,7 +41,7 @@ def write_parts(draft: Path, scale: float) -> tuple[FileRecord, ...]:
         {"index": i, "problem": f"p{i}", "requeues": 0, "floor": 1, "finished": done}
         for i, done in enumerate([1, 1, 0])
     ]
-    state = OrchestratorState({}, {"groups": groups}, {}, (), (), {}, {}, {})
+    state = OrchestratorState({}, {"groups": groups}, {}, (), (), {}, {}, {}, {})
     return (
         write_bytes(draft / "trainer", "__0_0.distcp", b"\0" * 3000),
         *state.write(draft / "orchestrator"),
