@@ -135,7 +135,7 @@ def published(version: int) -> PublishedWeights:
     return PublishedWeights(WeightsManifest(WeightIdentity(1, version, f"{version:032x}"), (), canary), ())
 
 
-def make_pipeline(client: Any, groups: int, steps: int, flags: Sequence[str] = ("@", str(CONFIG))) -> Pipeline:
+def make_pipeline(client: Any, groups: int, steps: int) -> Pipeline:
     from inference.router import Router
     from orchestrator.env import EnvContext, load_dataset
     from orchestrator.pipeline import Pipeline
@@ -149,7 +149,7 @@ def make_pipeline(client: Any, groups: int, steps: int, flags: Sequence[str] = (
         "--max-steps": steps,
         "--orchestrator.max-concurrent": 2 * groups * GROUP_SIZE,
     }
-    config = load([*flags, *(str(part) for pair in sizes.items() for part in pair)]).config
+    config = load(["@", str(CONFIG), *(str(part) for pair in sizes.items() for part in pair)]).config
     context = EnvContext(load_tokenizer(config.tokenizer_name), config.seed, GROUP_SIZE, "train")
     return Pipeline(
         config,
@@ -170,8 +170,8 @@ async def drive(pipeline: Pipeline, steps: int) -> None:
     await pipeline.stop()
 
 
-def measure(client: Any, groups: int, steps: int, flags: Sequence[str] = ("@", str(CONFIG))) -> Measured:
-    pipeline = make_pipeline(client, groups, steps, flags)
+def measure(client: Any, groups: int, steps: int) -> Measured:
+    pipeline = make_pipeline(client, groups, steps)
     load_before, resident = os.getloadavg()[0], psutil.Process().memory_info().rss
     started, cpu_started = time.monotonic(), time.process_time()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # the loop that Ray gives its actors
