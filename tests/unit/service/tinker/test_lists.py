@@ -10,9 +10,8 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from tinker_posts import passing
 from tinker_support import BASE_MODEL, DEADLINE_S, KEY, Served, tinker_server
-
-from service.tinker.messages import message_class
 
 SEARCH = "sessions/search"
 
@@ -42,16 +41,6 @@ def session_of(served: Served, **said: Any) -> str:
 def model_of(served: Served, session: str) -> str:
     asked = {"session_id": session, "model_seq_id": 0, "base_model": BASE_MODEL}
     return str(done(served, "create_model", asked)["model_id"])
-
-
-def passing(model_id: str, seq_id: int) -> bytes:
-    """A request for the gradient of one datum."""
-    request = message_class("ForwardBackwardRequest")(model_id=model_id, seq_id=seq_id, loss_fn="cross_entropy")
-    datum = request.data.add()
-    datum.model_input.add().encoded_text.tokens = np.array([1, 2], "<i4").tobytes()
-    target = datum.loss_fn_inputs["target_tokens"]
-    target.dense, target.dtype = np.array([2, 3], "<i8").tobytes(), 2
-    return bytes(request.SerializeToString())
 
 
 def test_a_repeated_number_neither_adds_a_gradient_nor_applies_one(served: Served) -> None:
