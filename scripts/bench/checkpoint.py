@@ -3,17 +3,11 @@
     python scripts/bench/checkpoint.py [--repeats 25] [--steps 2] [--directory DIR]
 
 Lost training time: steps (forward_backward, optim_step, publish_weights, as in a run) during which an asynchronous
-commit is written, less the mean of as many without before and after them, over the time of the same commit when it is
-waited for. The target is about the ten steps after a commit. It is on the disk within the first (if not within those
-that are timed, that is an error), so nothing can be lost later, and two of them in many rounds say more than ten in a
-few: steps differ by more than a commit costs. The figure is the median of all rounds; their mean with its standard
-error is among the details. Commits that are waited for are made now and then in between, and before steps are timed
-again one is not timed: the first one after such a commit, or after dd, is slower by more than a commit costs.
+commit is written, less the mean of as many before and after them, over the time of the same commit when it is waited
+for. The figure is the median of all rounds; their mean with its standard error is among the details. Commits that are
+waited for come now and then in between; the first step after one is slower, and is not timed.
 
-Bytes per second of the commit that is waited for are held against `dd conv=fsync` of as many bytes, in turn, in the
-same directory.
-
-The two last lines of the output are the results, a JSON object each. Leave the machine alone while it runs.
+The last line of the output is the result, a JSON object. Leave the machine alone while it runs.
 """
 
 from __future__ import annotations
@@ -23,7 +17,6 @@ import math
 import os
 import shutil
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -48,7 +41,6 @@ SEQUENCES = 4
 VOCAB = 32_000
 WAITED_FOR_EVERY = 5
 TARGET_LOST = 0.15
-TARGET_RATE = 0.7
 
 
 @dataclass
@@ -62,7 +54,6 @@ class Measured:
     committed_s: list[float] = field(default_factory=list)
     blocking_s: list[float] = field(default_factory=list)
     blocking_cpu_s: list[float] = field(default_factory=list)
-    dd_s: list[float] = field(default_factory=list)
     nbytes: int = 0
 
 
@@ -169,17 +160,6 @@ class Run:
         return path, lambda: sum(record.size for part in pending for record in part.wait(DEADLINE_S))
 
 
-def dd(directory: Path, nbytes: int) -> float:
-    """Wall seconds in which dd writes that many bytes into one file, and forces them onto the disk."""
-    file = directory / "dd.bin"
-    started = time.monotonic()
-    command = ["dd", "if=/dev/zero", f"of={file}", "bs=4M", f"count={nbytes}", "iflag=count_bytes", "conv=fsync"]
-    subprocess.run(command, check=True, capture_output=True, timeout=DEADLINE_S)
-    seconds = time.monotonic() - started
-    file.unlink()
-    return seconds
-
-
 def shards_cpu_s() -> float:
     """CPU seconds of all shards until now."""
     return sum(cpu_by_room(psutil.Process())["trainer shard"])
@@ -213,7 +193,7 @@ def measure_a_commit(run: Run, measured: Measured) -> None:
     shutil.rmtree(path)
 
 
-def measure(run: Run, directory: Path, repeats: int, steps: int) -> Measured:
+def measure(run: Run, repeats: int, steps: int) -> Measured:
     """After a commit and some steps that warm up (buffers, page cache)."""
     run.steps(2)
     measure_a_commit(run, Measured())
@@ -222,31 +202,26 @@ def measure(run: Run, directory: Path, repeats: int, steps: int) -> Measured:
     for i in range(repeats):
         if i % WAITED_FOR_EVERY == 0:
             measure_a_commit(run, measured)
-            measured.dd_s.append(dd(directory, measured.nbytes))
-            print(
-                f"a commit waited for {measured.blocking_s[-1]:.2f} s ({measured.blocking_cpu_s[-1]:.2f} CPU s); "
-                f"dd {measured.dd_s[-1]:.2f} s"
-            )
+            print(f"a commit waited for {measured.blocking_s[-1]:.2f} s ({measured.blocking_cpu_s[-1]:.2f} CPU s)")
             run.steps(1)
             before = run.steps(steps)
         measure_steps_during_a_commit(run, steps, measured)
         after = run.steps(steps)
         measured.plain_s.append((before, after))
         print(
-            f"repeat {i}: {steps} steps {before:.2f} s, {after:.2f} s, during a "
-            f"commit {measured.during_s[-1]:.2f} s (on the disk after {measured.committed_s[-1]:.2f} s)",
+            f"repeat {i}: {steps} steps {before:.2f} s, {after:.2f} s, during a commit "
+            f"{measured.during_s[-1]:.2f} s (on the disk after {measured.committed_s[-1]:.2f} s)",
             flush=True,
         )
         before = after
     return measured
 
 
-def results(measured: Measured, parameters: int, steps: int, load_before: float) -> list[Result]:
+def result(measured: Measured, parameters: int, steps: int, load_before: float) -> Result:
     plain_s = [statistics.mean(both) for both in measured.plain_s]
     lost_each = [during - plain for during, plain in zip(measured.during_s, plain_s, strict=True)]
     lost, blocking, written = median(lost_each), median(measured.blocking_s), measured.nbytes / 2**20
     error = statistics.stdev(lost_each) / math.sqrt(len(lost_each))
-    slower = median([b / d for b, d in zip(measured.blocking_s, measured.dd_s, strict=True)])
     detail = {
         "parameters": parameters,
         "shards": SHARDS,
@@ -258,7 +233,7 @@ def results(measured: Measured, parameters: int, steps: int, load_before: float)
         "lost_s": [round(s, 3) for s in lost_each],
         **{name: np.round(values, 3).tolist() for name, values in vars(measured).items() if isinstance(values, list)},
     }
-    lost_result = Result(
+    return Result(
         name="checkpoint_lost_time",
         value=lost,
         unit=f"s of training lost over the {steps} steps after an asynchronous commit",
@@ -268,17 +243,6 @@ def results(measured: Measured, parameters: int, steps: int, load_before: float)
         against="the same commit, waited for",
         detail=detail,
     )
-    rate_result = Result(
-        name="checkpoint_write_rate",
-        value=round(written / blocking, 1),
-        unit="MiB/s of a commit that is waited for",
-        ratio=round(1 / slower, 3),
-        target=TARGET_RATE,
-        holds=1 / slower >= TARGET_RATE,
-        against="dd conv=fsync of as many bytes into the same directory, in turn",
-        detail={"dd_mib_per_s": round(written / median(measured.dd_s), 1)},
-    )
-    return [lost_result, rate_result]
 
 
 def main() -> None:
@@ -299,9 +263,8 @@ def main() -> None:
         root = Path(directory)
         parameters = make_model(root / "model")
         with trainer(root / "model", Path(temp_dir)) as group:
-            measured = measure(Run(group, root), root, args.repeats, args.steps)
-    for result in results(measured, parameters, args.steps, load_before):
-        result.print()
+            measured = measure(Run(group, root), args.repeats, args.steps)
+    result(measured, parameters, args.steps, load_before).print()
 
 
 if __name__ == "__main__":

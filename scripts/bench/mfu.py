@@ -1,9 +1,9 @@
 """Tokens per second and MFU of one shard on one GPU, with random weights in the shapes of Qwen3.
 
-    python scripts/bench/mfu.py [--size 0.6b | 4b] [--tokens 16384] [--sequences 8] [--compile] [--profile]
+    python scripts/bench/mfu.py [--size 0.6b | 4b] [--tokens 16384] [--sequences 8] [--compile]
 
 A step is forward, loss (ppo), backward and update of one packed micro-batch. What counts as the model's arithmetic:
-`trainer.mfu`; the target, 40 %, is for 16k tokens. `--profile` also prints where the GPU's time goes.
+`trainer.mfu`; the target, 40 %, is for 16k tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import argparse
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -26,19 +25,10 @@ from gpu_check.shapes import (
     make_model,
     make_shard,
     median_step,
-    step_seconds,
 )
 
 SIZES = ("0.6b", "4b")
 WARM_UP = 3
-
-
-def print_profile(shard: Any, batch: Any) -> None:
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
-        step_seconds(shard, batch)
-    print(profiled.key_averages().table(sort_by="cuda_time_total", row_limit=30))
 
 
 def main() -> None:
@@ -48,7 +38,6 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
     import torch
 
@@ -62,8 +51,6 @@ def main() -> None:
         options = {"trainer__micro_batch_tokens": args.tokens, "trainer__compile": args.compile}
         shard = make_shard(make_config(model, "gpu", model__dtype="bfloat16", **options))
     seconds, peak_s, peak_bytes = median_step(shard, batch, WARM_UP, args.repeats)
-    if args.profile:
-        print_profile(shard, batch)
     mfu = peak_s / seconds
     Result(
         name=f"mfu of Qwen3-{args.size}",

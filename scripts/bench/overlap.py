@@ -35,8 +35,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 import psutil
-from _common import Result, cpu_by_room
-from _rooms import CORES, OTHERS_CORE, Rate, Task, check_pinned, let_actors_import_benchmarks, pin
+from _common import Result
+from _rooms import Rate, Task, check_pinned, let_actors_import_benchmarks, pin
 from counting import CountingDataset, CountingEnv, make_model
 
 if TYPE_CHECKING:
@@ -165,16 +165,9 @@ async def alone(bench: Bench, weights: PublishedWeights, steps: int) -> Alone:
         generation=Rate(seconds, generation.played - played, generation.tokens - tokens),
         training=Rate(seconds, sum(n for n, _ in trained), sum(t for _, t in trained)),
     )
-    rates = [round(rate.tokens_per_s) for rate in (measured.generation, measured.training)]
-    print(f"alone: generation {rates[0]}, training {rates[1]} answer tokens/s", flush=True)
     generation.end()
     await in_flight
     return measured
-
-
-def spent(before: Mapping[str, Sequence[float]], after: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """CPU seconds by room between two looks."""
-    return {room: round(sum(seconds) - sum(before.get(room, ())), 1) for room, seconds in after.items()}
 
 
 @dataclass(frozen=True)
@@ -225,11 +218,10 @@ def started(config: Config) -> Iterator[Bench]:
 
 @dataclass(frozen=True)
 class Measured:
-    """The stages alone, before the run and after it; the rows of the run, and its CPU seconds by room."""
+    """The stages alone, before the run and after it, and the rows of the run."""
 
     alone: Sequence[Alone]
     rows: Sequence[Mapping[str, Any]]
-    cpu_s: Mapping[str, float]
 
 
 def measure(config: Config, steps: int) -> Measured:
@@ -238,12 +230,10 @@ def measure(config: Config, steps: int) -> Measured:
         pin(driver)
         publish = bench.core.trainer.publish_weights
         before = asyncio.run(alone(bench, publish(0), steps))
-        cpu_s = cpu_by_room(driver)
         rows = bench.coupled()
-        cpu_spent = spent(cpu_s, cpu_by_room(driver))
         after = asyncio.run(alone(bench, publish(config.max_steps), steps))
         check_pinned(driver)
-    return Measured((before, after), rows, cpu_spent)
+    return Measured((before, after), rows)
 
 
 def result(measured: Measured, task: Task, parameters: int, load_before: float) -> Result:
@@ -262,10 +252,8 @@ def result(measured: Measured, task: Task, parameters: int, load_before: float) 
         "step_s": {part: round(mean(r[f"time/{part}"] for r in rows[FIRST : last + 1]), 3) for part in parts},
         "inference_idle_frac": round(mean(r["perf/inference_idle_frac"] for r in rows[FIRST : last + 1]), 3),
         "groups_evicted": rows[last]["ledger/requeued"] + rows[last]["ledger/dropped"],
-        "run_cpu_s": measured.cpu_s,
         "parameters": parameters,
         "task": asdict(task),
-        "cores": {**CORES, "all others": OTHERS_CORE},
         "load_before": round(load_before, 2),
     }
     return Result(

@@ -87,8 +87,7 @@ def full_run(flags: Sequence[str]) -> dict[str, Any]:
 
 
 def start_detail(runs: Sequence[RunMeasured], bares: Sequence[BareMeasured]) -> dict[str, Any]:
-    """Details of the ratio: every repeat, the warm-up separately, and the CPU seconds of the median run."""
-    middle = sorted(runs[1:], key=lambda run: run.first_step_s)[len(runs[1:]) // 2]
+    """Details of the ratio: every repeat, and the warm-up separately."""
     return {
         "first_step_s": [round(run.first_step_s, 2) for run in runs[1:]],
         "bare_s": [round(bare.seconds, 2) for bare in bares[1:]],
@@ -96,7 +95,6 @@ def start_detail(runs: Sequence[RunMeasured], bares: Sequence[BareMeasured]) -> 
         "end_s": median([run.total_s for run in runs[1:]]),
         "cpu_s_at_first_step": median([run.total_cpu_s for run in runs[1:]]),
         "bare_cpu_s": median([bare.cpu_s for bare in bares[1:]]),
-        "cpu_s_by_process": middle.cpu_s,
         "load_before": [round(run.load_before, 2) for run in runs],
     }
 

@@ -2,17 +2,12 @@
 
     python scripts/bench/recovery.py [--repeats 5]
 
-replica    a run of the counting task whose two replicas have a core each, with half of the trainer's shards; Ray's
-           services, and with them every new process, are on the first core, driver and orchestrator on the second. Of
-           the replica on the first core either the engine is killed, whose actor starts another one, or the actor, with
-           which its engine dies. The figure: from SIGKILL until its successor samples, over the bare start-up of that
-           process: the same actor on that core, alone on the machine, started when one has been started before.
-           The loss of an actor is measured twice: with a spare (`inference.spare`), which has imported vLLM by then,
-           and without. Without one its successor is a new process of Ray, which has to import everything: that is the
-           bare start, beside a run that samples and trains.
+replica    a run of the counting task whose two replicas have a core each, with half of the trainer's shards. Of one
+           replica either the engine is killed, whose actor starts another one, or the actor, with which its engine
+           dies, with a spare (`inference.spare`) and without. The figure: from SIGKILL until the successor samples,
+           over the bare start of that process, alone on that core.
 shard      the quickstart, one of whose shards is killed just after a commit; from SIGKILL to the end of the next
-           completed step, over the loaded start-up of the group: both shards and what they read from the same commit,
-           alone on the machine.
+           completed step, over the start of both shards from the same commit, alone on the machine.
 
 What happened when is read from the traces. The last line of the output is the result as one JSON object, whose figure
 is the successor's after the loss of an engine, with defaults. Leave the machine alone while it runs.
@@ -152,8 +147,6 @@ def lose_replica(config: Path, bare_start_s: float, lost: str, spare: bool = Fal
         killed = time.time()
         process.send_signal(signal.SIGKILL)
         samples = run.wait_for("the successor's first request", lambda: first_request(run))
-        for incident in run.incidents():
-            print(f"{incident['at'] - killed:.1f} s after the kill: {incident['what']}", flush=True)
         said = (logs(run) / "inference_0.log").read_text()
         way = {"engine core": "starts another engine"}.get(lost, "a spare until now" if spare else "")
         if way not in said:

@@ -204,7 +204,6 @@ def main() -> None:
                 seconds = ranks.step()
                 if repeat:
                     measured[name].append(seconds)
-                print(f"round {repeat}: {name} {seconds[0]:.2f} s, CPU {seconds[1]:.2f} s", flush=True)
         for ranks in kinds.values():
             ranks.stop()
     rates = {name: tokens / median([wall for wall, _ in seconds]) for name, seconds in measured.items()}
