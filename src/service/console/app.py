@@ -1,4 +1,4 @@
-"""The routes of the console, which only read. The page itself is open, as it tells nothing; what it shows is not."""
+"""The routes of the console, which only read. The page itself is open, as it holds no data; its requests are not."""
 
 from __future__ import annotations
 
@@ -68,20 +68,20 @@ class ConsoleRoutes:
         app.get(PATH, **hidden)(self.to_page)
         app.get(f"{PATH}/", **hidden)(self.page)
         app.get(f"{PATH}/files/{{name}}", **hidden)(self.asset)
-        told = f"{PATH}/api"
-        app.get(f"{told}/run", **hidden)(self.run)
-        app.get(f"{told}/curves", **hidden)(self.curves)
-        app.get(f"{told}/curve", **hidden)(self.curve)
-        app.get(f"{told}/timeline", **hidden)(self.timeline)
-        app.get(f"{told}/rollouts", **hidden)(self.rollouts)
-        app.get(f"{told}/groups", **hidden)(self.groups)
-        app.get(f"{told}/group", **hidden)(self.group)
-        app.get(f"{told}/rollout", **hidden)(self.rollout)
-        app.get(f"{told}/sessions", **hidden)(self.sessions)
-        app.get(f"{told}/session", **hidden)(self.session)
-        app.get(f"{told}/node", **hidden)(self.node)
-        app.get(f"{told}/logs", **hidden)(self.logs)
-        app.get(f"{told}/log", **hidden)(self.log)
+        api = f"{PATH}/api"
+        app.get(f"{api}/run", **hidden)(self.run)
+        app.get(f"{api}/curves", **hidden)(self.curves)
+        app.get(f"{api}/curve", **hidden)(self.curve)
+        app.get(f"{api}/timeline", **hidden)(self.timeline)
+        app.get(f"{api}/rollouts", **hidden)(self.rollouts)
+        app.get(f"{api}/groups", **hidden)(self.groups)
+        app.get(f"{api}/group", **hidden)(self.group)
+        app.get(f"{api}/rollout", **hidden)(self.rollout)
+        app.get(f"{api}/sessions", **hidden)(self.sessions)
+        app.get(f"{api}/session", **hidden)(self.session)
+        app.get(f"{api}/node", **hidden)(self.node)
+        app.get(f"{api}/logs", **hidden)(self.logs)
+        app.get(f"{api}/log", **hidden)(self.log)
 
     async def to_page(self) -> Response:
         """Sends the browser to the page. (Relative: a proxy may have another path before it.)"""
@@ -98,63 +98,63 @@ class ConsoleRoutes:
         return _file(name, ASSETS[name])
 
     def run(self) -> Response:
-        """Tells how far the run is, and how its parts are."""
-        return _told(self._reader.overview())
+        """Returns how far the run is, and the state of its parts."""
+        return _reply(self._reader.overview())
 
     def curves(self) -> Response:
-        """Tells the curves and the ages."""
-        return _told(self._reader.curves())
+        """Returns the curves and the ages."""
+        return _reply(self._reader.curves())
 
     def curve(self, name: Name) -> Response:
-        """Tells one metric."""
-        return _told(self._reader.curve(name))
+        """Returns one metric."""
+        return _reply(self._reader.curve(name))
 
     def timeline(self, steps: Annotated[int, Query(ge=1, le=50)] = 5) -> Response:
-        """Tells who did what in the newest steps."""
-        return _told(self._reader.timeline(steps))
+        """Returns the work of each process in the newest steps."""
+        return _reply(self._reader.timeline(steps))
 
     def rollouts(self) -> Response:
-        """Tells which steps have recorded rollouts."""
-        return _told(self._reader.rollouts.steps())
+        """Returns the steps that have recorded rollouts."""
+        return _reply(self._reader.rollouts.steps())
 
     def groups(self, step: Number) -> Response:
-        """Tells the groups of a step."""
-        return _told(self._reader.rollouts.groups(step))
+        """Returns the groups of a step."""
+        return _reply(self._reader.rollouts.groups(step))
 
     def group(self, step: Number, group: Number) -> Response:
-        """Tells the rollouts of a group."""
+        """Returns the rollouts of a group."""
         with self._reader.lock:
-            return _told(self._reader.rollouts.group(step, group))
+            return _reply(self._reader.rollouts.group(step, group))
 
     def rollout(self, step: Number, group: Number, rollout: Number, start: Number = 0) -> Response:
-        """Tells a page of the tokens of a rollout."""
+        """Returns a page of the tokens of a rollout."""
         decode = self._reader.decode()
         with self._reader.lock:
-            return _told(self._reader.rollouts.tokens(step, group, rollout, start, decode))
+            return _reply(self._reader.rollouts.tokens(step, group, rollout, start, decode))
 
     def sessions(self) -> Response:
-        """Tells the sessions."""
+        """Returns the sessions."""
         with self._reader.lock:
-            return _told(self._reader.sessions.listing())
+            return _reply(self._reader.sessions.listing())
 
     def session(self, name: Name) -> Response:
-        """Tells the tree of a session."""
+        """Returns the tree of a session."""
         with self._reader.lock:
-            return _told(self._reader.sessions.tree(name))
+            return _reply(self._reader.sessions.tree(name))
 
     def node(self, name: Name, node: Number, start: Number = 0) -> Response:
-        """Tells a page of the tokens up to a node of a session."""
+        """Returns a page of the tokens up to a node of a session."""
         decode = self._reader.decode()
         with self._reader.lock:
-            return _told(self._reader.sessions.tokens(name, node, start, decode))
+            return _reply(self._reader.sessions.tokens(name, node, start, decode))
 
     def logs(self) -> Response:
-        """Tells which logs there are."""
-        return _told(self._reader.logs.listing())
+        """Returns the list of logs."""
+        return _reply(self._reader.logs.listing())
 
     def log(self, attempt: Number, name: Name, end: Number | None = None) -> Response:
-        """Tells a part of a log."""
-        return _told(self._reader.logs.part(attempt, name, end))
+        """Returns a part of a log."""
+        return _reply(self._reader.logs.part(attempt, name, end))
 
 
 def add_refusals(app: FastAPI) -> None:
@@ -190,5 +190,5 @@ def _file(name: str, kind: str) -> Response:
     return Response(page_file(name), media_type=kind, headers=dict(HEADERS))
 
 
-def _told(values: Any) -> JsonReply:
+def _reply(values: Any) -> JsonReply:
     return JsonReply(values, headers=dict(HEADERS))

@@ -15,10 +15,8 @@ import pytest
 from rich.console import Console
 from supervision_support import roster_of
 
-from trireme.core.errors import LimitReached
 from trireme.supervision.roster import PartHealth
 from trireme.supervision.status import Status, StatusWriter
-from trireme.tools import standing as texts
 from trireme.tools import watch as watching
 from trireme.tools.curves import RunCurves
 from trireme.tools.watch import NEWEST_INCIDENTS, drawing, watch
@@ -90,8 +88,6 @@ def test_a_live_run_names_the_parts_that_are_not_healthy(run: Path) -> None:
     assert status is not None
     at = datetime.fromtimestamp(status.at + 1, UTC)
     assert "inference_1 dead" in screen(run, RUNNING, at).splitlines()[1]
-    assert texts.troubles(status, status.at + 40) == "no word from the driver for 40 s"
-    assert texts.troubles(None, 0.0) == ""
 
 
 def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
@@ -99,24 +95,6 @@ def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
     assert text.startswith(f"{tmp_path.name}  step 0/?  not started")
     assert "has not begun" in text
     assert "no incidents" in text
-
-
-def test_how_the_run_ended_is_told(run: Path) -> None:
-    supervised(run)
-    assert texts.standing(Status.read(run), RUNNING) == ""
-    assert "the driver was killed" in texts.standing(Status.read(run), "not running")
-    restarted = texts.standing(Status.read(run), "running, process 1")
-    assert "a new command begins; the one before it was killed" in restarted
-    with pytest.raises(LimitReached), StatusWriter(run, roster_of(PartHealth.DEAD)):
-        raise LimitReached("inference_0 failed 4 times")
-    ended = "ended with exit code 3: inference_0 failed 4 times"
-    assert texts.standing(Status.read(run), "not running") == ended
-    assert texts.standing(Status.read(run), RUNNING) == ended
-    restarted = texts.standing(Status.read(run), "running, process 1")
-    assert restarted == f"a new command begins; the one before it {ended}"
-    status = Status.read(run)
-    assert status is not None
-    assert texts.troubles(status, status.at + 1000) == ""
 
 
 def test_it_follows_a_run_to_its_end(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
