@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from inference.cpu.start import CPU_ENVIRONMENT
 from inference.engine_startup import prepare_start
 from inference.frontend import enter_logprobs_by_columns
 from trireme.config import Config
@@ -31,13 +32,6 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.llm_engine import LLMEngine
-
-CPU_ENVIRONMENT = {
-    # the engine process runs the model itself: two processes a replica instead of three
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # "auto" would bind every replica of a machine to the same cores
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-}
 
 HEAD_DTYPE = "head_dtype"
 """The key of the model's configuration in which vLLM looks for the dtype of logits; its values are "float32" and

@@ -29,12 +29,13 @@ from vllm.model_executor.model_loader.reload import layerwise
 from vllm.platforms import current_platform
 
 from inference.adapter import add_adapter, drop_adapter, stacks, take_adapter
+from inference.cpu.rank import ask_for_tiles, forget_rank_memory, pack_experts
+from inference.cpu.wide_head import computes_from_packed, multiply_in_parts
 from inference.engine_startup import forget_shared_memory
 from inference.following import AFTER, TensorFollower
 from inference.loaded import LoadedSums
 from inference.mapping import make_own, mappings_of, populate
 from inference.receiving import Receiving
-from inference.wide_head import computes_from_packed, multiply_in_parts
 from trireme.core import digest
 from trireme.core.errors import WeightsRefused
 from trireme.core.weights import TensorPlace, WeightsManifest, check_received
@@ -51,9 +52,7 @@ if TYPE_CHECKING:
 # What was loaded is proved by its sums. (It is a filter because vLLM sets all levels again as it starts.)
 logging.getLogger(layerwise.__name__).addFilter(lambda record: record.levelno >= logging.ERROR)
 
-# vLLM's CPU attention in bfloat16 uses AMX tiles where a processor has them, and Linux ends a process by SIGILL
-# that has not asked for them. vLLM does not ask; oneDNN does, in its first product, which small models do not make.
-torch.cpu._init_amx()
+ask_for_tiles()  # on import, before a model is warmed up
 
 
 def load_weights(
@@ -64,18 +63,14 @@ def load_weights(
         runner.reload_weights(weights_iterator=_as_loaded(followed, fault_point("inference.load")))
     skip = fault_point("inference.repack") == "skip"
     # Reloading leaves some weights as packed at the first load: logprobs would be wrong by nats, without an error.
-    # *The output matrix.* With tied embeddings it has no weight of its own in a checkpoint, so reloading skips
-    # it. (Logits in another dtype than the model's are computed from the plain one.) *Stacked experts, on CPUs.* vLLM
-    # packs them when it makes the kernel, at the first load. Later it copies the plain weights into the packed
-    # tensors, and the kernel takes them for packed.
+    # With tied embeddings the output matrix has no weight of its own in a checkpoint, so reloading skips it. (Logits
+    # in another dtype than the model's are computed from the plain one.)
     packs_head = computes_from_packed(runner.get_model())
     for module in runner.get_model().modules():
         if isinstance(module, ParallelLMHead) and packs_head:
             pack = module.quant_method.process_weights_after_loading
         elif isinstance(module, RoutedExperts) and current_platform.is_cpu():
-            kernel = module.quant_method.moe_kernel
-            assert kernel is not None, "made at the first load"
-            pack = kernel.fused_experts.process_weights_after_loading
+            pack = pack_experts
         else:
             continue
         follower.pack(AFTER, _left_out if skip else pack, module)
@@ -148,8 +143,7 @@ class WorkerExtension:
         multiply_in_parts(self.model_runner.get_model())
         forget_shared_memory(Path("/proc/self/maps").read_text())
         if current_platform.is_cpu():
-            for path in Path("/dev/shm").glob(f"*{os.environ['VLLM_DIST_IDENT']}-*cpushm*"):
-                path.unlink(missing_ok=True)  # another rank may be faster
+            forget_rank_memory()
         spare_collector()
         return os.getpid()
 

@@ -152,7 +152,7 @@ def test_the_engine_has_each_argument_that_is_set_by_name(source: BuildResult) -
 
 
 def test_vllm_reads_each_variable_of_its_environment_that_is_set() -> None:
-    text = "".join(path.read_text() for path in (SOURCE / "inference").glob("*.py"))
+    text = "".join(path.read_text() for path in (SOURCE / "inference").rglob("*.py"))
     asked = set(re.findall(r'"(VLLM_\w+)"', text))
     (known,) = (
         node.value

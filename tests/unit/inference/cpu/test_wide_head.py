@@ -10,7 +10,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-from inference.wide_head import computes_from_packed, multiply_in_parts
+from inference.cpu.wide_head import computes_from_packed, multiply_in_parts
 from trireme.core import wide_product
 
 VOCABULARY, HIDDEN = 37, 16

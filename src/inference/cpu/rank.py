@@ -1,0 +1,38 @@
+"""Completes what vLLM leaves undone in a rank on CPUs: without it an engine dies, or leaves memory behind."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+
+def ask_for_tiles() -> None:
+    """Asks Linux for the AMX tiles that vLLM's attention in bfloat16 uses where a processor has them.
+
+    Gain: without it the process ends by SIGILL. oneDNN asks in its first product, which small models do not make.
+    """
+    torch.cpu._init_amx()
+
+
+def forget_rank_memory() -> None:
+    """Takes away the names in /dev/shm of the memory by which ranks add up numbers.
+
+    Gain: a killed engine leaves nothing in /dev/shm.
+    """
+    for path in Path("/dev/shm").glob(f"*{os.environ['VLLM_DIST_IDENT']}-*cpushm*"):
+        path.unlink(missing_ok=True)  # another rank may be faster
+
+
+def pack_experts(layer: torch.nn.Module) -> None:
+    """Packs stacked experts again after an update. vLLM packs them when it makes the kernel, at the first load; later
+    it copies the plain weights into the packed tensors, and the kernel takes them for packed.
+
+    Gain: right logprobs of experts after an update.
+    """
+    assert isinstance(layer, RoutedExperts)
+    kernel = layer.quant_method.moe_kernel
+    assert kernel is not None, "made at the first load"
+    kernel.fused_experts.process_weights_after_loading(layer)
