@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from inference.cpu.gloo_loop import share_gloo_loop
 from inference.cpu.kernels import multiply_by_few_kernels
 
 CPU_ENVIRONMENT = {
@@ -17,7 +16,6 @@ def prepare_cpu_start() -> None:
     """Patches vLLM in this process, and in those forked from it. Call before the first engine; further calls change
     nothing."""
     multiply_by_few_kernels()
-    share_gloo_loop()
     _compile_nothing()
     _inspect_models_here()
     _stay_on_the_only_node()
