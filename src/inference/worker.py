@@ -30,7 +30,6 @@ from vllm.platforms import current_platform
 
 from inference.adapter import add_adapter, drop_adapter, stacks, take_adapter
 from inference.cpu.rank import ask_for_tiles, forget_rank_memory, pack_experts
-from inference.cpu.wide_head import computes_from_packed, multiply_in_parts
 from inference.engine_startup import forget_shared_memory
 from inference.following import AFTER, TensorFollower
 from inference.loaded import LoadedSums
@@ -63,11 +62,9 @@ def load_weights(
         runner.reload_weights(weights_iterator=_as_loaded(followed, fault_point("inference.load")))
     skip = fault_point("inference.repack") == "skip"
     # Reloading leaves some weights as packed at the first load: logprobs would be wrong by nats, without an error.
-    # With tied embeddings the output matrix has no weight of its own in a checkpoint, so reloading skips it. (Logits
-    # in another dtype than the model's are computed from the plain one.)
-    packs_head = computes_from_packed(runner.get_model())
+    # With tied embeddings the output matrix has no weight of its own in a checkpoint, so reloading skips it.
     for module in runner.get_model().modules():
-        if isinstance(module, ParallelLMHead) and packs_head:
+        if isinstance(module, ParallelLMHead):
             pack = module.quant_method.process_weights_after_loading
         elif isinstance(module, RoutedExperts) and current_platform.is_cpu():
             pack = pack_experts
@@ -136,11 +133,10 @@ class WorkerExtension:
 
     def settle(self) -> int:
         """Takes away the names of the shared memory by which ranks communicate. They have found each other, and killed
-        ones would leave it in /dev/shm. Compiles what checks weights, so that no update waits for it. Has logits
-        computed without a copy of the output matrix. Lets the cycle collector run less often: each step makes many
-        objects, which live until their message leaves. Returns this rank's process id."""
+        ones would leave it in /dev/shm. Compiles what checks weights, so that no update waits for it. Lets the
+        cycle collector run less often: each step makes many objects, which live until their message leaves. Returns
+        this rank's process id."""
         digest.warm_up()
-        multiply_in_parts(self.model_runner.get_model())
         forget_shared_memory(Path("/proc/self/maps").read_text())
         if current_platform.is_cpu():
             forget_rank_memory()

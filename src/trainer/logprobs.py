@@ -21,10 +21,12 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import PreTrainedModel
 
 from trireme.core.errors import BadInput
-from trireme.core.wide_product import wide_product
 from trireme.plan.memory import chunk_logits
 
 METHOD = "token_logprobs"
+CAST_ELEMENTS = 2**19
+"""Elements of the matrix that a CPU casts at a time: 2 MiB of float32, which stay in its cache. A copy of all is made
+in new memory each time, which the system gives page by page."""
 
 
 def add_token_logprobs(model: PreTrainedModel, head_dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -154,4 +156,18 @@ def _scaled_logits(hidden: Tensor, weight: Tensor, temperature: Tensor, head_dty
 
 def _logits(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns hidden [T, H] weight^T [H, V] in `dtype`."""
-    return hidden @ weight.T if hidden.dtype == dtype else wide_product(hidden, weight, dtype)
+    return hidden @ weight.T if hidden.dtype == dtype else _wide_product(hidden, weight, dtype)
+
+
+def _wide_product(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns hidden [T, H] weight^T [H, V] in `dtype`, without a copy of the whole matrix in it."""
+    try:
+        return torch.mm(hidden, weight.T, out_dtype=dtype)
+    except NotImplementedError:  # reason: torch's own error on CPUs; torch 2.13 has this product for CUDA alone
+        product = hidden.new_empty(len(hidden), len(weight), dtype=dtype)
+        wide = hidden.to(dtype)
+        at_once = max(1, CAST_ELEMENTS // weight.shape[1])
+        for start in range(0, len(weight), at_once):
+            rows = slice(start, start + at_once)
+            torch.mm(wide, weight[rows].to(dtype).T, out=product[:, rows])
+        return product

@@ -7,7 +7,6 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from trainer import logprobs
 from trainer.logprobs import SelectedLogprobs, add_token_logprobs, token_logprobs
-from trireme.core import wide_product
 from trireme.core.errors import BadInput
 
 TOKENS, HIDDEN, VOCABULARY = 37, 8, 50
@@ -67,7 +66,7 @@ def off_by(wanted, given, head_dtype):
 
 
 def test_a_model_in_bfloat16_has_exact_logits_unless_they_are_asked_for_in_its_dtype(monkeypatch):
-    monkeypatch.setattr(wide_product, "CAST_ELEMENTS", 3 * inputs()[0].shape[1])
+    monkeypatch.setattr(logprobs, "CAST_ELEMENTS", 3 * inputs()[0].shape[1])
     *given, _ = inputs(torch.bfloat16)
     wanted = whole(*(t.detach().double() for t in given[:2]), *given[2:])
     assert off_by(wanted, given, torch.float32) < 1e-5
@@ -96,7 +95,7 @@ def test_the_product_that_cuda_has_is_called_as_torch_declares_it():
 
 
 def test_torch_still_lacks_the_product_on_cpus():
-    """Fails when torch has it: then the cast in `trireme.core.wide_product` can go."""
+    """Fails when torch has it: then the cast in `trainer.logprobs._wide_product` can go."""
     ones = torch.ones(2, 2, dtype=torch.bfloat16)
     with pytest.raises(RuntimeError, match=r"Could not run 'aten::mm\.dtype' with arguments from the 'CPU' backend"):
         torch.mm(ones, ones, out_dtype=torch.float32)
