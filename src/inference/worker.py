@@ -38,7 +38,6 @@ from inference.receiving import Receiving
 from trireme.core import digest
 from trireme.core.errors import WeightsRefused
 from trireme.core.weights import TensorPlace, WeightsManifest, check_received
-from trireme.process.collector import spare_collector
 from trireme.process.faults import fault_point
 from trireme.transports.packing import tensor_of
 
@@ -133,14 +132,12 @@ class WorkerExtension:
 
     def settle(self) -> int:
         """Takes away the names of the shared memory by which ranks communicate. They have found each other, and killed
-        ones would leave it in /dev/shm. Compiles what checks weights, so that no update waits for it. Lets the
-        cycle collector run less often: each step makes many objects, which live until their message leaves. Returns
-        this rank's process id."""
+        ones would leave it in /dev/shm. Compiles what checks weights, so that no update waits for it.
+        Returns this rank's process id."""
         digest.warm_up()
         forget_shared_memory(Path("/proc/self/maps").read_text())
         if current_platform.is_cpu():
             forget_rank_memory()
-        spare_collector()
         return os.getpid()
 
     def receive_broadcast(self, pickled_offer: bytes) -> None:
