@@ -1,6 +1,6 @@
 """Weights travel by broadcasts where these work, else through Ray's object store.
 
-Where a broadcast may be used (`trireme.plan.ways_of_weights`), it is tried once: with the first version for which
+Where a broadcast may be used (`trireme.plan.transport`), it is tried once: with the first version for which
 replicas are ready. If it does not reach all of them, no more is broadcast. A version without a session goes through the
 object store.
 """
