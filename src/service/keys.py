@@ -1,7 +1,7 @@
 """The keys that open the service: those of clients, those of an administrator, and one for each session.
 
 A file of keys has a line for each: `client KEY` or `admin KEY`, and then, if wanted, whose it is and how much that
-owner may use (`owner=alice models=4 sampled_per_day=50000000`, `service.quotas`). Several keys may have one owner, who
+owner may use (`owner=alice models=4 stored_gb=500`, `service.quotas`). Several keys may have one owner, who
 has what was made with any of them. Only the user that runs the service may read the file. The key of a session is in no
 file: it holds the session's name, signed with the first admin key, so that it is known again after a restart, and also
 when its session is forgotten.

@@ -18,7 +18,7 @@ from service.asked import RequestRefused
 from service.errors import JsonReply, error_reply
 from service.guard import Limits, RequestGuard
 from service.keys import ServiceKeys
-from service.quotas import PATIENCE_S, QuotaUsed
+from service.quotas import QuotaUsed
 from service.tinker.asked import Creation, Loading, Saving, Update, Work
 from service.tinker.bodies import (
     BeatBody,
@@ -322,15 +322,10 @@ def _take_number(server: TinkerServer, caller: Caller, body: dict[str, Any], sai
 
 
 def _as_refused(error: Exception) -> RequestRefused:
-    """Returns the answer to an error. It is never 409, which the client takes for one that passes by itself.
-
-    Where a quota is used up, the client waits and asks again: after 429 for five minutes, without a word; after 402
-    every five seconds for an hour, and its log says what it is told."""
+    """Returns the answer to an error. It is never 409, which the client takes for one that passes by itself. Where a
+    quota is used up, the client waits and asks again for five minutes."""
     if isinstance(error, QuotaUsed):
-        is_soon = error.wait_s <= PATIENCE_S
-        retry_after_s = error.wait_s if is_soon else None
-        status = 429 if is_soon else 402
-        return RequestRefused(str(error), status=status, code="insufficient_quota", retry_after_s=retry_after_s)
+        return RequestRefused(str(error), status=429, code="insufficient_quota", retry_after_s=error.wait_s)
     statuses: dict[type[Exception], int] = {UnknownId: 404, GoneError: 410, UserError: 400, StorageFailed: 503}
     for kind, status in statuses.items():
         if isinstance(error, kind):

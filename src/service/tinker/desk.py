@@ -12,20 +12,18 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import chain
 from typing import Any
 
-from service.quotas import Quotas, QuotaUsed
+from service.quotas import UNLIMITED, Quota, check_count
 from service.tinker.adapter_turns import AdapterTurns
 from service.tinker.asked import Creation, Unusable, Work, origin_of
 from service.tinker.catalog import Catalog
-from service.tinker.codec import ForwardBackwardCall
 from service.tinker.costs import kind_of, tokens_of
 from service.tinker.journal import TinkerJournal
 from service.tinker.offer import TinkerOffer
 from service.tinker.owners import Caller
 from service.tinker.promises import Failure, Promise, SampleWork, Success, UnknownId, UserError
-from service.tinker.records import Record, taken_in
+from service.tinker.records import Record
 from service.tinker.replaying import Histories, records_of, replay
 from service.tinker.shelf import BASE, WeightShelf
 from service.tinker.state import ProtocolState
@@ -47,7 +45,6 @@ class TinkerDesk:
     ) -> None:
         self.offer, self.catalog, self.now = offer, catalog, now
         self._journal = journal
-        self.quotas = Quotas(offer.quotas, now)
         self._sampling_of: Counter[str] = Counter()
         """How many samples of each owner are in flight."""
         self.state, self._histories = self._replay([])
@@ -77,8 +74,6 @@ class TinkerDesk:
         StorageFailed."""
         replayed = self._journal.replay()
         self.state, self._histories = self._replay(replayed.records)
-        for taken in taken_in(replayed.records):
-            self.quotas.again(taken)
         if replayed.lost:  # what clients were told may not be known here, so they begin again
             for session_id in self.state.sessions:
                 self.state.finish(session_id, self.now())
@@ -90,7 +85,7 @@ class TinkerDesk:
         return bool(replayed.records)
 
     def rewrite(self) -> None:
-        self._journal.begin(chain(records_of(self.state, self._histories), self.quotas.missing()))
+        self._journal.begin(records_of(self.state, self._histories))
 
     @property
     def base_model(self) -> str:
@@ -141,6 +136,9 @@ class TinkerDesk:
         """Returns the owner of the key with which something was asked for."""
         return self.state.sessions[promise.session_id].owner
 
+    def _quota(self, owner: str) -> Quota:
+        return self.offer.quotas.get(owner, UNLIMITED)
+
     def finish(self, session_id: str) -> None:
         """Ends a session. Raises UnknownId."""
         self.state.finish(session_id, self.now())
@@ -152,26 +150,15 @@ class TinkerDesk:
             owner = self.state.session(session_id).owner
             living = [model for model in self.state.models.values() if not model.ended]
             mine = sum(self.state.sessions[model.session_id].owner == owner for model in living)
-            self.quotas.check_count(owner, "models", mine, MODEL_WAIT_S)
+            check_count(owner, "models", self._quota(owner).models, mine, MODEL_WAIT_S)
         promise = self.state.create_model(session_id, model_seq, work)
         self.wake()
         return promise
 
     def train(self, model_id: str, seq_id: int, work: Work) -> Promise:
-        """Accepts a request of a model. Raises UnknownId, UserError, QuotaUsed."""
+        """Accepts a request of a model. Raises UnknownId, UserError."""
         fault_point("tinker.ask")
-        model = self.state.model(model_id)
-        counts = isinstance(work, ForwardBackwardCall) and not (model.ended or self.state.has_asked(model_id, seq_id))
-        owner = self.state.sessions[model.session_id].owner
-        if counts:
-            try:
-                self.quotas.check_tokens(owner, "trained")
-            except QuotaUsed:
-                model.gap = None  # the client is there, and asks again: later requests wait for this one
-                raise
-        tokens = tokens_of(work) if counts else 0
-        promise = self.state.train(model_id, seq_id, work, self.quotas.note(owner, "trained", tokens))
-        self.quotas.take(owner, "trained", tokens)
+        promise = self.state.train(model_id, seq_id, work)
         self.state.heard(promise, self.now())
         fault_point("tinker.asked")
         self.wake()
@@ -189,12 +176,10 @@ class TinkerDesk:
         owner = self.state.sessions[sampler.session_id].owner
         if is_new := not self.state.has_asked(sampler_id, seq_id):
             self._check_held(sampler.target)
-            self.quotas.check_count(owner, "samples", self._sampling_of[owner], SAMPLE_WAIT_S)
-            self.quotas.check_tokens(owner, "sampled")
-        promise = self.state.sample(sampler_id, seq_id, work, self.quotas.note(owner, "sampled", work.prompt.length))
+            check_count(owner, "samples", self._quota(owner).samples, self._sampling_of[owner], SAMPLE_WAIT_S)
+        promise = self.state.sample(sampler_id, seq_id, work)
         if is_new:
             self._sampling_of[owner] += 1
-            self.quotas.take(owner, "sampled", work.prompt.length)
         self.wake()
         return promise
 

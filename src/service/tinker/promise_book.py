@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from service.quotas import TokensTaken
 from service.tinker.promises import (
     ClientModel,
     ClientSampler,
@@ -107,9 +106,9 @@ class PromiseBook:
         request_id = f"{owner_id}/{seq}"
         return Promise(request_id, "", None, forgotten=True) if number in retired else self._promises.get(request_id)
 
-    def settle(self, promise: Promise, outcome: Outcome, taken: TokensTaken | None = None) -> None:
-        """Gives a promise its outcome, which costs what is `taken`."""
-        self.write(OutcomeKnown(promise.request_id, outcome, taken))
+    def settle(self, promise: Promise, outcome: Outcome) -> None:
+        """Gives a promise its outcome."""
+        self.write(OutcomeKnown(promise.request_id, outcome))
         promise.outcome, promise.work = outcome, None
         self._settled.append(promise)
 

@@ -4,8 +4,6 @@ The protocol's state follows from its records alone, in order. A running server 
 record says; one that reads a journal does the same again, so that both come to the same state. Some records are written
 only where a journal is begun anew (`service.tinker.replaying`): they say what many others said before.
 
-A record that costs its owner something of a quota says so itself (`taken`), so that neither is there without the other.
-
 A record's bytes are a head in JSON, with its length before it, and then the bytes of a request or of a result, if it
 has such.
 """
@@ -14,14 +12,13 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from math import inf
 from typing import Any
 
 import numpy as np
 
-from service.quotas import TokensTaken
 from service.tinker.adapters import AdapterWish
 from service.tinker.asked import Creation, Loading, Saving, Unusable, Update, Work
 from service.tinker.codec import ForwardBackwardCall
@@ -74,7 +71,6 @@ class TrainingAsked:
     model: str
     seq: int
     work: Work | None
-    taken: TokensTaken | None = None
 
 
 @dataclass(frozen=True)
@@ -108,7 +104,6 @@ class SampleAsked:
     sampler: str
     seq: int
     work: SampleWork | None
-    taken: TokensTaken | None = None
 
 
 @dataclass(frozen=True)
@@ -117,7 +112,6 @@ class OutcomeKnown:
 
     request: str
     outcome: Outcome
-    taken: TokensTaken | None = None
 
 
 @dataclass(frozen=True)
@@ -193,7 +187,6 @@ Record = (
     | StepKept
     | SamplerStands
     | AnswerKept
-    | TokensTaken
 )
 KINDS = {kind.__name__: kind for kind in Record.__args__}
 WORKS: Mapping[str, type[Any]] = {kind.__name__: kind for kind in (Saving, Unusable)}
@@ -203,8 +196,6 @@ def encode(record: Record) -> bytes:
     """Returns the bytes of a record."""
     head: dict[str, Any] = {each.name: getattr(record, each.name) for each in fields(record)}
     rest = b""
-    if (taken := head.pop("taken", None)) is not None:
-        head["taken"] = asdict(taken)
     if head.get("work") is not None:
         head["work"], rest = _work_head(head["work"])
     if isinstance(outcome := head.get("outcome"), Success | Failure):
@@ -224,18 +215,8 @@ def decode(payload: bytes) -> Record:
         head["outcome"] = _outcome_of(head["outcome"], rest)
     if "retired" in head:
         head["retired"] = tuple(head["retired"])
-    if "taken" in head:
-        head["taken"] = TokensTaken(**head["taken"])
     made: Record = kind(**head)
     return made
-
-
-def taken_in(records: Iterable[Record]) -> Iterator[TokensTaken]:
-    """Yields what records say of quotas."""
-    for record in records:
-        taken = record if isinstance(record, TokensTaken) else getattr(record, "taken", None)
-        if taken is not None:
-            yield taken
 
 
 def _work_head(work: Any) -> tuple[dict[str, Any], bytes]:

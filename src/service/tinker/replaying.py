@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 
-from service.quotas import TokensTaken
 from service.tinker.history import ModelHistory, Step
 from service.tinker.promises import ClientClone, ClientModel, ClientSampler, RetiredNumbers
 from service.tinker.records import (
@@ -70,8 +69,6 @@ def _apply(state: ProtocolState, histories: Histories, record: Record, now: floa
             _settle(state, histories, record, now)
         case ModelCommitted():
             histories[record.model].committed(record.place)
-        case TokensTaken():
-            return  # service.tinker.desk reads what is said of quotas
         case _:
             _stand(state, histories, record, now)
 

@@ -232,12 +232,11 @@ class TinkerServer(TinkerDesk):
                     await self._to_sample.wait()
 
     async def _answer(self, promise: Promise, slot: str) -> None:
-        work, sampled = promise.work, 0
+        work = promise.work
         assert isinstance(work, SampleWork)
         try:
             asked = (work.prompt, work.num_samples, work.params, work.prompt_logprobs, work.topk)
             response = await asyncio.wrap_future(self._sampler.sample(*asked, adapter=slot))
-            sampled = sum(len(each.tokens) for each in response.sequences)
             outcome: Success | Failure = Success(encode_sample(response, work.topk))
         except RoomFailed as error:
             if self._may_try_again(promise):
@@ -251,9 +250,7 @@ class TinkerServer(TinkerDesk):
             log.exception("a sample failed")
             outcome = Failure(f"an error of the server, which its log tells: {type(error).__name__}", "server")
         fault_point("tinker.sampled")
-        owner = self.owner_of(promise)
-        self.state.sampled(promise, outcome, self.quotas.note(owner, "sampled", sampled))
-        self.quotas.take(owner, "sampled", sampled)
+        self.state.sampled(promise, outcome)
         self._losses.pop(promise.request_id, None)
         self.wake()
 

@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from service.quotas import TokensTaken
 from service.tinker.adapter_turns import AdapterTurns
 from service.tinker.promise_book import CLONE, KEPT_S, UNASKED_S, PromiseBook
 from service.tinker.promises import (
@@ -204,15 +203,15 @@ class ProtocolState(PromiseBook):
             raise UnknownId(f"the model {model_id!r}; expected one that was created since the server began")
         return model
 
-    def train(self, model_id: str, seq_id: int, work: object, taken: TokensTaken | None = None) -> Promise:
-        """Accepts request `seq_id` of a model, which costs what is `taken`. Raises UnknownId, and UserError for a
+    def train(self, model_id: str, seq_id: int, work: object) -> Promise:
+        """Accepts request `seq_id` of a model. Raises UnknownId, and UserError for a
         number below 1."""
         model = self.model(model_id)
         if seq_id < 1:
             raise UserError(f"seq_id = {seq_id}; expected 1 or more, as 0 is the creation of the model")
         if known := self._known(model_id, seq_id):
             return known
-        self.write(TrainingAsked(model_id, seq_id, work, taken))  # type: ignore[arg-type]
+        self.write(TrainingAsked(model_id, seq_id, work))  # type: ignore[arg-type]
         promise = self.make_promise(f"{model_id}/{seq_id}", model.session_id, work)
         if model.ended:
             self.settle(promise, model.refusal)
@@ -330,19 +329,19 @@ class ProtocolState(PromiseBook):
         """Tells whether request `seq_id` of a model or a sampler was accepted."""
         return self._known(owner_id, seq_id) is not None
 
-    def sample(self, sampler_id: str, seq_id: int, work: object, taken: TokensTaken | None = None) -> Promise:
-        """Accepts sample `seq_id` of a sampler, which costs what is `taken`. Raises UnknownId."""
+    def sample(self, sampler_id: str, seq_id: int, work: object) -> Promise:
+        """Accepts sample `seq_id` of a sampler. Raises UnknownId."""
         sampler = self.sampler(sampler_id)
         if known := self._known(sampler_id, seq_id):
             return known
-        self.write(SampleAsked(sampler_id, seq_id, work, taken))  # type: ignore[arg-type]
+        self.write(SampleAsked(sampler_id, seq_id, work))  # type: ignore[arg-type]
         promise = self.make_promise(f"{sampler_id}/{seq_id}", sampler.session_id, work)
         self.turns.add(sampler.target, promise)
         return promise
 
-    def sampled(self, promise: Promise, outcome: Outcome, taken: TokensTaken | None = None) -> None:
-        """Notes the outcome of a sample that ran, which costs what is `taken`."""
-        self.settle(promise, outcome, taken)
+    def sampled(self, promise: Promise, outcome: Outcome) -> None:
+        """Notes the outcome of a sample that ran."""
+        self.settle(promise, outcome)
         self.turns.ended(promise)
         self.completed(promise)
 

@@ -46,13 +46,6 @@ def interface_towards(host: str) -> str:
     return names[0]
 
 
-def address_of(interface: str, like: str) -> str:
-    """Returns the address of an interface of this node, IPv4 or IPv6 like `like`; "" if it has none."""
-    kind = socket.AF_INET6 if ":" in like else socket.AF_INET
-    found = psutil.net_if_addrs().get(interface, [])
-    return next((each.address.partition("%")[0] for each in found if each.family == kind), "")
-
-
 def listen(host: str, ports: Sequence[int] = ()) -> socket.socket:
     """Opens a socket that listens at an address of this node, at the first free one of `ports` (`cluster.ports`), or at
     any free port if there are none. Raises RoomFailed."""

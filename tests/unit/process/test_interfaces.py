@@ -87,16 +87,3 @@ def test_ports_are_taken_in_order_and_their_lack_is_said() -> None:
             assert other.getsockname()[1] != port
     with pytest.raises(RoomFailed, match=r"cannot listen at 192\.0\.2\.99"):
         interfaces.listen("192.0.2.99")
-
-
-@pytest.mark.usefixtures("two_networks")
-def test_the_address_of_an_interface(monkeypatch: pytest.MonkeyPatch) -> None:
-    v4, v6 = socket.AF_INET, socket.AF_INET6
-    found = {
-        "eth0": [SimpleNamespace(family=v6, address="fe80::1%eth0"), SimpleNamespace(family=v4, address="10.0.0.5")]
-    }
-    monkeypatch.setattr(interfaces.psutil, "net_if_addrs", lambda: found)
-    monkeypatch.setattr(interfaces, "socket", SimpleNamespace(AF_INET=v4, AF_INET6=v6))
-    assert interfaces.address_of("eth0", "10.0.0.7") == "10.0.0.5"
-    assert interfaces.address_of("eth0", "fe80::7") == "fe80::1"
-    assert interfaces.address_of("eth9", "10.0.0.7") == ""

@@ -52,15 +52,15 @@ def test_keys_have_owners_and_quotas(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     text = (
         "admin 0123456789abcdef\n"
-        "client 1123456789abcdef== owner=alice@lab models=4 sampled_per_day=5000\n"
-        "client 2123456789abcdef sampled_per_day=5000 models=4 owner=alice@lab\n"
+        "client 1123456789abcdef== owner=alice@lab models=4 samples=5000\n"
+        "client 2123456789abcdef samples=5000 models=4 owner=alice@lab\n"
         "client 3123456789abcdef stored_gb=7\n"
     )
     file.write_text(text)
     file.chmod(0o600)
     admin, first, second, alone = read(file)
     assert (first.owner, second.owner, alone.owner, admin.quota) == ("alice@lab", "alice@lab", alone.name, UNLIMITED)
-    assert first.quota == second.quota == Quota(models=4, sampled_per_day=5000)
+    assert first.quota == second.quota == Quota(models=4, samples=5000)
     assert quotas_of([first, second, alone]) == {"alice@lab": first.quota, alone.name: Quota(stored_gb=7)}
 
 

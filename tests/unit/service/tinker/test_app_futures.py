@@ -25,7 +25,7 @@ DATUM = types.Datum(
     model_input=types.ModelInput.from_ints([1, 1]),
     loss_fn_inputs={"target_tokens": types.TensorData(data=[2, 3], dtype="int64")},
 )
-USED_SOON, USED_LONG = QuotaUsed("alice", "for a moment", 0.01), QuotaUsed("alice", "for today", 3600.0)
+QUOTA_USED = QuotaUsed("alice", "samples", 4, 4, 0.01)
 
 
 @pytest.fixture
@@ -100,14 +100,13 @@ def answered_first(monkeypatch: pytest.MonkeyPatch, error: Exception, times: int
     [
         (StorageFailed("the disk is full"), 2, None),
         (RuntimeError("a mistake in the server"), 2, None),
-        (USED_SOON, 1, None),
-        (USED_LONG, 1, None),
+        (QUOTA_USED, 1, None),
         (UserError("wrong"), 2, None),
         (UserError("wrong"), 9, ValueError),
         (UnknownId("the request"), 1, ValueError),
         (GoneError("it is forgotten"), 1, RetryableException),
     ],
-    ids=["503", "500", "429", "402", "400 twice", "400", "404", "410"],
+    ids=["503", "500", "429", "400 twice", "400", "404", "410"],
 )
 def test_the_client_and_the_result_of_a_pass(
     served: Served, monkeypatch: pytest.MonkeyPatch, error: Exception, times: int, then: type[Exception] | None

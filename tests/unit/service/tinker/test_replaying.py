@@ -11,13 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tinker_posts import passing
 
-from service.quotas import TokensTaken
 from service.tinker.adapters import AdapterWish
 from service.tinker.asked import Creation, Loading, Saving, Unusable, Update, Work
 from service.tinker.codec import ForwardBackwardCall
 from service.tinker.history import ModelHistory
 from service.tinker.promises import ClientSampler, Failure, GoneError, Outcome, Promise, SampleWork, Success, UnknownId
-from service.tinker.records import OutcomeKnown, Record, SampleAsked, TrainingAsked, decode, encode, taken_in
+from service.tinker.records import Record, SampleAsked, TrainingAsked, decode, encode
 from service.tinker.replaying import records_of, replay
 from service.tinker.state import CLONE, KEPT_S, ProtocolState
 from service.tinker.turns import StartSample
@@ -51,20 +50,6 @@ def test_a_sample_is_read_as_it_was_written() -> None:
     assert found.work
     np.testing.assert_array_equal(found.work.prompt.tokens, [1, 2])
     assert (found.work.params, found.work.num_samples, found.work.topk) == (SAMPLE.params, 2, 5)
-
-
-def test_what_is_taken_of_quotas_is_read_as_it_was_written() -> None:
-    taken = TokensTaken("alice", "trained", 300, 1.5e9)
-    records: list[Record] = [
-        TrainingAsked("s:train:0", 4, UPDATE, taken),
-        OutcomeKnown("s:sample:0/1", Success(b"x"), taken),
-        TokensTaken("bob", "sampled_per_day", 2.5, 1.5e9),
-        TrainingAsked("s:train:0", 5, UPDATE),
-    ]
-    found = [decode(encode(record)) for record in records]
-    assert found == records
-    sample = decode(encode(SampleAsked("s:sample:0", 4, SAMPLE, taken)))
-    assert list(taken_in([*found, sample])) == [taken, taken, records[2], taken]
 
 
 def test_what_is_done_again_is_what_made_the_weights() -> None:
