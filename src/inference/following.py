@@ -32,7 +32,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 
 from inference.loaded import Following, LoadedSums
 from inference.watching import Copy, CopyWatch, Layout, disordered, layout_of, widens
-from trireme.transports.tensor_sums import tensor_sums
+from trireme.transports.tensor_sums import TensorPart, part_sums
 
 PACK = "process_weights_after_loading"
 AHEAD = 4
@@ -127,8 +127,14 @@ class TensorFollower:
         if watch:
             self._layouts = watch.layouts()
         held = self._held()
-        for name in self._copies.keys() - self._packed.keys():
-            self._begin(name, held[name])
+        plain = {name: held[name] for name in self._copies.keys() - self._packed.keys()}
+        on_devices: dict[int, TensorPart] = {}
+        for name, tensor in plain.items():
+            if tensor.device.type == "cpu":
+                self._begin(name, tensor)
+            else:  # a kernel sums them all in a few launches
+                on_devices |= self._parts(name, tensor)
+        self._sums |= _sums_by_number(on_devices)
         self._await(0)
         copies = sorted(chain(*(each.items() for each in self._copies.values())), key=lambda each: each[1])
         device = next((each.device for each in self._sums.values()), None)
@@ -158,17 +164,21 @@ class TensorFollower:
 
     def _sum(self, name: str, tensor: Tensor) -> dict[int, Tensor]:
         """Sums what was copied to a parameter, if it lies as it did then: {number of the copy: sums}."""
+        return _sums_by_number(self._parts(name, tensor))
+
+    def _parts(self, name: str, tensor: Tensor) -> dict[int, TensorPart]:
+        """Returns what was copied to a parameter, if it lies as it did then: {number of the copy: part to sum}."""
         if name not in self._copies or self._layouts[name] != layout_of(tensor):
             return {}
-        sums = {}
+        parts = {}
         for copy, number in self._copies[name].items():
             dtype, place = self._dtypes[copy.part.name], copy.place
             if widens(dtype, tensor.dtype):
                 view = tensor.data.as_strided(place.shape, place.stride, tensor.storage_offset() + place.offset)
                 if (factor := self._factors.get(copy.part.name)) is not None:
                     view = view / factor
-                sums[number] = tensor_sums(view, copy.source.offset, copy.source.stride, dtype)
-        return sums
+                parts[number] = TensorPart(view, copy.source.offset, copy.source.stride, dtype)
+        return parts
 
     def _held(self) -> dict[str, Tensor]:
         """Returns the parameters and buffers of all layers, each under one name."""
@@ -176,6 +186,13 @@ class TensorFollower:
 
     def _own(self, layer: nn.Module) -> dict[str, Tensor]:
         return {self._prefixes[layer] + name: tensor for name, tensor in self._tensors_of(layer).items()}
+
+
+def _sums_by_number(parts: Mapping[int, TensorPart]) -> dict[int, Tensor]:
+    """Sums parts, which are on one device, by their numbers."""
+    if not parts:
+        return {}
+    return dict(zip(parts, part_sums(list(parts.values())), strict=True))
 
 
 def _equal(sums: Mapping[int, Tensor], others: Mapping[int, Tensor]) -> bool:

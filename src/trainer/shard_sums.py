@@ -22,7 +22,7 @@ from trireme.core.digest import Sums, warm_up
 from trireme.core.slices import Convert, Slice, find_slices
 from trireme.core.weights import gathered_text
 from trireme.process import trace
-from trireme.transports.tensor_sums import rectangle, sums_of_equals, tensor_sums, to_sums
+from trireme.transports.tensor_sums import TensorPart, equal_parts, part_sums, rectangle, tensor_sums, to_sums
 
 
 class PartPlace(NamedTuple):
@@ -67,13 +67,18 @@ class ShardSums:
     def of_shard(self, device: torch.device) -> Tensor:
         """Returns this rank's share of the sums, int64 [tensors, 2] on `device`: zeros where it holds nothing."""
         table = torch.zeros(len(self._slices), 2, dtype=torch.int64, device=device)
+        rows: defaultdict[torch.device, list[int]] = defaultdict(list)
+        parts: defaultdict[torch.device, list[TensorPart]] = defaultdict(list)
         with trace.span("sums"):
-            for parts in self._by_source:
-                source = parts[0][1].source
+            for slices in self._by_source:
+                source = slices[0][1].source
                 dtype = self._dtype if isinstance(source, DTensor) and source.is_floating_point() else None
-                for place, held in self._held(parts).items():
-                    sums = sums_of_equals([view for _, view in held], *rectangle(place.whole, place.start), dtype)
-                    table[[row for row, _ in held]] += sums.to(device)
+                for place, held in self._held(slices).items():
+                    views = [view for _, view in held]
+                    parts[views[0].device] += equal_parts(views, *rectangle(place.whole, place.start), dtype)
+                    rows[views[0].device] += [row for row, _ in held]
+            for where, found in parts.items():  # all at once, because a GPU sums many tensors in one launch
+                table.index_add_(0, torch.tensor(rows[where], device=device), part_sums(found).to(device))
         return table
 
     def _held(self, parts: Sequence[tuple[int, Slice]]) -> dict[PartPlace, list[tuple[int, Tensor]]]:

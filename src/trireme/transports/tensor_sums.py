@@ -11,7 +11,7 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ from torch import Tensor
 from trireme.core.digest import GOLDEN, MIX_1, MIX_2, WORD_BYTES, Sums, sums_of, sums_of_rows
 
 PIECE_WORDS = 2**20
-"""Words that are summed at once: on a device that takes five int64 numbers for each, 40 MiB in all."""
+"""Words that are summed at once: tensor operations take five int64 numbers for each, 40 MiB in all."""
 
 
 def c_strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -43,40 +43,78 @@ def rectangle(whole: Sequence[int], start: Sequence[int]) -> tuple[int, tuple[in
     return sum(at * stride for at, stride in zip(start, strides, strict=True)), strides
 
 
+class TensorPart(NamedTuple):
+    """Tensors of one storage, with equal shapes and strides, each at the same place of its whole."""
+
+    tensor: Tensor
+    """The first of them."""
+    first: int
+    """The place of its first element in its whole, in elements."""
+    strides: Sequence[int]
+    """The strides of its whole, in elements."""
+    dtype: torch.dtype
+    """The dtype in which it is summed."""
+    tensors: int = 1
+    """Number of tensors."""
+    pace: int = 0
+    """Distance in memory from one tensor to the next, in elements."""
+
+
+def equal_parts(
+    tensors: Sequence[Tensor], first: int, strides: Sequence[int], dtype: torch.dtype | None = None
+) -> list[TensorPart]:
+    """Returns the parts, in order, that are tensors of one storage with equal shapes and strides, all at the same place
+    of their wholes: one part if they are at equal distances in memory, such as experts of a stack. `dtype`: that in
+    which they are summed (None: their own)."""
+    start, target = tensors[0].detach(), dtype or tensors[0].dtype
+    paces = {int(b.storage_offset() - a.storage_offset()) for a, b in pairwise(tensors)} or {0}
+    if len(paces) == 1 and min(paces) >= 0:
+        return [TensorPart(start, first, strides, target, len(tensors), min(paces))]
+    return [TensorPart(tensor.detach(), first, strides, target) for tensor in tensors]
+
+
+def part_sums(parts: Sequence[TensorPart]) -> Tensor:
+    """Returns the sums of all tensors of `parts`, which are on one device, in order: int64 [tensors, 2]
+    (`Sums.signed`), there, for which nothing waits.
+
+    On CUDA a kernel computes them in a few launches. Elsewhere it takes at most 64 MiB alongside the tensors, whatever
+    their sizes, dtypes and strides.
+    """
+    if parts[0].tensor.is_cuda:
+        from trireme.transports.device_sums import device_sums  # imports Triton
+
+        return device_sums(parts)
+    return torch.cat([operation_sums(part) for part in parts])
+
+
 def tensor_sums(
     part: Tensor, first: int = 0, strides: Sequence[int] | None = None, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Returns the sums of `part`, int64 [2] (`Sums.signed`) on its device, for which nothing waits. `strides`: of the
-    whole tensor (None: the part is contiguous in it). `dtype`: that in which it is summed (None: its own).
-
-    Takes at most 64 MiB beside the tensor, whatever its size, dtype and strides.
-    """
-    strides = c_strides(part.shape) if strides is None else tuple(strides)
-    total = torch.zeros(2, dtype=torch.int64, device=part.device)
-    item = (dtype or part.dtype).itemsize
-    for piece, at in _pieces(part.detach(), first, strides, PIECE_WORDS * WORD_BYTES // item):
-        total += _piece_sums(piece.to(dtype or part.dtype).contiguous(), at, strides)
-    return total
+    """Returns the sums of one tensor, int64 [2] on its device, as `part_sums` does. `strides`: of the whole tensor
+    (None: the part is contiguous in it). `dtype`: that in which it is summed (None: its own)."""
+    steps = c_strides(part.shape) if strides is None else tuple(strides)
+    return part_sums([TensorPart(part.detach(), first, steps, dtype or part.dtype)])[0]
 
 
-def sums_of_equals(
-    parts: Sequence[Tensor], first: int, strides: Sequence[int], dtype: torch.dtype | None = None
-) -> Tensor:
-    """Returns the sums, int64 [parts, 2], of parts of one storage with equal shapes and strides, all at the same place
-    of their wholes, as `tensor_sums` takes it. Small ones at equal distances in memory, such as experts of a stack, are
-    summed together."""
-    start = parts[0]
-    most = PIECE_WORDS * WORD_BYTES // (dtype or start.dtype).itemsize
-    at_once = most // start.numel()
-    paces = {b.storage_offset() - a.storage_offset() for a, b in pairwise(parts)} or {0}
-    pace = max(paces)
-    if at_once < 2 or len(paces) > 1 or pace < 0 or (dtype or start.dtype).itemsize == 1:
-        return torch.stack([tensor_sums(part, first, strides, dtype) for part in parts])
+def operation_sums(part: TensorPart) -> Tensor:
+    """Returns the sums of the tensors of a part, int64 [tensors, 2] on their device, by tensor operations or, on a CPU,
+    by the kernel of `trireme.core.digest`. Small tensors are summed together."""
+    first, strides, dtype = part.first, part.strides, part.dtype
+    most = PIECE_WORDS * WORD_BYTES // dtype.itemsize
+    at_once = most // max(part.tensor.numel(), 1) if dtype.itemsize > 1 and part.tensor.numel() else 1
     found = []
-    for at in range(0, len(parts), at_once):
-        count, part = min(at_once, len(parts) - at), parts[at].detach()
-        stack = part.as_strided((count, *part.shape), (pace, *part.stride()), part.storage_offset())
-        found.append(_stack_sums(stack.to(dtype or part.dtype).contiguous(), first, strides))
+    for at in range(0, part.tensors, max(at_once, 1)):
+        count = min(max(at_once, 1), part.tensors - at)
+        start = part.tensor.storage_offset() + at * part.pace
+        sizes, steps = (count, *part.tensor.shape), (part.pace, *part.tensor.stride())
+        stack = part.tensor.as_strided(sizes, steps, start)
+        if count > 1:
+            found.append(_stack_sums(stack.to(dtype).contiguous(), first, strides))
+            continue
+        total = torch.zeros(1, 2, dtype=torch.int64, device=stack.device)
+        for piece, place in _pieces(stack[0], first, strides, most):
+            total += _piece_sums(piece.to(dtype).contiguous(), place, strides)
+        found.append(total)
     return torch.cat(found)
 
 

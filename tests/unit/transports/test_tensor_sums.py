@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from trireme.core.digest import Sums
 from trireme.transports import tensor_sums as module
 from trireme.transports.packing import DTYPES
-from trireme.transports.tensor_sums import rectangle, sums_of_equals, tensor_sums, to_sums
+from trireme.transports.tensor_sums import equal_parts, part_sums, rectangle, tensor_sums, to_sums
 
 SHAPES = st.lists(st.integers(0, 7), max_size=4)
 SPECIAL = [0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-45, -1e-40, 65504.0, 3.4e38]
@@ -147,6 +147,6 @@ def test_equal_parts_of_a_stack_have_the_sums_that_each_has_alone(
     with on(device), patch.object(module, "PIECE_WORDS", 4 * piece):
         for dtype in (None, torch.bfloat16) if name == "F32" else (None,):
             alone = torch.stack([tensor_sums(part, first, strides, dtype) for part in parts])
-            assert torch.equal(sums_of_equals(parts, first, strides, dtype), alone)
+            assert torch.equal(part_sums(equal_parts(parts, first, strides, dtype)), alone)
             if len(parts) > 1:
-                assert torch.equal(sums_of_equals(parts[:2], first, strides, dtype), alone[:2])
+                assert torch.equal(part_sums(equal_parts(parts[:2], first, strides, dtype)), alone[:2])
