@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from trireme.config.section import NAMES_CODE, Section, Share
 from trireme.core.transport import TRANSPORTS
@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 else:
     TransportName = Literal[*TRANSPORTS]
 
+GIB = 2**30
+GPU_SEQUENCES, LARGE_GPU_SEQUENCES = 256, 1024
+LARGE_GPU_BYTES = 70 * GIB
+"""Sequences that a server of vLLM 0.32 decodes at the same time on a GPU, and on one of at least that much memory. It
+takes the fewer on an A100 of 80 GiB, too."""
 CPU_SEQUENCES = 256
 """Sequences that a replica on CPUs decodes at the same time unless told. (docs/benchmarks.md, defaults)"""
 
@@ -66,9 +71,12 @@ class InferenceConfig(Section):
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Share of a GPU's memory that a replica, or its rank on that GPU, may take."""
     gpu_cache_gb: PositiveFloat | None = None
-    """KV cache of a replica on its GPU (on each of several), in GiB; none = what gpu_memory_utilization leaves, as vLLM
-    measures it, and on a GPU that is shared with the trainer, where nothing can be measured while both start, as the
-    plan works it out."""
+    """KV cache of a replica on its GPU (on each of several), in GiB; none = what max_num_seqs sequences of full length
+    and prefix_cache take, but at most what gpu_memory_utilization leaves: as vLLM measures that, and on a GPU that is
+    shared with the trainer, where nothing can be measured while both start, as the plan works it out."""
+    prefix_cache: NonNegativeFloat = 1.0
+    """Room on GPUs for prefixes of conversations that no sequence is decoding, as a multiple of what max_num_seqs
+    sequences of full length take; see gpu_cache_gb."""
     max_num_seqs: PositiveInt | None = None
     """Sequences that a replica decodes at the same time; none = on a GPU what a vLLM server takes there (256, or 1,024
     from 70 GiB of memory on, in vLLM 0.32), 256 on CPUs."""
@@ -95,3 +103,8 @@ class InferenceConfig(Section):
     def sequences(self, *, on_gpus: bool) -> int | None:
         """Returns how many sequences a replica decodes at the same time; None: vLLM decides by its GPU."""
         return self.max_num_seqs or (None if on_gpus else CPU_SEQUENCES)
+
+    def most_gpu_sequences(self, gpu_bytes: int) -> int:
+        """Returns how many sequences a replica decodes at most at the same time on a GPU of that much memory."""
+        default = LARGE_GPU_SEQUENCES if gpu_bytes >= LARGE_GPU_BYTES else GPU_SEQUENCES
+        return self.max_num_seqs or default

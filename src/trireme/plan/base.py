@@ -52,6 +52,8 @@ class Part(ABC):
     """The machines."""
     shares_gpu: bool = field(default=False, kw_only=True)
     """True: its one actor shares a GPU with the one of another room; `Plan.parts` decides it."""
+    taken_share: float = field(default=0.0, kw_only=True)
+    """The share of that GPU that an engine takes; 0 where none is shared. `Plan.parts` decides it."""
 
     room: ClassVar[str]
     """Its name in `Plan.by_room`."""
@@ -92,6 +94,11 @@ class Part(ABC):
     def may_share_gpu(self) -> bool:
         """True: its one actor leaves enough of a GPU for the one of another room."""
         return True
+
+    @property
+    def gpu_share(self) -> float:
+        """The share of the memory of each of its GPUs that an engine takes; 0 without one."""
+        return 0.0
 
     @property
     def least_gpu_share(self) -> float:
@@ -149,8 +156,10 @@ class Plan:
     def parts(self) -> list[Part]:
         """The parts of the run, those that hold a model first."""
         parts = [kind(self.config, self.facts, self.resources) for kind in self.kinds]
-        shares = self.on_gpus and self.resources.gpus < 2 and _models(parts) == [1, 1]
-        return [replace(part, shares_gpu=shares and all(each.may_share_gpu for each in parts)) for part in parts]
+        one_gpu = self.on_gpus and self.resources.gpus < 2 and _models(parts) == [1, 1]
+        shares = one_gpu and all(part.may_share_gpu for part in parts)
+        taken = max(part.gpu_share for part in parts) if shares else 0.0
+        return [replace(part, shares_gpu=shares, taken_share=taken) for part in parts]
 
     @property
     def actor_names(self) -> list[str]:

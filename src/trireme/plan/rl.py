@@ -19,6 +19,10 @@ REPLICA_BASE_GIB = 1.4
 ENGINE_BYTES = 3 * GIB
 """What an engine takes of a GPU beside weights and KV cache: CUDA's context, graphs, activations, logits. It is an
 allowance: nothing was measured on a GPU."""
+SHARE_STEP = 0.001
+"""Shares of a GPU are rounded up to multiples of this."""
+BLOCK_TOKENS = 16
+"""Tokens in a block of vLLM's KV cache, unless an engine chooses larger ones."""
 RANK_GIB = 0.35
 """Measured memory of each of several ranks of a replica, with its part of shared pages, without weights and cache."""
 QUEUE_BYTES = 10 * (24 * 2**20 + 2)
@@ -96,21 +100,47 @@ class InferencePart(Part):
             cuda = (1 + self.ranks) * int(HOST_OF_CUDA_GIB * GIB)  # the actor, and each process of its engine
             cache = self._gpu_cache(self.facts)
             gpu = {"a replica's weights": weights // self.ranks, "its workspaces": ENGINE_BYTES, "its KV cache": cache}
-            share = self.config.inference.gpu_memory_utilization
-            each = Need({"processes": cuda, **arriving}, gpu, shared, gpu_share=share, shm_free=queues)
+            each = Need({"processes": cuda, **arriving}, gpu, shared, gpu_share=self.gpu_share, shm_free=queues)
             return [each] * self.config.inference.replicas
         base, cache = int(self._base_gib * GIB), int(self.config.inference.memory_gb * GIB)
         host = {"processes": base, "the replicas' weights": weights, "KV caches": cache, **arriving}
         return [Need(host, {}, shared, shm_free=queues)] * self.config.inference.replicas
 
     def _gpu_cache(self, facts: ModelFacts) -> int:
-        """Bytes of KV cache on each GPU of a replica: what `gpu_cache_gb` says, else what its share of the GPU leaves,
-        but enough for one sequence."""
+        """Bytes of KV cache on each GPU of a replica: what `gpu_cache_gb` says, else what the engine can use, but at
+        most what its share of the GPU leaves, and enough for one sequence."""
         if self.config.inference.gpu_cache_gb:
             return int(self.config.inference.gpu_cache_gb * GIB)
+        return max(min(self._cache_left, self._useful_cache(facts)), self._sequence_cache(facts))
+
+    @property
+    def _cache_left(self) -> int:
+        """Bytes that the share of a GPU leaves for the KV cache."""
         share = int(self._gpu_bytes * self.config.inference.gpu_memory_utilization)
-        left = share - ENGINE_BYTES - self._weight_bytes // self.ranks
-        return max(left, self._sequence_cache(facts))
+        return share - ENGINE_BYTES - self._weight_bytes // self.ranks
+
+    def _useful_cache(self, facts: ModelFacts) -> int:
+        """Bytes of KV cache that the engine can use on each GPU of a replica: blocks for as many sequences of full
+        length as it decodes, and for prefixes (`prefix_cache`). More would only cost time, as vLLM looks at each block
+        when it starts and at each update."""
+        inference = self.config.inference
+        length = inference.max_model_len or self.config.seq_limit(facts) or facts.max_position_embeddings
+        sequences = inference.most_gpu_sequences(self._gpu_bytes)
+        blocks = int(sequences * -(-length // BLOCK_TOKENS) * (1 + inference.prefix_cache))
+        return blocks * BLOCK_TOKENS * facts.kv_values_per_token * self.dtype_bytes // self.ranks
+
+    @property
+    def gpu_share(self) -> float:
+        # What the engine cannot use is left to others on its GPU, and vLLM need not find it free when it starts.
+        share = self.config.inference.gpu_memory_utilization
+        if self.facts is None or not self._is_cache_bounded(self.facts):
+            return share
+        taken = ENGINE_BYTES + self._weight_bytes // self.ranks + self._gpu_cache(self.facts)
+        return min(share, round(taken / self._gpu_bytes + SHARE_STEP / 2, 3))
+
+    def _is_cache_bounded(self, facts: ModelFacts) -> bool:
+        """True: the engine can use less KV cache than the share of its GPU leaves."""
+        return not self.config.inference.gpu_cache_gb and self._useful_cache(facts) < self._cache_left
 
     @property
     def least_gpu_share(self) -> float:
@@ -130,12 +160,14 @@ class InferencePart(Part):
         return (self.config.seq_limit(facts) or 0) * facts.kv_values_per_token * self.dtype_bytes // self.ranks
 
     def decided(self) -> dict[str, Any]:
-        """Decides how weights travel. Fixes the KV cache on a shared GPU: vLLM would measure what its share leaves
-        while the trainer takes memory too."""
+        """Decides how weights travel. Fixes the KV cache where the engine can use less than its share of a GPU leaves,
+        and on a shared GPU, where vLLM would measure what that leaves while the trainer takes memory too."""
         inference = self.config.inference
         found: dict[str, Any] = {"transport": self._transport}
+        if self.on_gpus:
+            found["gpu_memory_utilization"] = self.gpu_share
         cache = inference.gpu_cache_gb or (self._gpu_cache(self.facts) / GIB if self.facts else None)
-        if self.shares_gpu:
+        if self.shares_gpu or (self.on_gpus and self.facts and self._is_cache_bounded(self.facts)):
             found["gpu_cache_gb"] = cache
         return {"inference": inference.model_copy(update=found)}
 
@@ -191,8 +223,19 @@ class InferencePart(Part):
     def _memory_text(self, facts: ModelFacts) -> str:
         if self.on_gpus or self.replica_bytes is None:
             whose = "its GPU" if self.ranks == 1 else "each of its GPUs"
-            of_which = f", of which {gib(self._gpu_cache(facts))} KV cache" if self.on_gpus else ""
-            return f"a replica {self.config.inference.gpu_memory_utilization:.0%} of {whose}{of_which}"
+            share = f"{self.config.inference.gpu_memory_utilization:.0%} of {whose}"
+            if not self.on_gpus:
+                return f"a replica {share}"
+            room = gib(self._gpu_cache(facts))
+            if not self._is_cache_bounded(facts):
+                return f"a replica {share}, of which {room} KV cache"
+            inference = self.config.inference
+            sequences = inference.most_gpu_sequences(self._gpu_bytes)
+            return (
+                f"a replica {self.gpu_share:.1%} of {whose} instead of {inference.gpu_memory_utilization:.0%}, of "
+                f"which {room} KV cache: what {sequences:,} sequences of full length take, and "
+                f"{inference.prefix_cache:g} times that for prefixes"
+            )
         cache = int(self.config.inference.memory_gb * GIB)
         holds = cache // (facts.kv_values_per_token * self.dtype_bytes)
         return (

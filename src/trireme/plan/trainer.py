@@ -125,8 +125,7 @@ class TrainerPart(Part):
             return host_room(min(node.memory_bytes for node in self.resources.nodes), self.config)
         known = [node.smallest_gpu for node in self.resources.nodes if node.smallest_gpu]
         gpu = min(known, key=lambda gpu: gpu.free_bytes, default=ASSUMED_GPU)
-        share = self.config.replica_gpu_share if self.shares_gpu else 0.0
-        return gpu_room(gpu.free_bytes, gpu.memory_bytes, share)
+        return gpu_room(gpu.free_bytes, gpu.memory_bytes, self.taken_share)
 
     def rows(self, each: str) -> list[tuple[str, str]]:
         adapters = [("adapters", self._adapters_text())] if self.config.trainer.lora.on else []

@@ -330,17 +330,18 @@ class TestRoom:
 class TestSharedGpu:
     def test_the_cache_of_the_replica_is_fixed(self) -> None:
         one = machines(gpus=1, gpu_bytes=80 * GIB)
-        given = plan(shards=1, resources=one, inference={"gpu_memory_utilization": 0.4})
+        given = plan(shards=1, resources=one, facts=BILLIONS_8, inference={"gpu_memory_utilization": 0.4})
         assert given.shares_gpu
         resolved = given.resolved(given.config)
+        assert resolved.inference.gpu_memory_utilization == 0.4
         cache = resolved.inference.gpu_cache_gb
-        assert cache == pytest.approx(0.4 * 80 - 3 - 2 * FACTS.num_parameters / GIB)
+        assert cache == pytest.approx(0.4 * 80 - 3 - 2 * BILLIONS_8.num_parameters / GIB)
         assert given.machines[0].gpu["its KV cache"] == int(cache * GIB)
         chosen = plan(shards=1, resources=one, inference={"gpu_memory_utilization": 0.4, "gpu_cache_gb": 5.0})
         assert chosen.resolved(chosen.config).inference.gpu_cache_gb == 5.0
 
     def test_elsewhere_vllm_measures_it(self) -> None:
-        for given in (plan(shards=1, resources=machines(gpus=2)), plan(shards=1)):
+        for given in (plan(shards=1, resources=machines(gpus=2), facts=BILLIONS_8), plan(shards=1)):
             assert given.resolved(given.config).inference.gpu_cache_gb is None
 
     def test_a_share_without_room_for_a_sequence_does_not_fit(self) -> None:
