@@ -12,6 +12,10 @@ settings.register_profile("first failure", deadline=None, phases=[Phase.explicit
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "unit"))
 
 
+os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+"""Plans for GPUs are checked where no FlashInfer is installed."""
+
+
 @pytest.fixture
 def instant_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is forced onto the disk: no test can tell without a power failure, and on a busy disk it takes long."""

