@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.llm_engine import LLMEngine
 
+NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
+"""With this variable PyTorch asks the driver's library for GPUs, and initialises no CUDA, which a fork would break."""
 HEAD_DTYPE = "head_dtype"
 """The key of the model's configuration in which vLLM looks for the dtype of logits; its values are "float32" and
 "model"."""
@@ -59,9 +61,10 @@ def import_engine(*, on_cpu: bool) -> None:
 def start_engine(config: Config, who: str) -> AsyncLLM:
     """Starts vLLM and its engine process on the device of the plan; returns when the model is loaded. Raises BadInput
     when this process, `who`, has none of that kind."""
+    os.environ[NVML_CHECK] = "1"
     on_cpu = find_device(config, who) == "cpu"
     import_engine(on_cpu=on_cpu)
-    prepare_start(on_cpu)
+    prepare_start(on_cpu, config.inference.tensor_parallel)
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM

@@ -7,6 +7,7 @@ kernel kills each with its parent.
 from __future__ import annotations
 
 import ctypes
+import logging
 import multiprocessing
 import os
 import signal
@@ -20,6 +21,7 @@ from pathlib import Path
 from inference.cpu.start import prepare_cpu_start
 from trireme.process.environ import write_stacks_on_signal
 
+log = logging.getLogger(__name__)
 PR_SET_PDEATHSIG = 1
 QUEUES = "/dev/shm/psm_"
 """Path of what `multiprocessing.shared_memory` makes, up to a random part of the name."""
@@ -96,15 +98,54 @@ def _start_ranks_by(method: str | None) -> None:
     multiproc_executor.get_mp_context = lambda: _CONTEXTS[method or get_mp_context().get_start_method()]
 
 
-def prepare_start(on_cpu: bool) -> None:
-    """Sets how vLLM starts engines in this process, and these their ranks. Call before the first one."""
+class LogOnce(logging.Filter):
+    """Passes the first record of each message that a module of vLLM logs, whatever stands in it, and none that begins
+    with `without`."""
+
+    def __init__(self, without: str = "") -> None:
+        super().__init__()
+        self._without = without
+        self._logged: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        message = str(record.msg)
+        if message in self._logged or (self._without and message.startswith(self._without)):
+            return False
+        self._logged.add(message)
+        return True
+
+
+def quieten_vllm() -> None:
+    """Has an engine in this process, or forked from it, log once what vLLM logs for each tensor that it loads in
+    another dtype, and not that OMP_NUM_THREADS is set: Ray or the plan does that."""
+    logging.getLogger("vllm.model_executor.models.utils").addFilter(LogOnce())
+    logging.getLogger("vllm.utils.torch_utils").addFilter(LogOnce("OMP_NUM_THREADS="))
+
+
+def choose_method(*, on_cpu: bool, ranks: int) -> str:
+    """Returns how to start an engine of so many ranks: "fork", which spares it a second import of vLLM, or "spawn".
+
+    vLLM spawns its engine inside Ray actors, because a forked child can not use Ray; ours does not. CUDA does not
+    survive a fork: this process has none, unless something asked for it, which is logged. Ranks on several GPUs are
+    spawned as vLLM does it. Gain: a second import of vLLM, 9 CPU seconds of each start (`inference.cpu`).
+    """
+    if on_cpu:
+        return "fork"
+    import torch
+
+    if torch.cuda.is_initialized():
+        log.warning("the engine is spawned and imports vLLM again: CUDA is initialised in process %d", os.getpid())
+        return "spawn"
+    return "fork" if ranks == 1 else "spawn"
+
+
+def prepare_start(on_cpu: bool, ranks: int = 1) -> None:
+    """Sets how vLLM starts engines of `ranks` in this process, and these their ranks. Call before the first one."""
     from vllm.v1.engine import utils
 
-    # vLLM spawns its engine inside Ray actors, because a forked child can not use Ray; ours does not. With a GPU its
-    # choice stays: CUDA does not survive a fork.
-    # Gain: a second import of vLLM, 9 CPU seconds of each start (`inference.cpu`).
-    method = "fork" if on_cpu else "spawn"
+    method = choose_method(on_cpu=on_cpu, ranks=ranks)
     utils.get_mp_context = lambda: _CONTEXTS[method]
+    quieten_vllm()
     if on_cpu:
         _start_ranks_by(method)
         prepare_cpu_start()

@@ -131,7 +131,7 @@ def test_on_gpus_vllm_decides_as_for_its_server(
 
     monkeypatch.setattr(engine, "find_device", lambda config, who: "gpu")
     monkeypatch.setattr(engine, "import_engine", lambda on_cpu: None)
-    monkeypatch.setattr(engine, "prepare_start", lambda on_cpu: None)
+    monkeypatch.setattr(engine, "prepare_start", lambda on_cpu, ranks: None)
     monkeypatch.setattr(arg_utils, "AsyncEngineArgs", arguments)
     monkeypatch.setattr(AsyncLLM, "from_vllm_config", lambda _config, **_options: None)
     engine.start_engine(config(), "a test")

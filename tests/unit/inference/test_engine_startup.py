@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import time
@@ -10,8 +11,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
-from inference.engine_startup import _CONTEXTS, forget_shared_memory
+from inference.engine_startup import _CONTEXTS, LogOnce, choose_method, forget_shared_memory
 
 
 def hold(seconds: float) -> None:
@@ -52,3 +54,24 @@ def test_a_name_that_ranks_have_taken_away_is_no_error_where_the_queue_ends(capf
     process.start()
     process.join(60)
     assert (process.exitcode, capfd.readouterr().err) == (0, "")
+
+
+def test_an_engine_is_forked_unless_cuda_is_initialised(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert choose_method(on_cpu=True, ranks=2) == "fork"
+    assert choose_method(on_cpu=False, ranks=1) == "fork"
+    assert choose_method(on_cpu=False, ranks=2) == "spawn"
+    assert not caplog.records
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert choose_method(on_cpu=False, ranks=1) == "spawn"
+    assert "CUDA is initialised in process" in caplog.text
+
+
+def test_a_message_is_logged_once_whatever_stands_in_it(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("of a test")
+    logger.addFilter(LogOnce("Not "))
+    for name in ("a", "b"):
+        logger.warning("Attempted to load weight %s", name)
+        logger.warning("Not %s", name)
+    assert caplog.messages == ["Attempted to load weight a"]
