@@ -480,8 +480,9 @@ parameter, and a third more, as blocks are rounded up to powers of two.
 REPLICAS = """
 ## Replicas
 
-A replica fills 90 % of its GPUs (`inference.gpu_memory_utilization`): weights in bfloat16, 3 GiB of each for
-the engine, the rest is KV cache. The table gives the fewest GPUs of a replica whose weights leave a fifth of what it
+A replica fills at most 90 % of its GPUs (`inference.gpu_memory_utilization`): weights in bfloat16, 3 GiB of each for
+the engine, the rest is KV cache, but no more than its sequences and prefixes can use (`inference.gpu_cache_gb`,
+`inference.prefix_cache`). The table gives the fewest GPUs of a replica whose weights leave a fifth of what it
 fills, and the tokens that fit into the cache.
 """
 PUBLISHED = """
