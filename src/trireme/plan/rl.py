@@ -8,9 +8,10 @@ from typing import Any
 from trireme.config.model_facts import ModelFacts
 from trireme.config.schema import Config
 from trireme.core.weights import gathered_text
-from trireme.plan.base import SHARED_GPU_UTILIZATION, Part, count
+from trireme.plan.base import SHARED_GPU_UTILIZATION, count
 from trireme.plan.memory import GIB
 from trireme.plan.needs import ASSUMED_GPU, HOST_OF_CUDA_GIB, KEPT_VERSIONS, VERSIONS, Need, gib
+from trireme.plan.part import Part
 from trireme.plan.trainer import TrainerPart
 from trireme.plan.transport import choose_transport
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trireme.config.run import DTYPE_BYTES
-from trireme.plan.base import Part, count
+from trireme.plan.base import count
 from trireme.plan.memory import (
     GIB,
     GPU_ALLOWANCES,
@@ -27,6 +27,7 @@ from trireme.plan.needs import (
     Need,
     gib,
 )
+from trireme.plan.part import Part
 from trireme.plan.transport import choose_transport
 
 COPIES = "copies for commits"

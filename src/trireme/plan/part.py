@@ -1,0 +1,101 @@
+"""The contribution of one room to a plan: its actors, memory and rows."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from trireme.config.model_facts import ModelFacts
+from trireme.config.schema import CommonConfig
+from trireme.plan.needs import Need
+from trireme.process.environ import Resources
+
+
+@dataclass(frozen=True)
+class Part(ABC):
+    """The contribution of one room (or of the data) to a plan: actors, memory and rows."""
+
+    config: CommonConfig
+    """The configuration of the run."""
+    facts: ModelFacts | None
+    """Sizes of the model; None if they are unknown."""
+    resources: Resources
+    """The machines."""
+    shares_gpu: bool = field(default=False, kw_only=True)
+    """True: its one actor shares a GPU with the one of another room; `Plan.parts` decides it."""
+    taken_share: float = field(default=0.0, kw_only=True)
+    """The share of that GPU that an engine takes; 0 where none is shared. `Plan.parts` decides it."""
+
+    room: ClassVar[str]
+    """Its name in `Plan.by_room`."""
+    size_key: ClassVar[str] = ""
+    """The key that says how many of its actors hold a model; empty: none does."""
+
+    @property
+    def actors(self) -> list[str]:
+        """The name of each actor."""
+        return []
+
+    @property
+    def ranks(self) -> int:
+        """Processes that compute in each of its actors; each has a GPU if it holds a part of a model."""
+        return 1
+
+    @property
+    def blocks(self) -> list[int]:
+        """How many actors are on one node together, one block after the other; empty: each may be anywhere."""
+        return []
+
+    @property
+    def on_gpus(self) -> bool:
+        """True: models compute on GPUs."""
+        return self.resources.compute_on_gpus(self.config)
+
+    @property
+    def dtype_bytes(self) -> int:
+        """Bytes of a number in the dtype in which trainer and replicas compute."""
+        return self.config.model.dtype_bytes(on_gpus=self.on_gpus)
+
+    @property
+    def published_bytes(self) -> int:
+        """Bytes of one version of what is published: all weights, or adapters; 0 if the sizes are unknown."""
+        return self.facts.trained_parameters(self.config.trainer.lora) * self.dtype_bytes if self.facts else 0
+
+    @property
+    def may_share_gpu(self) -> bool:
+        """True: its one actor leaves enough of a GPU for the one of another room."""
+        return True
+
+    @property
+    def gpu_share(self) -> float:
+        """The share of the memory of each of its GPUs that an engine takes; 0 without one."""
+        return 0.0
+
+    @property
+    def least_gpu_share(self) -> float:
+        """The smallest share of a GPU with which its actors start; 0 where there is no such limit."""
+        return 0.0
+
+    @property
+    def size_text(self) -> str:
+        """The keys, with values, by which its actors need GPUs."""
+        return ""
+
+    @property
+    def needs(self) -> list[Need] | None:
+        """The memory that each actor takes; None if the sizes of the model are unknown."""
+        return [Need({}) for _ in self.actors]
+
+    def decided(self) -> dict[str, Any]:
+        """Returns the sections of the configuration in which the machines decide what was left open."""
+        return {}
+
+    @property
+    def warnings(self) -> list[str]:
+        """Warnings about options whose price is easily overlooked."""
+        return []
+
+    @abstractmethod
+    def rows(self, each: str) -> list[tuple[str, str]]:
+        """Returns its rows as (what, text) pairs; `each` says what an actor with a model computes on."""
