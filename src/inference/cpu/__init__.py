@@ -1,7 +1,7 @@
 """Gives engines on CPUs what they need beyond vLLM's own way. Each patch says what it gains, and where measured.
 
 `start`: a start without what a CPU need not do; `kernels`: batches of few sizes; `rank`: what vLLM leaves undone.
-Engines are forked on CPUs by `inference.engine_startup`, which starts their processes on GPUs too.
+`inference.engine_startup` forks engines, on GPUs too.
 
 CPU seconds from the actor's start to a replica that is ready, of the actor, its engine process and their helpers (tiny
 Qwen3, 2 cores, byte code compiled; equal within 1 s however busy the machine is):
