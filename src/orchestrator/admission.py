@@ -79,11 +79,6 @@ class Gate:
         first = self._first()
         return first is not None and self.limit is not None and self.busy + self._waiting[first][0][0] > self.limit
 
-    @property
-    def holds_back(self) -> bool:
-        """True while a request waits."""
-        return self._first() is not None
-
     async def enter(self, kind: Kind, rollouts: int) -> Permit:
         """Waits until `rollouts` fit and returns a permit for them. A request above the limit gets in alone."""
         turn = asyncio.get_running_loop().create_future()

@@ -110,7 +110,6 @@ class GateMachine(RuleBasedStateMachine):
     @invariant()
     def nobody_waits_without_need(self) -> None:
         heads = {kind: queue[0][0] for kind, queue in self.asked.items() if queue}
-        assert self.gate.holds_back == bool(heads)
         if heads:
             first = min(heads, key=self.held)
             assert self.gate.in_flight + heads[first] > self.limit
