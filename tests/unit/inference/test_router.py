@@ -972,23 +972,3 @@ async def test_what_a_drained_replica_does_not_finish_in_time_is_handed_over() -
     await drain
     assert text(await task) == "a0"
     assert second.groups == [["a0"]]
-
-
-# ---- rollback
-
-
-class Halting(FakeReplica):
-    """Gives up what is aborted at once, with the progress in `made`; takes every version."""
-
-    async def sample(self, requests: list[SampleRequest]) -> AsyncIterator[tuple[int, Outcome]]:
-        self.groups.append([named(r.request_id) for r in requests])
-        self.asked += requests
-        while not self.go.is_set() and not self.aborted:  # noqa: ASYNC110  a few turns, no time
-            await asyncio.sleep(0)
-        for index, each in enumerate(requests):
-            gives_up = named(each.request_id) in self.aborted
-            done = replace(answer(each), spans=self.spans)
-            yield index, self.made.get(named(each.request_id), NOTHING) if gives_up else done
-
-    async def load_weights(self, published: PublishedWeights) -> UpdateReport:
-        return UpdateReport(int(self.name[-1]), published.identity, Drift(0.0, 0.0), 0, 0.0)
