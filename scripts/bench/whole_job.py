@@ -37,7 +37,6 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -110,30 +109,9 @@ class Bare:
         return cls(*(round((first + second) / 2, 3) for first, second in pairs))
 
 
-@dataclass
-class Usage:
-    """CPU seconds so far of a run's rooms, and of its busiest thread."""
-
-    rooms: Mapping[str, float]
-    threads: Mapping[str, float]
-
-    @classmethod
-    def of(cls, driver: psutil.Process) -> Usage:
-        rooms = {room: sum(seconds) for room, seconds in cpu_by_room(driver).items()}
-        threads: dict[str, float] = {}
-        for process in (driver, *driver.children(recursive=True)):
-            with suppress(psutil.NoSuchProcess):  # it may end meanwhile
-                for thread in process.threads():
-                    threads[f"{process.pid} {thread.id}"] = thread.user_time + thread.system_time
-        return cls(rooms, threads)
-
-    def since(self, before: Usage, share: float) -> Usage:
-        """Returns `share` of what was used since `before`."""
-
-        def used(now: Mapping[str, float], then: Mapping[str, float]) -> dict[str, float]:
-            return {name: round((seconds - then.get(name, 0.0)) * share, 3) for name, seconds in now.items()}
-
-        return Usage(used(self.rooms, before.rooms), used(self.threads, before.threads))
+def cpu_of_rooms(driver: psutil.Process) -> dict[str, float]:
+    """Returns the CPU seconds so far of a run's rooms."""
+    return {room: sum(seconds) for room, seconds in cpu_by_room(driver).items()}
 
 
 @dataclass
@@ -145,8 +123,6 @@ class Measured:
     length: float
     cpu_s: Mapping[str, float]
     """CPU seconds for ROLLOUTS, by room."""
-    busiest_s: float
-    """CPU seconds of the busiest thread for ROLLOUTS."""
     calculation_ms: float
     """CPU milliseconds of the fixed calculation meanwhile."""
     load_before: float = 0.0
@@ -195,23 +171,23 @@ def measure_run(job: Job, config: Path, directory: Path, steps: int) -> Measured
     metrics = directory / "run" / "metrics.jsonl"
 
     def watch(driver: psutil.Process) -> None:
-        usages.append(Usage.of(driver))
+        usages.append(cpu_of_rooms(driver))
         deadline = time.monotonic() + DEADLINE_S
         while len(metrics.read_text().splitlines()) <= last and driver.is_running() and time.monotonic() < deadline:
             time.sleep(POLL_S)
-        usages.append(Usage.of(driver))
+        usages.append(cpu_of_rooms(driver))
 
     with Calculating() as calculating:
         run = run_rl(config, "--max-steps", str(last + 1 + REST), directory=directory, first_step=FIRST, then=watch)
     rows = run.rows[FIRST + 1 : last + 1]
     rollouts = sum(row["perf/rollouts"] for row in rows)
-    used = usages[1].since(usages[0], ROLLOUTS / rollouts)
+    before, after = usages
+    cpu_s = {room: (seconds - before.get(room, 0.0)) * ROLLOUTS / rollouts for room, seconds in after.items()}
     return Measured(
         seconds=rows[-1]["time/unix"] - run.rows[FIRST]["time/unix"],
         rollouts=rollouts,
         length=sum(row["perf/tokens"] for row in rows) / rollouts,
-        cpu_s=used.rooms,
-        busiest_s=max(used.threads.values()),
+        cpu_s={room: round(seconds, 3) for room, seconds in cpu_s.items()},
         calculation_ms=calculating.mean_ms(first=run.rows[FIRST]["time/unix"], last=rows[-1]["time/unix"]),
         load_before=run.load_before,
     )
@@ -256,7 +232,6 @@ def judge(name: str, job: Job, bare: Sequence[Bare], runs: Sequence[Measured]) -
             "limit_of_cores": round(median([ROLLOUTS * cores / (b.generate_s + b.train_s) for b in around]), 1),
             "limit_of_busiest_thread": round(median([ROLLOUTS / b.busiest_s for b in around]), 1),
             "cpu_ratio": of_limit(lambda run: ROLLOUTS * cores / run.total_s),
-            "busiest_thread_ratio": of_limit(lambda run: ROLLOUTS / run.busiest_s),
             "ratio_with_others": of_limit(lambda run: run.rate, others=True),
             "share_of_engine_and_shard": median([1 - run.others_s / run.total_s for run in runs]),
             "cpu_s_of_all": median([run.total_s for run in runs]),
