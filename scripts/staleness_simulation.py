@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "sim"))
 
 from simulation import LONGEST, Outcome, Scenario, simulate
 
-POLICIES = ("requeue", "drop", "wait")
+POLICIES = ("wait", "drop")
 AGES = (0, 1, 2, 4, 8)
 BALANCED = Scenario(batch_size=16, group_size=8, replicas=4, slots=10, median=20, spread=1.3, train_s=8.0)
 """Decoding a batch keeps all places busy for about as long as training on it takes; its longest answer takes five times

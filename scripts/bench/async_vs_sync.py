@@ -72,7 +72,7 @@ def detail_of(runs: Sequence[RunMeasured]) -> dict[str, Any]:
         "inference_idle_frac": [
             round(mean(row["perf/inference_idle_frac"] for row in measured_rows(run)), 3) for run in runs
         ],
-        "groups_evicted": [row["ledger/requeued"] + row["ledger/dropped"] for row in last],
+        "groups_evicted": [row["ledger/dropped"] for row in last],
         "load_before": [round(run.load_before, 2) for run in runs],
     }
 

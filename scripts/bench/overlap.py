@@ -251,7 +251,7 @@ def result(measured: Measured, task: Task, parameters: int, load_before: float) 
         "measured_s": round(run.seconds, 1),
         "step_s": {part: round(mean(r[f"time/{part}"] for r in rows[FIRST : last + 1]), 3) for part in parts},
         "inference_idle_frac": round(mean(r["perf/inference_idle_frac"] for r in rows[FIRST : last + 1]), 3),
-        "groups_evicted": rows[last]["ledger/requeued"] + rows[last]["ledger/dropped"],
+        "groups_evicted": rows[last]["ledger/dropped"],
         "parameters": parameters,
         "task": asdict(task),
         "load_before": round(load_before, 2),

@@ -55,13 +55,13 @@ import numpy as np
 from orchestrator.admission import Gate
 from orchestrator.advantages import ScoredGroup
 from orchestrator.cursor import ProblemCursor
-from orchestrator.effort import Efforts
 from orchestrator.env import EnvGroupBuilder, RLDataset
 from orchestrator.group_runner import GroupOutcome, GroupRunner
 from orchestrator.ledger import Group
 from orchestrator.lockstep import Lockstep, OwnPace
 from orchestrator.metrics import env_metrics
 from orchestrator.rollout import RolloutLimits, Sample
+from orchestrator.waste import TokenCounts
 from trireme.config import Config
 from trireme.config.schema import EnvConfig
 from trireme.core.errors import RoomFailed, WeightsGone
@@ -245,7 +245,7 @@ class Evaluator:
             problems_P: list[tuple[Group, EnvGroupBuilder]] = []
             while cursor.epoch == 0 and len(problems_P) != self._config.eval.problems:
                 problem = cursor.next_problem()
-                group = Group(next(numbers), f"eval/{env.label}/{version}/{problem}", requeues=0, floor=version)
+                group = Group(next(numbers), f"eval/{env.label}/{version}/{problem}", floor=version)
                 problems_P.append((group, cursor.builder(problem)))
             evaluations.append(Evaluation(env, version, problems_P))
         return evaluations
@@ -268,10 +268,8 @@ class Evaluator:
         )
         permit = await self._gate.enter("eval", runner.size)
         try:
-            effort = Efforts(asyncio.get_running_loop().time).begin(
-                group.index, evaluation.env.label, [0] * runner.size
-            )
-            evaluation.outcomes[group.index] = await runner.run(group, builder, permit, effort, over=lambda: None)
+            tokens = TokenCounts(asyncio.get_running_loop().time).begin(group.index, [0] * runner.size)
+            evaluation.outcomes[group.index] = await runner.run(group, builder, permit, tokens, over=lambda: None)
         finally:
             permit.close()
         pace.leave(group.index)

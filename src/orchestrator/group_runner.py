@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 from orchestrator.admission import Permit
 from orchestrator.advantages import ScoredGroup
 from orchestrator.agents import play_session
-from orchestrator.effort import GroupEffort, RolloutEffort
 from orchestrator.env import AgentEnv, EnvGroupBuilder, Trajectory
 from orchestrator.ledger import Group
 from orchestrator.lifetimes import NO_CONTEXT, GroupEnvs, LeakedTasks, TaskOwner, start_contained, uninterrupted
@@ -33,6 +32,7 @@ from orchestrator.rollout import (
 from orchestrator.time_limits import TimeLimit
 from orchestrator.tool_waits import Place
 from orchestrator.unfinished import GroupProgress, RolloutProgress
+from orchestrator.waste import GroupTokens, RolloutTokens
 from trireme.config import Config
 from trireme.config.schema import EnvConfig, SamplingConfig
 from trireme.core.errors import ProvenanceError, TriremeError
@@ -52,6 +52,11 @@ class GroupOutcome:
     """None when too few rollouts succeeded, or when their rewards could not be computed."""
 
 
+def never_due(group: Group) -> bool:
+    """Says of a group of an evaluation, or in a test, that no batch waits for it."""
+    return False
+
+
 @dataclass(frozen=True)
 class GroupRunner:
     """Runs groups of one environment."""
@@ -63,6 +68,8 @@ class GroupRunner:
     pace: OwnPace
     note: Callable[[Exception], None]
     """Called with each error of the environment."""
+    is_due: Callable[[Group], bool] = never_due
+    """True for a group that the next batch waits for: its rollouts get no further try."""
     evaluates: bool = False
     """True: groups of evaluations, all of whose tokens must be of the version `group.floor`."""
 
@@ -93,20 +100,20 @@ class GroupRunner:
         group: Group,
         builder: EnvGroupBuilder,
         permit: Permit,
-        effort: GroupEffort,
+        tokens: GroupTokens,
         over: Callable[[], object],
         progress: GroupProgress | None = None,
     ) -> GroupOutcome:
         """Runs all rollouts, from where `progress` says that they were, scores them and cleans up. Each rollout that
-        ends gives its place of `permit` back, and what it took is in `effort`; `over` is called before cleaning up,
-        however the group ended. Cleaning up is not interrupted by a cancellation."""
+        ends gives its place of `permit` back, and its tokens are counted in `tokens`; `over` is called before cleaning
+        up, however the group ended. Cleaning up is not interrupted by a cancellation."""
         progress = progress or GroupProgress(keeps_finished=False)
         started: set[asyncio.Task[Any]] = set()
         place = f"environment {self.env.label}, problem {group.problem}"
         envs = GroupEnvs(builder, self.size, place, self.env.close_s, self.note)
         try:
             with TaskOwner(started):
-                outcomes_G = await self._rollouts(group, envs, permit, effort, progress)
+                outcomes_G = await self._rollouts(group, envs, permit, tokens, progress)
                 scored = await self._score(group, builder, [t for t in outcomes_G if isinstance(t, Trajectory)])
         finally:
             over()
@@ -129,16 +136,15 @@ class GroupRunner:
             )
 
     async def _rollouts(
-        self, group: Group, envs: GroupEnvs, permit: Permit, effort: GroupEffort, progress: GroupProgress
+        self, group: Group, envs: GroupEnvs, permit: Permit, tokens: GroupTokens, progress: GroupProgress
     ) -> list[Trajectory | Exception]:
         """Runs all rollouts. When it ends early, they are cancelled, and awaited for at most `env.close_s`."""
         rollouts = [
-            start_contained(self._rollout(group, envs, sample, permit, own, progress))
-            for sample, own in enumerate(effort.rollouts_G)
+            start_contained(self._rollout(group, envs, sample, permit, counted, progress))
+            for sample, counted in enumerate(tokens.rollouts_G)
         ]
-        for rollout, own in zip(rollouts, effort.rollouts_G, strict=True):
+        for rollout in rollouts:
             rollout.add_done_callback(permit.leave_one, context=NO_CONTEXT)
-            rollout.add_done_callback(own.end, context=NO_CONTEXT)
         try:
             done, _ = await asyncio.wait(rollouts, return_when=asyncio.FIRST_EXCEPTION)
             for rollout in done:
@@ -157,24 +163,25 @@ class GroupRunner:
         envs: GroupEnvs,
         sample: int,
         permit: Permit,
-        effort: RolloutEffort,
+        tokens: RolloutTokens,
         progress: GroupProgress,
     ) -> Trajectory | Exception:
-        """Runs one rollout with its retries, each with an environment of its own. A prompt that was refused is not
-        tried again."""
+        """Runs one rollout with its retries, each with an environment of its own. All tries share one time limit, so
+        that an environment that hangs holds a batch for `generation_timeout_s` at most. A prompt that was refused is
+        not tried again, nor anything in a group that is due."""
         if sample in progress.finished:
             return progress.finished[sample]
         tries = self.config.orchestrator.retries + 1
         begun = progress.waiting.get(sample)
         closing: asyncio.Task[None] | None = None
+        deadline = self._deadline()
         for retry in range(min(begun.retry, tries - 1) if begun else 0, tries):
             if closing:  # a rollout has one environment at a time
                 await asyncio.wait([closing])
-            attempt = group.requeues * tries + retry
-            key = RolloutKey(self.env.label, group.problem, sample, attempt, f"{group.problem}/{group.requeues}")
-            deadline, place = self._deadline(), permit.place()
+            key = RolloutKey(self.env.label, group.problem, sample, retry, group.problem)
+            place = permit.place()
             try:
-                play = self._play(group, envs, key, deadline, place, effort, progress.begin(sample, retry))
+                play = self._play(group, envs, key, deadline, place, tokens, progress.begin(sample, retry))
                 outcome = await self._attempt(play, deadline, key)
             finally:
                 place.close()
@@ -182,8 +189,8 @@ class GroupRunner:
             progress.end(sample, outcome)
             if isinstance(outcome, Trajectory):
                 break
-            effort.fail()
-            if isinstance(outcome, PromptTooLong):
+            tokens.fail()
+            if isinstance(outcome, PromptTooLong) or deadline.expired() or self.is_due(group):
                 break
         self.pace.rollout_over(group.index)
         return outcome
@@ -195,13 +202,13 @@ class GroupRunner:
         key: RolloutKey,
         deadline: TimeLimit,
         place: Place,
-        effort: RolloutEffort,
+        tokens: RolloutTokens,
         progress: RolloutProgress,
     ) -> Trajectory:
         with trace.overlapping("make_env", "environment", problem=group.problem):
             env = await envs.make(key.sample)
 
-        sample = _Turns(self, group.index, envs, key, deadline, place, effort).sample
+        sample = _Turns(self, group.index, envs, key, deadline, place, tokens).sample
         if isinstance(env, AgentEnv):
             return await play_session(env, sample, key, self.limits, self.sampling, self._seed)
         return await run_rollout(env, sample, key, self.limits, self.sampling, self._seed, progress)
@@ -294,9 +301,9 @@ class _Turns:
     envs: GroupEnvs
     key: RolloutKey
     deadline: TimeLimit
-    """Of the try."""
+    """Of all tries of the rollout."""
     place: Place
-    effort: RolloutEffort
+    tokens: RolloutTokens
 
     async def sample(self, request: SampleRequest) -> SampledSequence:
         """Returns an answer. Raises AnswerTimeout, what the sampler raises, and CancelledError for a rollout whose
@@ -305,7 +312,7 @@ class _Turns:
         runner, limit_s = self.runner, self.runner.config.inference.answer_s
         await runner.pace.before_sample(self.index, self.key.sample, self.deadline)
         self.place.sample()
-        self.effort.ask()
+        self.tokens.request()
         try:
             with TaskOwner(None), runner.pace.limit(limit_s) as waiting:
                 sampled = await runner.sample(request)
@@ -316,6 +323,6 @@ class _Turns:
                 f"{self.key}: an answer took longer than {limit_s:g} s (inference.answer_s); shorten answers "
                 "(inference.sampling.max_tokens), or raise the limit"
             ) from None
-        self.effort.answer(len(sampled.tokens))
+        self.tokens.respond(len(sampled.tokens))
         self.place.wait(len(request.prompt) + len(sampled.tokens))
         return sampled

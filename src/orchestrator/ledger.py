@@ -1,89 +1,103 @@
 """The staleness ledger decides which group is dispatched, trained on or given up, and when. No clock, Ray or numpy.
 
     problems --dispatch--> running --finish--> finished --take--> in training --release--> trained --acknowledged-->
-                 ^          | | |                  |                                                    slot free
-                 |          | | +-- filter         |
-                 |          | +---- fail           |
-                 |          +------ evict ---------+
-                 |                    |
-                 +---- requeued ------+------ dropped
+                 ^           | | |                 |                                                     slot free
+                 |           | | +-- filter        |
+                 |           | +---- fail          |
+                 |           +------ drop ---------+
+                 +---- resampled (only when a state is loaded)
 
 Version v is the weights after v training steps; batch s consumes v = s and makes s + 1. B = groups per batch,
 K = `max_steps_off_policy`. The *floor* of a group is the lowest version that any live replica had acknowledged when the
-group was dispatched, so no token of it is older. Its *age* in batch s is s - floor.
+group was dispatched, so no token of it is older. Its *age* in batch s is s - floor. Its *deadline* is floor + K, the
+last batch that may train on it.
 
 Rules
   slots     At most (K + 1) B are taken. Dispatch takes one. It is freed when the group's batch has been released
             (trained on) and every live replica has acknowledged the version that the batch made; or immediately when
-            the group is filtered, fails, or is evicted.
+            the group is filtered, fails, or is dropped.
   replicas  The lowest acknowledged version never falls: a replica may leave at any time, and joins only at or above it.
             When all have left the version stays what it was, and nothing is dispatched until one joins.
-  order     Finished groups are taken in order of dispatch, but none overtakes a protected group. `wait` protects all
-            groups (first in, first out), `requeue` those whose problem has been requeued `max_requeues` times, `drop`
-            none.
-  eviction  When batch s is cut (its last group is taken), every remaining unprotected group with floor < s + 1 - K,
-            which would be too old for the next batch, is evicted, running or finished. `requeue` puts its problem at
-            the front of those to dispatch, `drop` gives it up.
+  take      Finished groups are tried in order of dispatch.
+    wait    A finished group may be taken into batch s if afterwards, for every d >= s, the active groups with
+            deadline <= d number at most L + (d - s) B, where L is the number of places left in batch s. So no group is
+            given up: a group overtakes only where every other one still has a place in time.
+    drop    Every finished group may be taken. When batch s is cut (its last group is taken), every remaining group
+            with deadline <= s is dropped, running or finished.
+  in_order  (deterministic mode, under `wait`) Nothing overtakes: groups are taken in order of dispatch, and the take
+            waits for a running one.
 
-The bound: a group taken into batch s has age at most K.
+The bound: a group taken into batch s has age at most K, which says deadline >= s.
 
   At some moment let batches 0 .. F - 1 be those whose slots are free: they become free in order. Batch F - 1 became
   free only once the lowest acknowledged version was F, and that version never falls: so a group dispatched now has
-  floor >= F.
+  floor >= F, and deadline >= F + K.
 
-  Unprotected group, taken into batch s. If it was there when batch s - 1 was cut, it was not evicted, so
-  floor >= s - K. If it was dispatched later, then batches F .. s - 1 were complete at its dispatch and held (s - F) B
-  slots, and one more was free for it: (s - F) B <= (K + 1) B - 1. So s - F <= K, and floor >= F >= s - K.
+  `wait`. Let A(d) be the number of active groups with deadline <= d. While batch s is assembled, with L places left:
 
-  Protected group. At its dispatch at most (K + 1) B - 1 other slots were taken. Every group of batch F or later that
-  is taken before it held a slot at that moment: it had been taken already (into a batch that is not free), or it was
-  active, since those dispatched later do not overtake. So it is at most the (K + 1) B-th group counted from the start
-  of batch F; it lands in batch F + K or earlier, and its age there is at most F + K - floor <= K.
+      A(d) <= L + (d - s) B    for every d >= s                                            (feasible)
 
-  When batch s is cut, once enough groups have finished, is nowhere used: the caller may wait with `take` for groups
-  that the cut would evict (`late`, `cut_wait.py`). What finishes meanwhile is taken in its order.
+  Dispatch keeps it. The new deadline is >= F + K, so A(d) grows for d >= F + K alone. At most (K + 1) B slots are taken
+  after the dispatch; batches F .. s - 1 hold (s - F) B of them, and batch s holds B - L. So all active groups together
+  number at most (K + 1) B - (s - F) B - (B - L) = L + (F + K - s) B, which is the bound for d = F + K, and the bound
+  grows with d. Filter and fail lower the left side. Take keeps it, by its rule. Cut: at L = 0 it says A(s) <= 0, so
+  nothing that is left is due, and for d >= s + 1 it says A(d) <= B + (d - s - 1) B, which is (feasible) for batch s + 1
+  with L = B.
+  At d = s - 1 the same held when batch s - 1 was cut: no active group has a deadline below s. So what is taken into
+  batch s has deadline >= s.
+
+  `wait`, in_order. At its dispatch at most (K + 1) B - 1 other slots were taken. Every group of batch F or later that
+  is taken before it held a slot at that moment, as those dispatched later do not overtake. So it is at most the
+  (K + 1) B-th group counted from the start of batch F; it lands in batch F + K or earlier.
+
+  `drop`. If the group was active when batch s - 1 was cut, it was not dropped, so deadline >= s. If it was dispatched
+  later, then batches F .. s - 1 were complete at its dispatch and held (s - F) B slots, and one more was free for it:
+  (s - F) B <= (K + 1) B - 1. So s - F <= K, and deadline >= F + K >= s.
 
   `take` checks it nevertheless: an older group is a ProvenanceError.
 
-No deadlock: when all batches before s are released and acknowledged, all (K + 1) B >= B slots belong to batch s and
-what comes after it. While a replica is live, groups are dispatched into the free ones; while running groups end,
-no wait is in vain; and a group that is filtered, fails or is evicted frees its slot for another. So the batch fills,
-unless from some moment on no group at all can be trained on (then `limits.py` stops the run).
+No deadlock. When all batches before s are released and acknowledged, all (K + 1) B >= B slots belong to batch s and
+what comes after it. While a replica is live, groups are dispatched into the free ones, and running groups end; one that
+is filtered, fails or is dropped frees its slot for another. Under `wait` let d be the smallest one for which (feasible)
+is an equality: the groups with deadline <= d number exactly the places up to d, at least one of them is active, and as
+soon as one of them has finished it may be taken, since every smaller d has room to spare. If there is no such d every
+finished group may be taken. So the batch fills, unless from some moment on no group at all can be trained on (then
+`limits.py` stops the run).
 
 Resume. The state of a ledger is that of the last boundary N: N batches released, no replica holds more than N (the
 update to N may be in progress). Groups taken since then are finished again, in their place. When it is loaded all slots
 of batches before N are free, and F = N. Finished groups keep their floors. So do running groups of which the caller has
-kept tokens, all of them of versions up to N; the others are sampled again and get the floor N. A rollout of a kept
-group that starts again has younger tokens than its floor says. With unchanged options the proof continues where it was:
+retained tokens, all of them of versions up to N; the others are sampled again and get the floor N. A rollout of a
+retained group that starts again has younger tokens than its floor says.
 
-  Unprotected group. As above, with s = N (it was there when batch N - 1 was cut, or dispatched later, or had been taken
-  into batch N or a later one): its old floor is >= N - K. From here on the cuts of batches N, N + 1 .. see to it,
-  whether it is finished or still running: they ask for its floor alone.
+  Let the groups be in order of deadline (in_order: of dispatch), and p the place of one, counted from 0. A group is
+  accepted if p < (K + 1) B, so that there is a slot for it, and if batch N + p // B is not beyond its deadline.
+  (`drop`: batch N; the cuts of N, N + 1 .. see to the rest.) In order of deadline this is (feasible) for s = N, L = B.
+  With unchanged options every group is accepted: batches that were taken since N and a feasible rest are a feasible
+  schedule from N, and a group that gets the floor N has only a later deadline. With in_order the places are those
+  without the resume, and a floor that becomes N is no older.
 
-  Protected group, with p groups before it, counted from the first of batch N. None had overtaken it, and none does
-  while it runs, so these are the same as without the resume, and it lands in batch N + p // B or earlier, as it would
-  have: its old floor is young enough there. If it is sampled again its floor is N, and p < (K + 1) B.
+With other options a group may not be accepted. A running group whose retained tokens are too old gives them up, and is
+sampled again in its place. The problems of others go to the front of those to dispatch, and are counted as `resampled`.
+Under `wait` this, and a lost process, are the only reasons why anything is sampled twice.
 
-With other options a group may not fit: no slot is left for it (the youngest go first), its floor is below N - K, or it
-is protected and would be too old in batch N + p // B. A running group with tokens that are too old gives them up, and
-is sampled again. For others that do not fit the problem goes to the front of those to dispatch, counted as requeued
-whatever the policy. For what is left both cases hold with the new B and K.
-
-Conservation, at every moment: dispatched = trained + in_training + filtered + requeued + dropped + failed + active
+Conservation, at every moment: dispatched = trained + in_training + filtered + resampled + dropped + failed + active
 (active = running + finished). A problem is trained, filtered, dropped or failed exactly once, however often it is
-requeued in between.
+resampled in between.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, Literal
 
 from trireme.core.errors import ProvenanceError
+from trireme.core.staleness import deadline
 
-StalePolicy = Literal["requeue", "drop", "wait"]
+StalePolicy = Literal["wait", "drop"]
 
 
 @dataclass
@@ -93,8 +107,6 @@ class Group:
     index: int
     """Counts dispatches."""
     problem: str
-    requeues: int
-    """How often the problem was requeued before."""
     floor: int
     """No token of the group is of an older version."""
     finished: bool = False
@@ -102,12 +114,12 @@ class Group:
 
 @dataclass
 class Tally:
-    """Counts groups by how they ended, since the start of the run. `expired_*` count the evicted ones once more."""
+    """Counts groups by how they ended, since the start of the run. `expired_*` count the dropped ones once more."""
 
     dispatched: int = 0
     trained: int = 0
     filtered: int = 0
-    requeued: int = 0
+    resampled: int = 0
     dropped: int = 0
     failed: int = 0
     expired_running: int = 0
@@ -121,8 +133,9 @@ class Ledger:
     batch_size: int
     max_steps_off_policy: int
     policy: StalePolicy
-    max_requeues: int
     max_steps: int
+    in_order: bool = False
+    """Nothing overtakes; only with `wait`."""
     batch: int = 0
     """The batch that is being assembled: all before it are cut."""
     released: int = 0
@@ -135,8 +148,8 @@ class Ledger:
     """Running and finished groups by index, so in order of dispatch."""
     consumed: dict[int, list[Group]] = field(default_factory=dict)
     """Groups taken into each batch whose slots are not free yet."""
-    requeue: deque[tuple[str, int]] = field(default_factory=deque)
-    """Problems to sample afresh, with how often they have been requeued."""
+    resample: deque[str] = field(default_factory=deque)
+    """Problems of groups that a loaded state had no room for; they are dispatched before new ones."""
     tally: Tally = field(default_factory=Tally)
 
     @property
@@ -152,17 +165,26 @@ class Ledger:
         """The number of groups taken so far into the batch that is being assembled."""
         return len(self.consumed.get(self.batch, ()))
 
+    @property
+    def lacking(self) -> int:
+        """The number of places left in the batch that is being assembled."""
+        return self.batch_size - self.assembled
+
+    def deadline(self, group: Group) -> int:
+        """Returns the last batch that may train on a group."""
+        return deadline(group.floor, self.max_steps_off_policy)
+
     def can_dispatch(self) -> bool:
         """True if a slot is free, a replica is live, and one more group can still be used before the last batch."""
         useful = len(self.active) + self.assembled < (self.max_steps - self.batch) * self.batch_size
         return useful and bool(self.replicas) and self.slots_taken < self.slots
 
     def dispatch(self, new_problem: Callable[[], str]) -> Group:
-        """Takes a slot for the oldest requeued problem, or for a new one. Raises ValueError unless `can_dispatch()`."""
+        """Takes a slot for the first problem to resample, or a new one. Raises ValueError unless `can_dispatch()`."""
         if not self.can_dispatch():
             raise ValueError(f"no group may be dispatched: {self.slots_taken} of {self.slots} slots taken")
-        problem, requeues = self.requeue.popleft() if self.requeue else (new_problem(), 0)
-        group = Group(self.tally.dispatched, problem, requeues, self.floor)
+        problem = self.resample.popleft() if self.resample else new_problem()
+        group = Group(self.tally.dispatched, problem, self.floor)
         self.active[group.index] = group
         self.tally.dispatched += 1
         return group
@@ -187,83 +209,89 @@ class Ledger:
         return group
 
     def take(self, step: int, count: int) -> tuple[list[Group], list[Group]] | None:
-        """Takes the next `count` groups of batch `step`, in order of dispatch; None while fewer are finished.
+        """Takes the next `count` groups of batch `step`; None while fewer may be taken.
 
-        Returns them and the groups that were evicted, whose rollouts the caller stops. May be called several times for
+        Returns them, and the groups that were dropped, whose rollouts the caller stops. May be called several times for
         one batch; the call that completes it cuts it. Raises ProvenanceError for a group that is too old, ValueError
         for another batch than the one being assembled or more groups than it lacks.
         """
-        lacking = self.batch_size - self.assembled
-        if step != self.batch or not 0 < count <= lacking:
-            raise ValueError(f"asked for {count} groups of batch {step}; batch {self.batch} lacks {lacking}")
+        if step != self.batch or not 0 < count <= self.lacking:
+            raise ValueError(f"asked for {count} groups of batch {step}; batch {self.batch} lacks {self.lacking}")
         groups = self._takeable(count)
         if len(groups) < count:
             return None
         for group in groups:
-            if step - group.floor > self.max_steps_off_policy:
+            if step > self.deadline(group):
                 raise ProvenanceError(
                     f"group {group.index} (problem {group.problem}) has floor {group.floor} and would be trained on at "
                     f"step {step}: age {step - group.floor}, at most {self.max_steps_off_policy} is allowed"
                 )
             del self.active[group.index]
         self.consumed.setdefault(step, []).extend(groups)
-        return groups, self._cut() if count == lacking else []
+        return groups, self._cut() if self.lacking == 0 else []
 
     def takeable(self, most: int) -> int:
-        """Returns how many groups to take now, at most `most`: as many as have finished, and if those are fewer than
-        `most`, only as many as leave room in the batch for the running groups of older weights."""
+        """Returns the number of groups to take now, at most `most`.
+
+        Under `drop` these are all that have finished, but if those are fewer than `most`, only as many as leave room in
+        the batch for the running groups of older weights, which the cut would drop.
+        """
         count = len(self._takeable(most))
+        if self.policy == "wait" or count == most:
+            return count
         older = sum(not group.finished and group.floor < self.floor for group in self.active.values())
-        return count if count == most else max(min(count, self.batch_size - self.assembled - older), 0)
+        return max(min(count, self.lacking - older), 0)
 
     def _takeable(self, count: int) -> list[Group]:
-        """Returns at most `count` finished groups in order of dispatch, up to the first protected running one."""
-        groups: list[Group] = []
-        for group in self.active.values():
-            if group.finished:
-                groups.append(group)
-            if len(groups) == count or (not group.finished and self.protected(group)):
+        """Returns at most `count` groups that may be taken now, in order of dispatch."""
+        groups = list(self.active.values())
+        if self.in_order:
+            groups = list(takewhile(lambda group: group.finished, groups))
+        finished = [group for group in groups if group.finished]
+        if self.in_order or self.policy == "drop":
+            return finished[:count]
+        taken: list[Group] = []
+        spare = self._spare_places()
+        for group in finished:
+            if len(taken) == count:
                 break
-        return groups
+            before_deadline = range(max(self.deadline(group) - self.batch, 0))
+            # The place that this group takes is gone for the groups with earlier deadlines. One that has no room now
+            # has none after further ones are taken, so one pass is enough.
+            if all(spare[d] > 0 for d in before_deadline):
+                taken.append(group)
+                for d in before_deadline:
+                    spare[d] -= 1
+        return taken
 
-    def late(self, count: int) -> list[Group]:
-        """Returns the running groups for which the cut may wait: it would evict them if the next `count` groups were
-        taken now, and would take them if they finished before, in place of groups that the next batch can take. Empty
-        if `take` would not cut the batch."""
-        groups = self._takeable(count)
-        if len(groups) < count or count < self.batch_size - self.assembled:
-            return []
-        oldest = self.batch + 1 - self.max_steps_off_policy
-        late = [g for g in self.active.values() if not g.finished and g.floor < oldest and not self.protected(g)]
-        in_order = sorted([*groups, *late], key=lambda group: group.index)
-        young = sum(group.floor >= oldest for group in groups)
-        return [group for group in in_order[:count] if not group.finished][:young]
-
-    def protected(self, group: Group) -> bool:
-        """True if no group may overtake this one, and it may not be evicted."""
-        return self.policy == "wait" or (self.policy == "requeue" and group.requeues >= self.max_requeues)
+    def _spare_places(self) -> list[int]:
+        """Returns for d = 0 .. K how many places up to batch `batch + d` are not needed by the active groups with
+        deadlines up to there: by (feasible) none is negative."""
+        due = Counter(max(self.deadline(group) - self.batch, 0) for group in self.active.values())
+        spare = []
+        needed = 0
+        for d in range(self.max_steps_off_policy + 1):
+            needed += due[d]
+            spare.append(self.lacking + d * self.batch_size - needed)
+        return spare
 
     def _cut(self) -> list[Group]:
-        """Closes the batch being assembled; evicts and returns the groups that would be too old for the next."""
+        """Closes the batch being assembled. Drops and returns the groups that would be too old for the next: none under
+        `wait`."""
         self.batch += 1
-        oldest = self.batch - self.max_steps_off_policy
-        evicted = [g for g in self.active.values() if g.floor < oldest and not self.protected(g)]
-        for group in evicted:
+        if self.policy == "wait":
+            return []
+        dropped = [group for group in self.active.values() if self.deadline(group) < self.batch]
+        for group in dropped:
             del self.active[group.index]
             self.tally.expired_finished += group.finished
             self.tally.expired_running += not group.finished
-        if self.policy == "requeue":
-            self._requeue(evicted)
-        else:
-            self.tally.dropped += len(evicted)
-        return evicted
-
-    def _requeue(self, groups: Sequence[Group]) -> None:
-        self.requeue.extendleft((g.problem, g.requeues + 1) for g in reversed(groups))
-        self.tally.requeued += len(groups)
+        self.tally.dropped += len(dropped)
+        return dropped
 
     def release(self, step: int) -> list[Group]:
-        """Takes note that batch `step` has been trained on; returns its groups."""
+        """Frees the slots of batch `step`, which has been trained on, once its version is acknowledged; returns its
+        groups."""
         if step != self.released or step >= self.batch:
             raise ValueError(f"batch {step} cannot be released: {self.released} are, {self.batch} are cut")
         groups = self.consumed[step]
@@ -273,7 +301,7 @@ class Ledger:
         return groups
 
     def acknowledge(self, replicas: Mapping[int, int]) -> None:
-        """Takes note of the live replicas, each with the version that it acknowledged. Those not in it have left.
+        """Sets the live replicas, with the version that each has acknowledged. Replicas that are missing have left.
 
         Raises ProvenanceError when one of them is below what all live ones had acknowledged before.
         """
@@ -300,10 +328,10 @@ class Ledger:
             "active": len(self.active),
             "running": len(self.active) - finished,
             "finished": finished,
-            "to_requeue": len(self.requeue),
+            "to_resample": len(self.resample),
             "slots_taken": self.slots_taken,
         }
-        ends = ("trained", "in_training", "filtered", "requeued", "dropped", "failed", "active")
+        ends = ("trained", "in_training", "filtered", "resampled", "dropped", "failed", "active")
         if counts["dispatched"] != sum(counts[name] for name in ends):
             raise ProvenanceError(f"groups were lost or counted twice: {counts}")
         return counts
@@ -321,35 +349,50 @@ class Ledger:
         return {
             "released": self.released,
             "groups": [dict(vars(group)) for group in groups],
-            "requeue": [list(entry) for entry in self.requeue],
+            "resample": list(self.resample),
             "tally": dict(vars(self.tally)),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], kept: Collection[int] = ()) -> set[int]:
-        """Continues from a boundary; call it before anything else. Requeues groups that do not fit (see the module's
-        docstring).
+    def load_state_dict(self, state: Mapping[str, Any], retained: Collection[int] = ()) -> set[int]:
+        """Continues from a boundary; call it before anything else. Groups that are not accepted are resampled (see
+        Resume in the module's docstring).
 
-        `kept`: indices of groups with kept tokens. Returns those of running ones that may use them: they have their old
-        floors. Raises ProvenanceError when the state's groups do not add up.
+        `retained`: indices of running groups with tokens. Returns those of them that keep their floors, and so their
+        tokens. Raises ProvenanceError when the state's groups do not add up.
         """
-        self.batch = self.released = self.floor = state["released"]
-        self.requeue = deque((problem, requeues) for problem, requeues in state["requeue"])
+        self.batch = state["released"]
+        self.released = state["released"]
+        self.floor = state["released"]
+        self.resample = deque(state["resample"])
         self.tally = Tally(**state["tally"])
         groups = [Group(**values) for values in state["groups"]]
-        usable: set[int] = set()
         for group in groups:
-            if not group.finished and group.index in kept and self._fits(group):
-                usable.add(group.index)
-            elif not group.finished:
+            if not group.finished and (group.index not in retained or self.deadline(group) < self.batch):
                 group.floor = self.floor
-            if self._fits(group):
-                self.active[group.index] = group
-        self._requeue([group for group in groups if group.index not in self.active])
+        accepted = self._accepted(groups)
+        # A running group whose place comes after its deadline is sampled again, with the floor of now, before another
+        # is refused.
+        late = [g for g in groups if g.index not in accepted and not g.finished and g.floor < self.floor]
+        for group in late:
+            group.floor = self.floor
+        if late:
+            accepted = self._accepted(groups)
+        self.active = {group.index: group for group in groups if group.index in accepted}
+        refused = [group.problem for group in groups if group.index not in accepted]
+        self.resample.extendleft(reversed(refused))
+        self.tally.resampled += len(refused)
         self.counts()
-        return usable
+        floors = {values["index"]: values["floor"] for values in state["groups"]}
+        running = [group for group in self.active.values() if not group.finished]
+        return {g.index for g in running if g.index in retained and g.floor == floors[g.index]}
 
-    def _fits(self, group: Group) -> bool:
-        """True if a loaded group has a slot after those that are active, and will be young enough."""
-        place = len(self.active)
-        latest = self.batch + (place // self.batch_size if self.protected(group) else 0)
-        return place < self.slots and latest - group.floor <= self.max_steps_off_policy
+    def _accepted(self, groups: list[Group]) -> set[int]:
+        """Returns the indices of the loaded groups that have a slot and a place in time."""
+        in_order = groups if self.in_order else sorted(groups, key=lambda group: (group.floor, group.index))
+        accepted: set[int] = set()
+        for group in in_order:
+            place = len(accepted)
+            lands = self.batch if self.policy == "drop" else self.batch + place // self.batch_size
+            if place < self.slots and lands <= self.deadline(group):
+                accepted.add(group.index)
+        return accepted

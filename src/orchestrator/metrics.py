@@ -1,7 +1,7 @@
 """Makes the orchestrator's part of a step's row of metrics.
 
 Rewards are taken before filtering: the row of step s covers the groups that were trained on in it and those that were
-filtered since the row before. Evicted and failed groups are counted, but their rewards are in no row.
+filtered since the row before. Dropped and failed groups are counted, but their rewards are in no row.
 
   env/all/*, env/<tag>/*  reward/total, turns_per_episode, {ac,ob}_tokens_per_turn, length_cut (share of turns whose
                           answer was cut by length), by_group/frac_{mixed,all_good,all_bad}, and the means of what the
@@ -13,13 +13,13 @@ filtered since the row before. Evicted and failed groups are counted, but their 
   off_policy/mixed_frac   share of their sampled tokens that came from newer weights on KV of older ones (`keep_kv`)
   off_policy/*            in_flight, in_queue: groups sampling now, and waiting to be taken; others: groups that ended
                           so since the last row
-  waste/<cause>           tokens that were sampled in vain since the last row: of groups that were given up while they
-                          ran (`expired_running`; of answers that were stopped as estimated from their seconds) or had
-                          finished (`expired_finished`), of groups that were `filtered`, and of `failed` groups and
-                          tries
-  length/trained, sampled  mean tokens of the rollouts trained on; and of the last rollouts that were sampled, estimated
-                          with those that were stopped (`survival.py`; not in deterministic mode). Equal if no
-                          length is preferred
+  waste/<cause>           tokens that were sampled in vain since the last row: of groups that were dropped while they
+                          ran (`expired_running`; those of responses that were stopped are estimated from their
+                          seconds) or had finished (`expired_finished`), of groups that were `filtered`, and of `failed`
+                          groups and tries
+  length/trained, sampled  mean tokens of the rollouts trained on; and of the rollouts that ended or were dropped since
+                          the last row, in groups that neither failed nor were filtered (not in deterministic mode).
+                          Over many rows they are equal if no length is preferred
   ledger/*                the terms of the conservation equation, since the start of the run
   rollout_errors/<type>   failed tries since the last row
   weights/canary_max_diff, canary_mean_diff, reprefill_tokens, time/update  of the update to the version that the step
@@ -30,7 +30,6 @@ filtered since the row before. Evicted and failed groups are counted, but their 
   perf/inference_idle_s   seconds since then in which no request was in flight
   perf/max_concurrent     the limit of rollouts in flight now; not in deterministic mode
   perf/kv_used, preemptions  since then: largest share of a KV cache in use, sequences whose KV was given up
-  perf/cut_wait_s         seconds since then in which complete batches waited for groups (`cut_wait.py`)
   perf/event_loop_lag     largest delay of a timer since then, in seconds
 """
 
@@ -48,7 +47,7 @@ from trireme.core.weights import UpdateReport
 GOOD_REWARD = 0.5
 """A group of equal rewards counts as all good from here on, below as all bad."""
 STOP_REASONS = ("stop", "length", "max_seq_len")
-ENDINGS = ("requeued", "dropped", "filtered", "failed", "expired_running", "expired_finished")
+ENDINGS = ("resampled", "dropped", "filtered", "failed", "expired_running", "expired_finished")
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
     mix  ----problem--> dispatch loop --group--> one task per group: group_size rollouts, group rewards
                             ^  ^                      | finished       | filtered, failed
-             slots are free |  | requeued             v                v
+             slots are free |  | resampled            v                v
                             |  +---- ledger <--- finished groups    (slot free immediately)
                             |                         |
      release + acknowledged |                         v
@@ -40,15 +40,13 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 
 from orchestrator.admission import Backpressure, Permit
 from orchestrator.advantages import ScoredGroup, build_minibatch, is_constant
 from orchestrator.cursor import Mix
-from orchestrator.cut_wait import CutWait
-from orchestrator.effort import Efforts
 from orchestrator.env import EnvGroupBuilder, RLDataset, Trajectory
 from orchestrator.evaluation import Evaluator
 from orchestrator.group_runner import GroupOutcome, GroupRunner
@@ -66,6 +64,7 @@ from orchestrator.rollout import PromptTooLong, RolloutLimits
 from orchestrator.running import RunningGroups
 from orchestrator.state import OrchestratorState
 from orchestrator.unfinished import GroupProgress
+from orchestrator.waste import TokenCounts
 from orchestrator.watch import watch_lag, watch_load
 from trireme.config import Config
 from trireme.core.errors import RoomFailed
@@ -75,7 +74,7 @@ from trireme.core.weights import PublishedWeights
 from trireme.process import trace
 from trireme.process.faults import fault_point
 
-WITNESSED = ("problem", "index", "requeues", "floor")
+WITNESSED = ("problem", "index", "floor")
 
 
 class Pipeline:
@@ -99,8 +98,8 @@ class Pipeline:
             batch_size=self._options.batch_size,
             max_steps_off_policy=self._options.max_steps_off_policy,
             policy="wait" if config.deterministic else self._options.stale_policy,
-            max_requeues=self._options.max_requeues,
             max_steps=config.max_steps,
+            in_order=config.deterministic,
         )
         self.replicas = Replicas(config, sampler, reserved, self._replicas_changed)
         self._finished: dict[int, ScoredGroup] = {}
@@ -111,11 +110,10 @@ class Pipeline:
         self._pace = Lockstep(self._ledger.can_dispatch) if config.deterministic else OwnPace()
         self._pressure = Backpressure(config)
         self._requests = requests = Requests(sampler)
-        self._efforts = Efforts(lambda: asyncio.get_running_loop().time(), repeatable=config.deterministic)
-        self._cut_wait = CutWait(self._ledger, self._efforts)
+        self._tokens = TokenCounts(lambda: asyncio.get_running_loop().time(), repeatable=config.deterministic)
         self._runners = {
             env.label: GroupRunner(
-                config, env, limits, requests.sample, self._pace, partial(self._note_error, env=env.label)
+                config, env, limits, requests.sample, self._pace, partial(self._note_error, env=env.label), self._is_due
             )
             for env in config.env
         }
@@ -176,7 +174,7 @@ class Pipeline:
         try:
             async with asyncio.timeout(self._config.batch_deadline_s):
                 with trace.span("wait", "minibatches", step=step, groups=least):
-                    groups, evicted = await self._take(step, least, most)
+                    groups, dropped = await self._take(step, least, most)
         except TimeoutError:
             lacks = missing(self._ledger, self._requests.in_training, self._sampler)
             raise RoomFailed(
@@ -184,9 +182,7 @@ class Pipeline:
                 f"{step}; {lacks}; first failed rollout: {self._run_limits.first_failure}"
             ) from None
         scored_P = [self._finished.pop(group.index) for group in groups]
-        if self._ledger.batch > step:
-            self._cut_wait.note_cut()
-        self._evict(evicted)
+        self._drop(dropped)
         self._meter.trained += scored_P
         last = (done + len(groups)) % per_substep == 0
         normalization = self._config.normalization
@@ -201,11 +197,10 @@ class Pipeline:
         fault_point("orchestrator.release")
         self._background.raise_error(but_limits=True)
         groups = self._ledger.release(step)
-        self._cut_wait.note_release()
         self._slots_changed.set()
         records = self._recorder.lines(step, self._meter.trained)
         row = self._meter.take(step, self._ledger.counts(), self._requests.take_idle())
-        row |= self.evaluator.take(step) | self._pressure.take() | self._efforts.take() | self._cut_wait.take()
+        row |= self.evaluator.take(step) | self._pressure.take() | self._tokens.take()
         self._boundary = self._state() if self._config.deterministic else None
         return StepSummary(row, [{name: getattr(g, name) for name in WITNESSED} for g in groups], records)
 
@@ -231,7 +226,7 @@ class Pipeline:
             state = replace(state, running=())
         self._mix.load_state_dict(state.cursor)
         self._finished, kept = self._running.load(self._ledger, state)
-        self._efforts.load_state_dict(state.efforts)
+        self._tokens.load_state_dict(state.tokens)
         self._run_limits.load_state_dict(state.limits)
         self.evaluator.load_state_dict(state.evaluation)
         self._meter = StepMeter(dict(state.counts), filtered=list(state.filtered), errors=Counter(state.errors))
@@ -255,7 +250,7 @@ class Pipeline:
             counts=self._meter.counts,
             evaluation=self.evaluator.state_dict(),
             running=self._running.take(running),
-            efforts=self._efforts.state_dict(),
+            tokens=self._tokens.state_dict(),
         )
 
     # ---- updates and replicas
@@ -275,28 +270,22 @@ class Pipeline:
     # ---- taking
 
     async def _take(self, step: int, least: int, most: int) -> tuple[list[Group], list[Group]]:
-        """Waits for `least` groups; returns as many as there are, at most `most`, and those that were evicted."""
-        waited = False
-        # A complete batch that waits must not miss the deadline.
-        latest = asyncio.get_running_loop().time() + self._config.batch_deadline_s / 2
+        """Waits for `least` groups; returns as many as there are, at most `most`, and those that were dropped."""
         while True:
             self._background.raise_error()
-            # first the cheap question: the ledger looks at all groups
-            count = self._ledger.takeable(most) if len(self._finished) >= least else 0
-            enough = count >= least
-            until = self._cut_wait.until(count, waited, latest) if enough else None
-            if enough and until is None and (taken := self._ledger.take(step, count)):
-                return taken
-            waited = True
+            # The ledger looks at all groups, so it is not asked before enough of them have finished.
+            if len(self._finished) >= least:
+                count = self._ledger.takeable(most)
+                taken = self._ledger.take(step, count) if count >= least else None
+                if taken:
+                    return taken
             self._groups_changed.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout_at(until):
-                    await self._groups_changed.wait()
+            await self._groups_changed.wait()
 
-    def _evict(self, evicted: Sequence[Group]) -> None:
-        """Stops the rollouts of groups that the ledger has given up, and drops the finished ones."""
-        for group in evicted:
-            self._efforts.evict(group.index, self._finished.pop(group.index, None))
+    def _drop(self, dropped: Sequence[Group]) -> None:
+        """Stops the rollouts of groups that the ledger has dropped, and forgets the finished ones."""
+        for group in dropped:
+            self._tokens.drop(group.index, self._finished.pop(group.index, None))
             self._running.stop(group.index)
         self._slots_changed.set()
 
@@ -343,14 +332,23 @@ class Pipeline:
     async def _run_group(
         self, group: Group, builder: EnvGroupBuilder, runner: GroupRunner, permit: Permit, progress: GroupProgress
     ) -> None:
-        over = partial(self._running.ends, group)  # an eviction must not interrupt the cleanup
-        effort = self._efforts.begin(group.index, runner.env.label, progress.sampled_G(runner.size))
+        over = partial(self._running.ends, group)  # a drop must not interrupt the cleanup
+        tokens = self._tokens.begin(group.index, progress.sampled_G(runner.size))
         life = trace.life("group", group.index, problem=group.problem, floor=group.floor)
-        with closing(effort), life as ending:
-            outcome = await runner.run(group, builder, permit, effort, over, progress)
+        with closing(tokens), life as ending:
+            outcome = await runner.run(group, builder, permit, tokens, over, progress)
             await self._pace.before_end(group.index)
             self._settle(group, outcome)
             ending["versions"] = outcome.scored.versions if outcome.scored else None
+
+    def _filters(self, scored: ScoredGroup) -> bool:
+        return self._options.remove_constant_reward_groups and is_constant(scored.rewards_G)
+
+    def _is_due(self, group: Group) -> bool:
+        """True for a group that must be in the batch that is being assembled. With max_steps_off_policy = 0 every group
+        is in it from the beginning, and in deterministic mode it would depend on seconds: there the answer is False."""
+        bound = self._options.max_steps_off_policy
+        return bool(bound) and not self._config.deterministic and self._ledger.deadline(group) <= self._ledger.batch
 
     def _note_error(self, error: Exception, env: str) -> None:
         self._meter.errors[type(error).__name__] += 1
@@ -365,10 +363,11 @@ class Pipeline:
         if self._ledger.active.get(group.index) is not group:  # given up while its environments were cleaned up
             return
         scored = outcome.scored
-        self._efforts.settle(group.index, scored)
+        filtered = scored is not None and self._filters(scored)
+        self._tokens.settle(group.index, scored, filtered)
         if scored is None:
             self._ledger.fail(group)
-        elif self._options.remove_constant_reward_groups and is_constant(scored.rewards_G):
+        elif filtered:
             self._ledger.filter(group)
             self._meter.filtered.append(scored)
         else:

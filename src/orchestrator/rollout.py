@@ -134,7 +134,7 @@ class RolloutKey:
     sample: int
     """Number of the rollout in its group."""
     attempt: int
-    """Counts tries, over retries and requeues."""
+    """Counts the tries of the rollout."""
     route_key: str
     """Rollouts with the same key go to the same replica."""
 

@@ -66,8 +66,8 @@ class OrchestratorState:
     """The ledger's at the last row."""
     evaluation: Mapping[str, Any]
     """`state_dict` of the evaluator."""
-    efforts: Mapping[str, Any]
-    """`state_dict` of the accounts of what was sampled."""
+    tokens: Mapping[str, Any]
+    """`state_dict` of the counts of sampled tokens."""
     running: tuple[UnfinishedGroup, ...] = ()
     """Running groups that have something to keep."""
 

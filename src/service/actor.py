@@ -168,7 +168,7 @@ class ServiceActor:
         """Tells how far training is, for sessions that are no groups of it; None where nothing is trained."""
         if self._adopt:
             return None
-        return TrainingStanding(self._newest, 1, 0, self._config.orchestrator.max_steps_off_policy)
+        return TrainingStanding(self._newest, self._config.orchestrator.max_steps_off_policy)
 
     async def _serve(self) -> None:
         options = self._config.service

@@ -16,6 +16,7 @@ from trainer.losses import LossFn, backward
 from trireme.config.losses import find_loss
 from trireme.core.batch import BatchPart
 from trireme.core.errors import BadInput, ProvenanceError
+from trireme.core.staleness import deadline
 from trireme.core.types import Provenance, WeightIdentity
 
 
@@ -31,8 +32,8 @@ class PublishedVersions:
 
     def add(self, newest: WeightIdentity) -> None:
         """Adds the version that trains now, and drops those that became too old."""
-        oldest = newest.version - self._max_steps
-        self._identities = [i for i in (*self._identities, newest) if i.version >= oldest]
+        identities = [*self._identities, newest]
+        self._identities = [i for i in identities if deadline(i.version, self._max_steps) >= newest.version]
 
     def check(self, provenance: Provenance) -> None:
         """Raises ProvenanceError unless the step is the newest version, every token comes from a version in here, and

@@ -270,8 +270,8 @@ def assert_every_problem_once(ended: Ended) -> None:
     numbers = [number_of(group["problem"]) for group in groups]
     last: Mapping[str, float] = ended.rows[-1]
     assert len(numbers) == len(set(numbers)) == BATCH * len(trained) == last["ledger/trained"]
-    otherwise = sum(last[f"ledger/{end}"] for end in ("filtered", "dropped", "failed", "active", "to_requeue"))
-    begun = last["ledger/dispatched"] - last["ledger/requeued"] + last["ledger/to_requeue"]
+    otherwise = sum(last[f"ledger/{end}"] for end in ("filtered", "dropped", "failed", "active", "to_resample"))
+    begun = last["ledger/dispatched"] - last["ledger/resampled"] + last["ledger/to_resample"]
     assert len(numbers) + otherwise == begun
     assert set(numbers) <= set(range(int(begun))), "a problem was trained on that was never counted as begun"
 

@@ -160,6 +160,6 @@ def assert_steps_once(rows: Sequence[Mapping[str, Any]], steps: int, bound: int)
     """Every step is there once, every problem has one end or is under way, and the bound held."""
     assert [row["step"] for row in rows] == list(range(steps))
     last = rows[-1]
-    ends = ("trained", "in_training", "filtered", "requeued", "dropped", "failed", "active")
+    ends = ("trained", "in_training", "filtered", "resampled", "dropped", "failed", "active")
     assert last["ledger/dispatched"] == sum(last[f"ledger/{name}"] for name in ends)
     assert max(row["off_policy/max"] for row in rows) <= bound

@@ -249,5 +249,5 @@ def at_step(step: int, send: signal.Signals) -> Callable[[str, subprocess.Popen[
 def assert_bound_and_conservation(ended: Ended, bound: int) -> None:
     for row in ended.rows:
         assert row["off_policy/max"] <= bound
-        terms = ("trained", "in_training", "filtered", "requeued", "dropped", "failed", "active")
+        terms = ("trained", "in_training", "filtered", "resampled", "dropped", "failed", "active")
         assert row["ledger/dispatched"] == sum(row[f"ledger/{term}"] for term in terms)

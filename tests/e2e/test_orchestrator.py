@@ -35,7 +35,7 @@ def start(
     model_dir: Path,
     log_dir: Path | None = None,
     faults: str = "",
-    policy: str = "requeue",
+    policy: str = "wait",
     evaluation: dict[str, Any] | None = None,
     envs: list[dict[str, Any]] | None = None,
     **env: Any,

@@ -78,9 +78,8 @@ class Scenario:
     With `ends` an answer ends at each token with this probability, in place of lognormal lengths.
     Problems whose number is divisible by `failing` raise, by `constant` have equal rewards (0: none do)."""
 
-    policy: str = "requeue"
+    policy: str = "wait"
     max_steps_off_policy: int = 1
-    max_requeues: int = 2
     batch_size: int = 8
     group_size: int = 4
     steps: int = 12
@@ -151,7 +150,6 @@ class Scenario:
                     "group_size": self.group_size,
                     "max_steps_off_policy": self.max_steps_off_policy,
                     "stale_policy": self.policy,
-                    "max_requeues": self.max_requeues,
                     "generation_timeout_s": NO_DEADLINE_S,
                     "retries": 0,
                     "remove_constant_reward_groups": bool(self.constant),

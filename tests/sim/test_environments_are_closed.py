@@ -111,7 +111,7 @@ CHANCES = st.floats(0, 0.15)
     weather=st.builds(Weather, CHANCES, CHANCES, CHANCES, CHANCES, st.floats(0, 3)),
     seed=st.integers(0, 2**32),
     group_size=st.integers(2, 5),
-    policy=st.sampled_from(["requeue", "drop", "wait"]),
+    policy=st.sampled_from(["drop", "wait"]),
     stop_s=st.floats(0, 200),
 )
 def test_each_is_closed_once(

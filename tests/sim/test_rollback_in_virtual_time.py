@@ -27,8 +27,8 @@ def check(outcome: Outcome) -> Outcome:
         assert row["ledger/dispatched"] == sum(row[f"ledger/{end}"] for end in ENDS)
     trained = [outcome.problems.number(g["problem"]) for released in outcome.released for g in released.trained]
     assert len(set(trained)) == len(trained) == last["ledger/trained"]
-    otherwise = sum(last[f"ledger/{end}"] for end in ("filtered", "failed", "dropped", "active", "to_requeue"))
-    begun = last["ledger/dispatched"] - last["ledger/requeued"] + last["ledger/to_requeue"]
+    otherwise = sum(last[f"ledger/{end}"] for end in ("filtered", "failed", "dropped", "active", "to_resample"))
+    begun = last["ledger/dispatched"] - last["ledger/resampled"] + last["ledger/to_resample"]
     assert len(trained) + otherwise == begun
     assert set(trained) <= set(range(int(begun)))
     problems = outcome.problems

@@ -26,6 +26,6 @@ def test_the_table_is_that_of_the_docs(capsys: pytest.CaptureFixture[str]) -> No
     page = (ROOT / "docs" / "asynchrony.md").read_text()
     section = page.partition("\n## What it gains, and what it costs\n")[2].partition("\n## ")[0]
     documented = rows(section)
-    assert len(made) == 2 + 15
+    assert len(made) == 2 + 10
     assert [row[:2] for row in made] == [row[:2] for row in documented]
     assert made[0] == documented[0]

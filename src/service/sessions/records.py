@@ -35,8 +35,6 @@ class SessionOpened:
     """No token of the session is of an older version."""
     temperature: float
     """All answers are sampled at it."""
-    protected: bool = False
-    """The batch waits for it: it is never given up for its age."""
     problem: str = ""
     """The problem of the group that it belongs to; "": none."""
     attempt: int = 0

@@ -125,14 +125,12 @@ class SessionRegistry:
 
     # ---- verbs of those who own a session
 
-    def open(self, session: str, floor: int, protected: bool = False, problem: str = "", attempt: int = 0) -> None:
+    def open(self, session: str, floor: int, problem: str = "", attempt: int = 0) -> None:
         """Opens a session. `floor`: the lowest version that a live replica has acknowledged; `attempt` made it. Raises
         BadInput for a name that is taken."""
         if session in self.book.sessions:
             raise BadInput(f"a session {session!r} is there already; expected another name")
-        self._write(
-            SessionOpened(session, self._clock(), floor, self._sampling.temperature, protected, problem, attempt)
-        )
+        self._write(SessionOpened(session, self._clock(), floor, self._sampling.temperature, problem, attempt))
 
     def reward(
         self,
@@ -247,7 +245,7 @@ class SessionRegistry:
             reason = session.limit_reached(self._limits, self._clock(), running)
             reason = reason or self._given_up(session)
             if reason is None and standing is not None:
-                reason = too_old(session.opened.floor, session.opened.protected, standing)
+                reason = too_old(session.opened.floor, standing)
                 reason = reason and f"stale: {reason}"
             if reason is not None:
                 self._end(session, reason)

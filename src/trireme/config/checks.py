@@ -15,7 +15,6 @@ from trireme.core.tokenizer import without_tokenizer
 from trireme.renderers import unknown_renderer
 
 EXACT_SAMPLERS = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
-MANY_REQUEUES = 4
 
 
 def check(config: CommonConfig, facts: ModelFacts | None) -> list[str]:
@@ -272,34 +271,26 @@ def _timeouts(config: Config) -> Iterator[Refusal]:
 
 
 def _staleness_warnings(config: Config) -> Iterator[str]:
-    """Says what an order of consumption does to long answers. With max_steps_off_policy = 0 nothing gets too old."""
-    options = config.orchestrator
-    bound, policy, requeues = options.max_steps_off_policy, options.stale_policy, options.max_requeues
+    """Warns that `drop` disfavours long answers. With max_steps_off_policy = 0 nothing gets too old."""
+    bound = config.orchestrator.max_steps_off_policy
     longer = f"a problem with an answer that takes longer than {bound} of the trainer's steps"
-    if bound and policy == "drop":
+    if bound and config.orchestrator.stale_policy == "drop":
         yield (
             f"orchestrator.stale_policy = drop with max_steps_off_policy = {bound}: {longer} is given up for good. So "
             "long answers are trained on less often than they are sampled, and those that always take longer never "
-            "(off_policy/dropped counts them); requeue and wait train on every problem"
-        )
-    if bound and policy == "requeue" and requeues > MANY_REQUEUES:
-        yield (
-            f"orchestrator.max_requeues = {requeues} with max_steps_off_policy = {bound}: {longer} is sampled afresh "
-            f"until all its answers happen to be short, up to {requeues} times, before the batch waits for it. That "
-            "favours short answers and wastes tokens (off_policy/requeued counts them); lower it, raise "
-            "max_steps_off_policy, or take --orchestrator.stale-policy wait"
+            "(off_policy/dropped counts them); wait, the default, trains on every problem"
         )
 
 
 def _timeout_warnings(config: Config) -> Iterator[str]:
-    options, timeouts = config.orchestrator, config.timeouts
-    rollout_s, tries = options.generation_timeout_s, options.retries + 1
+    timeouts = config.timeouts
+    rollout_s = config.orchestrator.generation_timeout_s
     answer_s = min(rollout_s, config.inference.answer_s)
-    if timeouts.batch_s is not None and tries * rollout_s > timeouts.batch_s:
+    if timeouts.batch_s is not None and 2 * rollout_s > timeouts.batch_s:
         yield (
-            f"orchestrator.generation_timeout_s = {rollout_s:g} with {options.retries} retries: a rollout that hangs "
-            f"each time fails after {tries * rollout_s:g} s; if a batch waits for it, timeouts.batch_s = "
-            f"{timeouts.batch_s:g} ends the run before its group is replaced"
+            f"orchestrator.generation_timeout_s = {rollout_s:g}: a rollout that hangs fails after that time; if a "
+            f"batch waits for it, timeouts.batch_s = {timeouts.batch_s:g} may end the run before a group in its place "
+            "has been sampled"
         )
     if config.inference.on_update == "drain" and timeouts.update_s < answer_s:
         yield (

@@ -19,11 +19,9 @@ class OrchestratorConfig(Section):
     """Rollouts per problem."""
     max_steps_off_policy: NonNegativeInt = 1
     """No group older than this many steps is trained on; 0 = synchronous, strictly on-policy."""
-    stale_policy: Literal["requeue", "drop", "wait"] = "requeue"
-    """For a group that would get too old: requeue samples its problem afresh, drop leaves it out, wait lets the
-    batch wait for it (strictly first in, first out)."""
-    max_requeues: NonNegativeInt = 2
-    """requeue: how often a problem is sampled afresh before the batch waits for it."""
+    stale_policy: Literal["wait", "drop"] = "wait"
+    """For a group that would get too old: wait lets the batch wait for it, and others overtake it only while it still
+    has a place in time; drop leaves it out."""
     advantage: AdvantageKind = "mean"
     """Reward minus the group's mean; divided by its deviation; or minus the mean of the others."""
     remove_constant_reward_groups: bool = False

@@ -9,6 +9,7 @@ from trireme.core.refusals import Refusal
 REMOVED: dict[str, str] = {
     "trireme launch": "edit scripts/slurm.sbatch or scripts/rayjob.yaml, which start a run on Slurm and on KubeRay",
     "trireme sweep --knob": "give the key of the horizontal axis in the first --grid",
+    "orchestrator.max_requeues": "leave it out: orchestrator.stale_policy = wait, the default, samples nothing again",
     "cluster.model_cache": "give model.name as an id of the hub, which each node fetches, or as a path that all have",
     "trireme watch --plain": "leave it out: `trireme watch RUN` prints where the run stands, without a terminal too",
 }

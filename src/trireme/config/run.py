@@ -162,8 +162,8 @@ class CommonTimeouts(Section):
 
 class TimeoutsConfig(CommonTimeouts):
     batch_s: PositiveFloat | None = None
-    """Deadline for a batch of rollouts, and for an evaluation; none = as orchestrator.generation_timeout_s needs it: a
-    rollout that is too slow in all its tries, another in its place, and the time to replace a lost replica."""
+    """Deadline for a batch of rollouts, and for an evaluation; none = four times orchestrator.generation_timeout_s (for
+    a group that takes too long, and another in its place), and the time to replace a lost replica."""
     update_s: PositiveFloat = 300.0
     """Deadline for a replica to take new weights (drain: with its wait for requests in flight), and for a step of
     its engine. The run learns shorter ones: see docs/recovery.md."""

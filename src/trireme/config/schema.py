@@ -272,9 +272,9 @@ class Config(CommonConfig):
 
     @property
     def batch_deadline_s(self) -> float:
-        """Seconds for a batch of rollouts, and for an evaluation (`timeouts.batch_s`)."""
-        options = self.orchestrator
-        return self.timeouts.batch_s or (options.retries + 2) * options.generation_timeout_s + self.patience_s
+        """Seconds for a batch of rollouts, and for an evaluation (`timeouts.batch_s`). The default is enough for a
+        group that fails at its time limits, of its rollouts and of its rewards, and for one in its place."""
+        return self.timeouts.batch_s or 4 * self.orchestrator.generation_timeout_s + self.patience_s
 
     @property
     def largest_group(self) -> int:

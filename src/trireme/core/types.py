@@ -256,6 +256,6 @@ class StepSummary:
 
     metrics: dict[str, float]
     trained: list[dict[str, Any]]
-    """Problem, index, requeues and floor of each group, in the order in which they were taken."""
+    """Problem, index and floor of each group, in the order in which they were taken."""
     records: list[str]
     """Records of some of the groups (`orchestrator.recorder`)."""

@@ -328,9 +328,9 @@ class OrchestratorPart(Part):
         bound, policy = self.config.max_steps_off_policy, self.config.orchestrator.stale_policy
         if bound == 0:
             return "synchronous: every group is sampled with the weights that are trained on it"
-        what = {"requeue": "is sampled afresh", "drop": "is dropped", "wait": "is waited for, in order"}[policy]
+        outcome = {"drop": "is dropped", "wait": "is waited for"}[policy]
         return (
-            f"no group is trained on that is more than {count(bound, 'step')} old; one that would be {what}; "
+            f"no group is trained on that is more than {count(bound, 'step')} old; one that would be {outcome}; "
             f"at most {self.config.groups_in_flight} groups in flight"
         )
 

@@ -222,7 +222,7 @@ def minibatch_of(
 
 
 def test_overlong_answers_have_no_mask() -> None:
-    group = Group(0, "0.0.0", 0, floor=3)
+    group = Group(0, "0.0.0", floor=3)
     cut, done = trajectory([transition([1], [2, 3])], "length"), trajectory([transition([1], [4])])
     scored = ScoredGroup(group, (cut, done), (0.0, 1.0), ({}, {}), ("sort",), 1.0)
     kept = minibatch_of([scored]).batch.columns
@@ -237,8 +237,8 @@ def test_a_minibatch_says_where_it_comes_from() -> None:
     two_datums = trajectory([transition([1], [2], version=3), transition([9], [8], version=4)])
     one_datum = trajectory([transition([1], [2, 3], version=5)])
     scored_P = [
-        ScoredGroup(Group(0, "a", 0, floor=3), (two_datums, one_datum), (0.0, 1.0), ({}, {}), (), 1.0),
-        ScoredGroup(Group(1, "b", 0, floor=4), (one_datum, one_datum), (0.0, 1.0), ({}, {}), (), 1.0),
+        ScoredGroup(Group(0, "a", floor=3), (two_datums, one_datum), (0.0, 1.0), ({}, {}), (), 1.0),
+        ScoredGroup(Group(1, "b", floor=4), (one_datum, one_datum), (0.0, 1.0), ({}, {}), (), 1.0),
     ]
     minibatch = minibatch_of(scored_P)
     assert minibatch.provenance.step == 5
@@ -252,7 +252,7 @@ def test_a_rollout_weighs_as_one_in_however_many_datums_it_is() -> None:
     """GRPO's mean over sequences of the mean over their tokens; one that was cut by length is not among them."""
     broken = trajectory([transition([1], [2, 3, 4]), transition([9], [8])])
     whole, cut = trajectory([transition([1], [2, 3])]), trajectory([transition([1], [4])], "length")
-    scored = ScoredGroup(Group(0, "a", 0, floor=3), (broken, whole, cut), (0.0, 1.0, 0.0), ({},) * 3, (), 1.0)
+    scored = ScoredGroup(Group(0, "a", floor=3), (broken, whole, cut), (0.0, 1.0, 0.0), ({},) * 3, (), 1.0)
     minibatch = minibatch_of([scored], "sequence_mean_token_mean", overlong_filter=True)
     assert minibatch.batch.columns["mask"].tolist() == [0.25, 0.25, 0.25, 0.25, 0.5, 0.5, 0]
     assert minibatch.divisor == 2

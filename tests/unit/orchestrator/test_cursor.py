@@ -182,7 +182,7 @@ def test_the_first_failure_is_shown_with_its_environment() -> None:
         asyncio.run(MixedRun(config, datasets(config, reward)).whole())
 
 
-@pytest.mark.parametrize("policy", ["requeue", "drop", "wait"])
+@pytest.mark.parametrize("policy", ["drop", "wait"])
 @pytest.mark.parametrize("seed", range(3))
 def test_every_problem_ends_once_however_often_the_run_is_interrupted(policy: str, seed: int, tmp_path: Path) -> None:
     rng = random.Random(seed)
@@ -196,7 +196,6 @@ def test_every_problem_ends_once_however_often_the_run_is_interrupted(policy: st
         batch_size=3,
         max_steps=10,
         stale_policy=policy,
-        max_requeues=1,
         retries=0,
         max_failure_rate=1.0,
         remove_constant_reward_groups=True,
@@ -228,9 +227,9 @@ def test_every_problem_ends_once_however_often_the_run_is_interrupted(policy: st
     row, ledger = runs[-1].rows[-1], runs[-1].pipeline.snapshot().ledger
     trained_on = [problem for run in runs for problems in run.trained for problem in problems]
     assert len(trained_on) == len(set(trained_on)) == row["ledger/trained"] == 30
-    waiting = {group["problem"] for group in ledger["groups"]} | {problem for problem, _ in ledger["requeue"]}
+    waiting = {group["problem"] for group in ledger["groups"]} | set(ledger["resample"])
     assert not waiting & set(trained_on)
-    begun = drawn(mix([1, 3], seed=0, batches=30), int(row["ledger/dispatched"] - row["ledger/requeued"]))
+    begun = drawn(mix([1, 3], seed=0, batches=30), int(row["ledger/dispatched"] - row["ledger/resampled"]))
     assert set(trained_on) <= set(begun), "what was drawn is what a run that was never interrupted draws"
     assert sum(row[f"ledger/{end}"] for end in ENDS) + len(ledger["groups"]) == len(begun)
 

@@ -241,8 +241,8 @@ def test_what_a_failed_rollout_had_is_gone_at_once_not_when_the_cycle_collector_
     gc.disable()
     try:
         run = played(Fault(step=lambda: remembered(act, seen)))
-        assert len(seen) == 4, "two rollouts, each tried twice"
-        assert [large() for large in seen[1:]] == [None] * 3, "the first failure is kept, as text"
+        assert len(seen) == 2 if act is hangs else 4, "two rollouts, each tried twice unless its time is over"
+        assert all(large() is None for large in seen[1:]), "the first failure is kept, as text"
         assert run.rows
     finally:
         gc.enable()
@@ -263,14 +263,15 @@ def test_a_fault_in_a_rollout_is_counted_tried_again_and_given_up(fault: Fault, 
     if one_by_one and fault.make is TOO_FEW:
         counted = "IndexError"
     run = played(fault, one_by_one)
-    assert errors(run, counted) == 4, "two rollouts, each tried twice"
+    tries = 1 if counted == "TimeoutError" else 2
+    assert errors(run, counted) == 2 * tries, "two rollouts; the tries of each share one time limit"
     assert run.rows[-1]["ledger/failed"] == 1
     assert trained(run) == {0, 2, 3, 4, 5, 6}, "another problem in its place"
     assert run.dataset.cleaned[BAD] == 1  # type: ignore[attr-defined]
 
 
 def test_an_answer_that_takes_too_long_fails_its_rollout_long_before_the_rollout_s_own_limit() -> None:
-    config = small_config(max_steps=3, retries=1, generation_timeout_s=7200, stale_policy="wait", timeout_s=100)
+    config = small_config(max_steps=3, retries=1, generation_timeout_s=7200, timeout_s=100, max_steps_off_policy=0)
     inference = config.inference.model_copy(update={"answer_s": 5.0})
     run = Run(config.model_copy(update={"inference": inference}))
     run.sampler.hold(BAD)
@@ -278,6 +279,42 @@ def test_an_answer_that_takes_too_long_fails_its_rollout_long_before_the_rollout
     assert errors(run, "AnswerTimeout") == 4, "two rollouts, each tried twice"
     assert errors(run, "TimeoutError") == 0
     assert run.rows[-1]["ledger/failed"] == 1
+
+
+def test_a_group_that_the_next_batch_waits_for_gets_no_further_try() -> None:
+    config = small_config(max_steps=3, retries=1, generation_timeout_s=7200, timeout_s=100, max_steps_off_policy=1)
+    inference = config.inference.model_copy(update={"answer_s": 5.0})
+    run = Run(config.model_copy(update={"inference": inference}))
+    run.sampler.hold(BAD)
+    virtual_time.run(whole_run(run))
+    assert errors(run, "AnswerTimeout") == 2, "two rollouts, each tried once: others overtook them until they were due"
+    assert run.rows[-1]["ledger/failed"] == 1
+
+
+def test_environments_that_hang_stop_a_run_for_one_time_limit() -> None:
+    """One environment hangs in each of five groups of the first batch."""
+
+    class OneHangs(Problem):
+        async def make_env(self, sample: int) -> Env:
+            if sample == 0 and self.number < 5:
+                await asyncio.Event().wait()
+            return await super().make_env(sample)
+
+    class Hanging(Problems):
+        def get_batch(self, index: int) -> list[EnvGroupBuilder]:
+            return [OneHangs(self, 3 * index + i) for i in range(3)]
+
+    async def seconds() -> float:
+        loop = asyncio.get_running_loop()
+        config = small_config(5, 2, retries=2, generation_timeout_s=100, timeout_s=1000, max_steps_off_policy=2)
+        started = loop.time()
+        async with Run(config, Hanging()) as run:
+            await run.step(0)
+            await run.step(1)
+            assert errors(run, "TimeoutError") == 5
+        return loop.time() - started
+
+    assert virtual_time.run(seconds()) < 110
 
 
 IN_A_GROUP: dict[str, tuple[Fault, str]] = {
@@ -361,7 +398,7 @@ def test_an_evicted_group_leaves_no_task_behind() -> None:
     LEFT.clear()
 
     async def scenario() -> Run:
-        run = Run(small_config(1, 4, max_requeues=0, stale_policy="drop"), Faulty(Fault(step=leaks_and_hangs)))
+        run = Run(small_config(1, 4, stale_policy="drop"), Faulty(Fault(step=leaks_and_hangs)))
         async with run:
             await run.step(0)
             await run.step(1)
@@ -397,7 +434,7 @@ class Unreliable(Problems):
         return float(sample)
 
 
-@pytest.mark.parametrize("policy", ["requeue", "drop", "wait"])
+@pytest.mark.parametrize("policy", ["drop", "wait"])
 def test_a_fifth_of_all_rollouts_fails_and_the_run_goes_on_with_the_others(policy: str) -> None:
     """Two of five groups lose one: they fail, once, and others are trained on in their place."""
     run = asyncio.run(

@@ -14,17 +14,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from orchestrator.ledger import Group, Ledger, StalePolicy
 from trireme.core.errors import ProvenanceError
 
-ENDS = ("trained", "in_training", "filtered", "requeued", "dropped", "failed", "active")
+ENDS = ("trained", "in_training", "filtered", "resampled", "dropped", "failed", "active")
 
 
 def make(
-    policy: StalePolicy = "requeue",
+    policy: StalePolicy = "wait",
     batch_size: int = 2,
     max_steps_off_policy: int = 1,
-    max_requeues: int = 2,
     max_steps: int = 100,
+    in_order: bool = False,
 ) -> Ledger:
-    ledger = Ledger(batch_size, max_steps_off_policy, policy, max_requeues, max_steps)
+    ledger = Ledger(batch_size, max_steps_off_policy, policy, max_steps, in_order)
     ledger.acknowledge({0: 0})
     return ledger
 
@@ -46,33 +46,32 @@ def saved(ledger: Ledger) -> Any:
     return json.loads(json.dumps(ledger.state_dict()))
 
 
-POLICIES = st.sampled_from(["requeue", "drop", "wait"])
+ORDERS = st.sampled_from([("wait", False), ("wait", True), ("drop", False)])
+"""Policies, and whether nothing may overtake."""
 BATCHES = st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (6, 3)])
 
 
 class LedgerMachine(RuleBasedStateMachine):
-    """Drives a ledger as pipeline and driver do, in any order, and keeps books of its own: what the ledger says of
-    floors, slots and protection is compared with them, never taken from it."""
+    """Drives a ledger as pipeline and driver do, in any order, and keeps records of its own: the ledger's floors, slots
+    and takes are compared with them."""
 
     @initialize(
-        policy=POLICIES,
+        order=ORDERS,
         batches=BATCHES,
         max_steps_off_policy=st.integers(0, 8),
-        max_requeues=st.integers(0, 3),
         max_steps=st.sampled_from([3, 1000]),
         replicas=st.integers(1, 3),
     )
     def begin(
         self,
-        policy: StalePolicy,
+        order: tuple[StalePolicy, bool],
         batches: tuple[int, int],
         max_steps_off_policy: int,
-        max_requeues: int,
         max_steps: int,
         replicas: int,
     ) -> None:
         batch_size, self.count = batches[0], batches[0] // batches[1]
-        self.ledger = Ledger(batch_size, max_steps_off_policy, policy, max_requeues, max_steps)
+        self.ledger = Ledger(batch_size, max_steps_off_policy, order[0], max_steps, order[1])
         self.resized = False
         self.acknowledged = dict.fromkeys(range(replicas), 0)
         self.num_replicas = replicas
@@ -95,9 +94,27 @@ class LedgerMachine(RuleBasedStateMachine):
         assert group.problem not in self.ended, "a problem ended twice"
         self.ended[group.problem] = how
 
-    def protected(self, group: Group) -> bool:
-        tired = group.requeues >= self.ledger.max_requeues
-        return {"wait": True, "requeue": tired, "drop": False}[self.ledger.policy]
+    def fits_without(self, taken: list[int]) -> bool:
+        """True if the active groups but `taken` can all be trained on in time, however late they finish: in order of
+        deadline, each has a place in a batch up to its own deadline."""
+        ledger = self.ledger
+        left = ledger.batch_size - ledger.assembled - len(taken)
+        rest = sorted(self.floors[i] for i in (*self.running, *self.finished) if i not in taken)
+        batches = (
+            ledger.batch if n < left else ledger.batch + 1 + (n - left) // ledger.batch_size for n in range(len(rest))
+        )
+        return all(batch - floor <= ledger.max_steps_off_policy for batch, floor in zip(batches, rest, strict=False))
+
+    def may_take(self) -> list[int]:
+        """Returns the indices of the groups that the next take must take, at most `count`."""
+        first_running = min(self.running, default=self.ledger.tally.dispatched)
+        taken: list[int] = []
+        for index in sorted(self.finished)[:]:
+            overtakes = self.ledger.in_order and index > first_running
+            fits = self.ledger.in_order or self.ledger.policy == "drop" or self.fits_without([*taken, index])
+            if len(taken) < self.count and not overtakes and fits:
+                taken.append(index)
+        return taken
 
     @property
     def in_training(self) -> list[Group]:
@@ -114,8 +131,7 @@ class LedgerMachine(RuleBasedStateMachine):
             assert self.acknowledged, "somebody must sample it"
             expected = self.pending[0] if self.pending else f"p{self.problems + 1}"
             group = self.ledger.dispatch(self.new_problem)
-            assert group.problem == expected, "requeued problems come first, in their order"
-            assert self.resized or group.requeues <= self.ledger.max_requeues
+            assert group.problem == expected, "problems to resample come first, in their order"
             self.pending = self.pending[1:]
             self.floors[group.index] = min(self.acknowledged.values())
             self.running[group.index] = group
@@ -165,53 +181,37 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def take(self) -> bool:
         step = self.ledger.batch
-        waited_for = min(
-            (i for i, g in self.running.items() if self.protected(g)), default=self.ledger.tally.dispatched
-        )
-        due = [index for index in sorted(self.finished) if index < waited_for][: self.count]
-        self.check_late()
+        due = self.may_take()
         taken = self.ledger.take(step, self.count)
         if taken is None:
             assert len(due) < self.count, "there was enough to take"
             return False
-        groups, evicted = taken
-        assert [group.index for group in groups] == due, "in order of dispatch, and nobody overtakes the protected"
+        groups, dropped = taken
+        assert [group.index for group in groups] == due, "in order of dispatch, as far as nothing becomes too old"
         for group in groups:
             assert 0 <= step - self.floors[group.index] <= self.ledger.max_steps_off_policy
             del self.finished[group.index]
         self.taken.append((step, groups))
-        self.evict(evicted)
+        self.drop(dropped)
         return True
 
-    def check_late(self) -> None:
-        """Checks on copies that a cut without waiting gives the late groups up, and one after their end takes them."""
-        now, then = copy.deepcopy(self.ledger), copy.deepcopy(self.ledger)
-        late = {group.index for group in self.ledger.late(self.count)}
-        taken = now.take(now.batch, self.count)
-        if taken is None or now.batch == self.ledger.batch:
-            assert not late, "the batch is not cut"
-            return
-        assert late <= {group.index for group in taken[1] if not group.finished}
-        for index in late:
-            then.finish(then.active[index])
-        later = then.take(then.batch, self.count)
-        assert later is not None
-        assert late <= {group.index for group in later[0]}
-        assert len(later[1]) <= len(taken[1]), "what they displace is not given up in their place"
-
-    def evict(self, groups: list[Group]) -> None:
+    def drop(self, groups: list[Group]) -> None:
+        assert self.ledger.policy == "drop" or not groups, "`wait` gives nothing up"
         for group in groups:
-            assert not self.protected(group)
             assert self.ledger.batch - self.floors[group.index] > self.ledger.max_steps_off_policy
             self.running.pop(group.index, None)
             self.finished.pop(group.index, None)
-            if self.ledger.policy == "drop":
-                self.end(group, "dropped")
-        if self.ledger.policy == "requeue":
-            self.pending = [g.problem for g in groups] + self.pending
+            self.end(group, "dropped")
+
+    @invariant()
+    def everything_is_young_enough(self) -> None:
+        """Nothing that is left is too old for the batch being assembled, and under `wait` all can be trained on."""
+        if not hasattr(self, "ledger"):
+            return
         for group in (*self.running.values(), *self.finished.values()):
-            young_enough = self.ledger.batch - self.floors[group.index] <= self.ledger.max_steps_off_policy
-            assert young_enough or self.protected(group), "what is too old for the next batch is evicted at the cut"
+            assert self.ledger.batch - self.floors[group.index] <= self.ledger.max_steps_off_policy
+        if self.ledger.policy == "wait" and not self.ledger.in_order:
+            assert self.fits_without([])
 
     # ---- versions and replicas
 
@@ -281,72 +281,38 @@ class LedgerMachine(RuleBasedStateMachine):
     def resume(self, data: st.DataObject) -> None:
         """A new process continues from the last boundary: nothing that was finished is lost, and no token of running
         groups that it has."""
-        kept = self.draw_kept(data)
-        given_back, usable = self.load(self.fresh(), saved(self.ledger), kept)
-        assert given_back == [], "with unchanged options everything fits"
-        assert usable == kept, "with the floor that it has"
+        retained = self.draw_retained(data)
+        resampled, usable = self.load(self.fresh(), saved(self.ledger), retained)
+        assert resampled == [], "with unchanged options everything fits"
+        assert usable == retained, "with the floor that it has"
 
     @precondition(lambda self: self.is_boundary())
     @rule(
-        policy=POLICIES,
+        order=ORDERS,
         batches=BATCHES,
         max_steps_off_policy=st.integers(0, 8),
-        max_requeues=st.integers(0, 3),
         data=st.data(),
     )
     def resume_with_other_options(
         self,
-        policy: StalePolicy,
+        order: tuple[StalePolicy, bool],
         batches: tuple[int, int],
         max_steps_off_policy: int,
-        max_requeues: int,
         data: st.DataObject,
     ) -> None:
         self.resized = True
         self.count = batches[0] // batches[1]
-        fresh = Ledger(batches[0], max_steps_off_policy, policy, max_requeues, self.ledger.max_steps)
-        given_back, _ = self.load(fresh, saved(self.ledger), self.draw_kept(data))
-        self.pending = [group.problem for group in given_back] + self.pending
-        self.commit = None
+        fresh = Ledger(batches[0], max_steps_off_policy, order[0], self.ledger.max_steps, order[1])
+        resampled, _ = self.load(fresh, saved(self.ledger), self.draw_retained(data))
+        self.pending = [group.problem for group in resampled] + self.pending
 
-    @precondition(lambda self: self.is_boundary())
-    @rule()
-    def take_commit(self) -> None:
-        """What is there now is what a later rollback finds."""
-        self.commit = saved(self.ledger), self.books()
-
-    @precondition(lambda self: self.commit is not None)
-    @rule(data=st.data())
-    def roll_back(self, data: st.DataObject) -> None:
-        """The trainer is lost, and the run goes back."""
-        assert self.commit is not None
-        state, books = self.commit
-        vars(self).update(copy.deepcopy(books))
-        kept = self.draw_kept(data)
-        given_back, usable = self.load(self.fresh(), copy.deepcopy(state), kept)
-        assert given_back == []
-        assert usable == kept
-
-    @property
-    def commit(self) -> tuple[Any, dict[str, Any]] | None:
-        return vars(self).get("_commit")
-
-    @commit.setter
-    def commit(self, commit: tuple[Any, dict[str, Any]] | None) -> None:
-        self._commit = commit
-
-    def books(self) -> dict[str, Any]:
-        """Returns a copy of all that this machine knows of the groups, without the ledger."""
-        names = ("acknowledged", "promised", "floors", "running", "finished", "problems", "pending", "ended", "taken")
-        return copy.deepcopy({name: getattr(self, name) for name in (*names, "released", "published")})
-
-    def draw_kept(self, data: st.DataObject) -> set[int]:
-        """Draws the running groups that keep what they have sampled."""
+    def draw_retained(self, data: st.DataObject) -> set[int]:
+        """Draws the running groups whose tokens are retained."""
         return data.draw(st.sets(st.sampled_from(sorted(self.running)))) if self.running else set()
 
     def fresh(self) -> Ledger:
         old = self.ledger
-        return Ledger(old.batch_size, old.max_steps_off_policy, old.policy, old.max_requeues, old.max_steps)
+        return Ledger(old.batch_size, old.max_steps_off_policy, old.policy, old.max_steps, old.in_order)
 
     def is_boundary(self) -> bool:
         return all(version <= self.released for version in self.acknowledged.values())
@@ -357,22 +323,22 @@ class LedgerMachine(RuleBasedStateMachine):
         with pytest.raises(ValueError, match="replicas hold later versions"):
             self.ledger.state_dict()
 
-    def load(self, fresh: Ledger, state: Any, kept: set[int]) -> tuple[list[Group], set[int]]:
-        """Replaces the ledger by `fresh`, which continues from a state. Returns the groups that were given back, and
-        those that may use the tokens that they have."""
+    def load(self, fresh: Ledger, state: Any, retained: set[int]) -> tuple[list[Group], set[int]]:
+        """Replaces the ledger by `fresh`, which continues from a state. Returns the groups whose problems are to be
+        resampled, and the indices of those that keep their tokens."""
         before = sorted([*self.in_training, *self.finished.values(), *self.running.values()], key=lambda g: g.index)
-        boundary, requeued = self.released, state["tally"]["requeued"]
+        boundary, resampled = self.released, state["tally"]["resampled"]
         running = set(self.running)
         self.ledger = fresh
-        usable = self.ledger.load_state_dict(state, kept)
-        assert usable <= kept & running & set(fresh.active)
-        given_back = [group for group in before if group.index not in fresh.active]
-        assert fresh.tally.requeued == requeued + len(given_back)
+        usable = self.ledger.load_state_dict(state, retained)
+        assert usable <= retained & running & set(fresh.active)
+        refused = [group for group in before if group.index not in fresh.active]
+        assert fresh.tally.resampled == resampled + len(refused)
         for group in (group for group in before if group.index in fresh.active):
             if group.index in running and group.index not in usable:
                 self.floors[group.index] = boundary
             floor, finished = self.floors[group.index], group.index not in running
-            assert fresh.active[group.index] == Group(group.index, group.problem, group.requeues, floor, finished)
+            assert fresh.active[group.index] == Group(group.index, group.problem, floor, finished)
         self.finished = {index: group for index, group in fresh.active.items() if group.finished}
         self.running = {index: group for index, group in fresh.active.items() if not group.finished}
         self.taken = []
@@ -380,10 +346,10 @@ class LedgerMachine(RuleBasedStateMachine):
         self.num_replicas += 1
         self.tell({self.num_replicas: boundary})
         self.all_is_young_enough()
-        return given_back, usable
+        return refused, usable
 
     def all_is_young_enough(self) -> None:
-        """Checks on a copy that kept groups can be trained on, even if their turn comes as late as possible."""
+        """Checks on a copy that accepted groups can be trained on, even if they are taken as late as possible."""
         ledger = copy.deepcopy(self.ledger)
         for group in ledger.active.values():
             group.finished = True
@@ -465,74 +431,6 @@ def test_slots_wait_for_the_slowest_live_replica() -> None:
     assert ledger.can_dispatch()
 
 
-def test_requeue_evicts_what_would_be_too_old_and_samples_it_first() -> None:
-    ledger = make("requeue", batch_size=2, max_steps_off_policy=1, max_requeues=1)
-    a, b, c, d = fill(ledger)
-    ledger.finish(b)
-    ledger.finish(c)
-    assert took(ledger.take(0, 2)) == ([1, 2], [])
-    ledger.release(0)
-    ledger.acknowledge({0: 1})
-    e, f = fill(ledger)
-    ledger.finish(e)
-    ledger.finish(f)
-    assert took(ledger.take(1, 2)) == ([4, 5], [0, 3])
-    ledger.release(1)
-    ledger.acknowledge({0: 2})
-    again = fill(ledger)[:2]
-    assert [(g.problem, g.requeues, g.floor) for g in again] == [(a.problem, 1, 2), (d.problem, 1, 2)]
-    assert ledger.counts()["expired_running"] == 2
-    assert all(ledger.protected(g) for g in again), "requeued once, at most once: now the batch waits for them"
-
-
-def test_late_groups_are_those_that_a_cut_gives_up_and_an_end_before_it_saves() -> None:
-    ledger = make("requeue", batch_size=2, max_steps_off_policy=1)
-    first, second, third, fourth = fill(ledger)
-    ledger.finish(second)
-    assert ledger.late(2) == [], "the batch is not complete"
-    ledger.finish(third)
-    assert ledger.late(2) == [], "the next batch can take them all"
-    assert took(ledger.take(0, 2)) == ([1, 2], [])
-    ledger.release(0)
-    ledger.acknowledge({0: 1})
-    fifth, sixth = fill(ledger)
-    ledger.finish(fifth)
-    assert ledger.late(1) == [], "one more is missing, so that it is not cut"
-    ledger.finish(sixth)
-    assert ledger.late(2) == [first, fourth]
-    ledger.finish(fourth)
-    assert ledger.late(2) == [first]
-    ledger.finish(first)
-    assert took(ledger.take(1, 2)) == ([0, 3], [])
-
-
-def test_no_group_waits_for_one_that_would_displace_another_of_its_age() -> None:
-    ledger = make("drop", batch_size=2, max_steps_off_policy=1)
-    old = fill(ledger)
-    ledger.acknowledge({0: 0})
-    ledger.finish(old[1])
-    ledger.finish(old[2])
-    ledger.take(0, 2)
-    ledger.release(0)
-    ledger.acknowledge({0: 1})
-    young = fill(ledger)
-    ledger.finish(old[3])
-    ledger.finish(young[0])
-    assert ledger.late(2) == [old[0]], "it takes the place of the young one"
-    ledger.finish(old[0])
-    assert ledger.late(2) == []
-
-
-def test_no_group_is_waited_for_that_would_have_one_evicted_which_is_as_old() -> None:
-    """As after a resume with a smaller bound: more groups are of the oldest version than the batch can take."""
-    ledger = make("drop", batch_size=1, max_steps_off_policy=1)
-    first, second = fill(ledger)
-    first.floor = second.floor = -1
-    ledger.finish(second)
-    assert ledger.late(1) == []
-    assert took(ledger.take(0, 1)) == ([1], [0])
-
-
 def test_evicted_groups_are_counted_by_how_far_they_were() -> None:
     ledger = make("drop", batch_size=1, max_steps_off_policy=0)
     ledger.max_steps_off_policy = 3
@@ -543,17 +441,6 @@ def test_evicted_groups_are_counted_by_how_far_they_were() -> None:
     ledger.max_steps_off_policy = 0
     assert took(ledger.take(0, 1)) == ([1], [0, 2, 3])
     assert (ledger.counts()["expired_running"], ledger.counts()["expired_finished"]) == (1, 2)
-
-
-def test_a_protected_group_is_not_evicted() -> None:
-    ledger = make("requeue", batch_size=1, max_steps_off_policy=1, max_requeues=1)
-    first, second = fill(ledger)
-    first.requeues = 1
-    ledger.finish(first)
-    second.requeues = 1
-    second.floor = -5
-    assert took(ledger.take(0, 1)) == ([0], [])
-    assert list(ledger.active) == [1]
 
 
 def test_a_batch_is_released_once_it_is_cut_and_in_order() -> None:
@@ -570,29 +457,65 @@ def test_a_batch_is_released_once_it_is_cut_and_in_order() -> None:
 
 
 def test_a_resume_knows_no_replica_until_one_acknowledges() -> None:
-    ledger = Ledger(2, 1, "requeue", 2, 100)
+    ledger = Ledger(2, 1, "wait", 100)
     ledger.load_state_dict(saved(make()))
     assert not ledger.can_dispatch()
     ledger.acknowledge({1: 0})
     assert ledger.can_dispatch()
 
 
-def test_drop_gives_up_and_wait_never_evicts() -> None:
-    for policy, evicted in (("drop", [0]), ("wait", [])):
-        ledger = make(policy, batch_size=1, max_steps_off_policy=1)  # type: ignore[arg-type]
-        _, second = fill(ledger)
-        ledger.finish(second)
-        taken = ledger.take(0, 1)
-        if policy == "wait":
-            assert taken is None, "nobody overtakes"
-            continue
-        assert took(taken) == ([1], [])
-        ledger.release(0)
-        ledger.acknowledge({0: 1})
-        (third,) = fill(ledger)
-        ledger.finish(third)
-        assert took(ledger.take(1, 1)) == ([2], evicted)
-        assert ledger.counts()["dropped"] == 1
+def test_drop_gives_up_what_the_next_batch_could_not_take() -> None:
+    ledger = make("drop", batch_size=1)
+    _, second = fill(ledger)
+    ledger.finish(second)
+    assert took(ledger.take(0, 1)) == ([1], [])
+    ledger.release(0)
+    ledger.acknowledge({0: 1})
+    (third,) = fill(ledger)
+    ledger.finish(third)
+    assert took(ledger.take(1, 1)) == ([2], [0])
+    assert ledger.counts()["dropped"] == 1
+
+
+def test_wait_overtakes_until_a_group_is_due() -> None:
+    ledger = make("wait", batch_size=1)
+    first, second = fill(ledger)
+    ledger.finish(second)
+    assert took(ledger.take(0, 1)) == ([1], [])
+    ledger.release(0)
+    ledger.acknowledge({0: 1})
+    (third,) = fill(ledger)
+    ledger.finish(third)
+    assert ledger.take(1, 1) is None, "group 0 is due"
+    ledger.finish(first)
+    assert took(ledger.take(1, 1)) == ([0], [])
+
+
+def test_wait_does_not_overtake_two_groups_that_are_due_for_one_place() -> None:
+    """With K = 2 and B = 1, "overtake while nothing due is left out" lets two groups become due for the last place."""
+    ledger = make("wait", batch_size=1, max_steps_off_policy=2)
+    first, second, third = fill(ledger)
+    ledger.finish(third)
+    assert took(ledger.take(0, 1)) == ([2], [])
+    ledger.release(0)
+    ledger.acknowledge({0: 1})
+    (fourth,) = fill(ledger)
+    ledger.finish(fourth)
+    assert ledger.take(1, 1) is None, "groups 0 and 1 need batches 1 and 2"
+    ledger.finish(second)
+    assert took(ledger.take(1, 1)) == ([1], [])
+    assert ledger.take(2, 1) is None
+    ledger.finish(first)
+    assert took(ledger.take(2, 1)) == ([0], [])
+
+
+def test_nothing_overtakes_in_order() -> None:
+    ledger = make("wait", batch_size=1, in_order=True)
+    first, second = fill(ledger)
+    ledger.finish(second)
+    assert ledger.take(0, 1) is None
+    ledger.finish(first)
+    assert took(ledger.take(0, 1)) == ([0], [])
 
 
 def test_a_streamed_batch_is_cut_once() -> None:
@@ -609,7 +532,7 @@ def test_a_streamed_batch_is_cut_once() -> None:
 
 
 def test_a_part_of_a_batch_leaves_room_for_groups_of_older_weights() -> None:
-    ledger = make("requeue", batch_size=4, max_steps_off_policy=1)
+    ledger = make("drop", batch_size=4, max_steps_off_policy=1)
     old = fill(ledger)
     for group in old[:3]:
         ledger.finish(group)
@@ -628,11 +551,11 @@ def test_a_part_of_a_batch_leaves_room_for_groups_of_older_weights() -> None:
     assert took(ledger.take(1, 1)) == ([4], [])
     assert ledger.takeable(3) == 0
     ledger.finish(old[5])
-    assert ledger.takeable(3) == 3, "the batch is complete: `late` tells for whom it may wait"
+    assert ledger.takeable(3) == 3, "the batch is complete"
 
 
 def test_a_group_beyond_the_bound_is_refused_even_if_the_rules_were_broken() -> None:
-    ledger = make(batch_size=1, max_steps_off_policy=1)
+    ledger = make("drop", batch_size=1, max_steps_off_policy=1)
     group = fill(ledger)[0]
     ledger.finish(group)
     group.floor = -2
@@ -653,7 +576,7 @@ def test_nothing_is_dispatched_that_no_step_will_use() -> None:
 
 
 def test_no_replica_no_dispatch() -> None:
-    ledger = Ledger(1, 0, "wait", 0, 1)
+    ledger = Ledger(1, 0, "wait", 1)
     assert not ledger.can_dispatch()
     ledger.acknowledge({0: 0})
     assert ledger.can_dispatch()
@@ -662,7 +585,7 @@ def test_no_replica_no_dispatch() -> None:
 
 
 def test_a_boundary_is_that_before_the_step_under_way() -> None:
-    ledger = make("requeue", batch_size=2, max_steps_off_policy=1)
+    ledger = make("wait", batch_size=2, max_steps_off_policy=1)
     groups = fill(ledger)
     for group in groups[1:]:
         ledger.finish(group)
@@ -672,7 +595,7 @@ def test_a_boundary_is_that_before_the_step_under_way() -> None:
     assert [(g["index"], g["finished"]) for g in state["groups"]] == [(0, False), (1, True), (2, True), (3, True)]
     ledger.release(0)
     assert [g["index"] for g in saved(ledger)["groups"]] == [0, 3]
-    resumed = Ledger(2, 1, "requeue", 2, 100)
+    resumed = Ledger(2, 1, "wait", 100)
     resumed.load_state_dict(saved(ledger))
     assert [(g.index, g.floor) for g in resumed.active.values()] == [(0, 1), (3, 0)], "0 is sampled again"
 
@@ -694,7 +617,7 @@ def test_replicas_must_hold_the_boundary_before_anything_is_dispatched() -> None
     ledger.take(0, 2)
     ledger.acknowledge({0: 1})
     ledger.release(0)
-    resumed = Ledger(2, 0, "requeue", 2, 100)
+    resumed = Ledger(2, 0, "wait", 100)
     resumed.load_state_dict(saved(ledger))
     assert not resumed.can_dispatch()
     with pytest.raises(ProvenanceError, match="promised version 1"):
@@ -731,12 +654,12 @@ def stale_state() -> Any:
 def test_what_other_options_have_no_room_for_is_sampled_afresh(
     batch_size: int, max_steps_off_policy: int, policy: StalePolicy, kept: list[int]
 ) -> None:
-    ledger = Ledger(batch_size, max_steps_off_policy, policy, 2, 100)
+    ledger = Ledger(batch_size, max_steps_off_policy, policy, 100)
     ledger.load_state_dict(stale_state())
     assert list(ledger.active) == kept
     back = [index for index in range(2, 8) if index not in kept]
-    assert list(ledger.requeue) == [(f"p{index}", 1) for index in back]
-    assert ledger.counts()["requeued"] == len(back)
+    assert list(ledger.resample) == [f"p{index}" for index in back]
+    assert ledger.counts()["resampled"] == len(back)
 
 
 def test_more_steps_than_before_are_used() -> None:
@@ -747,7 +670,7 @@ def test_more_steps_than_before_are_used() -> None:
     ledger.acknowledge({0: 1})
     ledger.release(0)
     assert fill(ledger) == []
-    longer = Ledger(3, 0, "requeue", 2, max_steps=2)
+    longer = Ledger(3, 0, "wait", max_steps=2)
     longer.load_state_dict(saved(ledger))
     longer.acknowledge({0: 1})
     assert len(fill(longer)) == 3, "as many as a batch now has, whatever it had before"
@@ -757,4 +680,4 @@ def test_a_state_that_does_not_add_up_is_refused() -> None:
     state = stale_state()
     del state["groups"][0]
     with pytest.raises(ProvenanceError, match="lost"):
-        Ledger(2, 2, "wait", 2, 100).load_state_dict(state)
+        Ledger(2, 2, "wait", 100).load_state_dict(state)

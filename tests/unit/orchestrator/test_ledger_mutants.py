@@ -35,6 +35,7 @@ MUTANTS = {
     "slots of the last batch are never freed": ("if step >= first}", "if step >= first - 1}"),
     "dispatched without a replica": ("return useful and bool(self.replicas) and", "return useful and"),
     "dispatched for no step": ("return useful and bool(self.replicas)", "return bool(self.replicas)"),
+    "dispatched into one slot too many": ("self.slots_taken < self.slots", "self.slots_taken <= self.slots"),
     "the floor is that of the fastest replica": (
         "self.floor = min(replicas.values(), default=self.floor)",
         "self.floor = max(replicas.values(), default=self.floor)",
@@ -45,69 +46,78 @@ MUTANTS = {
         "self.replicas = dict(replicas)",
         "self.replicas = {**self.replicas, **replicas}",
     ),
-    "new problems come before those that wait": (
-        "self.requeue.popleft() if self.requeue else (new_problem(), 0)",
-        "self.requeue.pop() if self.requeue else (new_problem(), 0)",
+    "new problems come before those to resample": (
+        "self.resample.popleft() if self.resample else new_problem()",
+        "self.resample.pop() if self.resample else new_problem()",
     ),
-    "requeued problems are forgotten": ("self.requeue.extendleft(", "list("),
-    "requeued at the end": ("self.requeue.extendleft(", "self.requeue.extend("),
-    "requeued the wrong way round": ("for g in reversed(groups))", "for g in groups)"),
-    "requeues are not counted": ("(g.problem, g.requeues + 1)", "(g.problem, g.requeues)"),
+    "problems to resample are forgotten": ("self.resample.extendleft(", "list("),
+    "resampled at the end": ("self.resample.extendleft(", "self.resample.extend("),
+    "resampled the wrong way round": ("extendleft(reversed(refused))", "extendleft(refused)"),
     "a group ends twice": (
         "if group.index not in self.active or group.finished:",
         "if group.index not in self.active:",
     ),
     "a filtered group is counted as failed": ("self.tally.filtered += 1", "self.tally.failed += 1"),
     "a failed group is not counted": ("self.tally.failed += 1", "pass"),
-    "groups overtake protected ones": (
-        "if len(groups) == count or (not group.finished and self.protected(group)):",
-        "if len(groups) == count:",
+    "groups overtake in order": (
+        "groups = list(takewhile(lambda group: group.finished, groups))",
+        "pass",
     ),
-    "no group overtakes": (
-        "if len(groups) == count or (not group.finished and self.protected(group)):",
-        "if len(groups) == count or not group.finished:",
+    "nothing overtakes": ("if self.in_order:\n", "if True:\n"),
+    "any finished group is taken": ("if all(spare[d] > 0 for d in before_deadline):", "if True:"),
+    "a due group has no place itself": (
+        "before_deadline = range(max(self.deadline(group) - self.batch, 0))",
+        "before_deadline = range(max(self.deadline(group) - self.batch, 0) + 1)",
+    ),
+    "places are kept for earlier deadlines than the one before": (
+        "before_deadline = range(max(self.deadline(group) - self.batch, 0))",
+        "before_deadline = range(max(self.deadline(group) - self.batch - 1, 0))",
+    ),
+    "only what is due now has its place": (
+        "if all(spare[d] > 0 for d in before_deadline):",
+        "if all(spare[d] > 0 for d in before_deadline[:1]):",
+    ),
+    "a place is given twice within a take": ("                    spare[d] -= 1\n", "                    pass\n"),
+    "what is assembled has left its places free": (
+        "spare.append(self.lacking + d * self.batch_size - needed)",
+        "spare.append(self.batch_size + d * self.batch_size - needed)",
+    ),
+    "places are needed by running groups alone": (
+        "for group in self.active.values())\n        spare = []",
+        "for group in self.active.values() if not group.finished)\n        spare = []",
+    ),
+    "places are needed by earlier deadlines alone": (
+        "            needed += due[d]\n            spare.append(self.lacking + d * self.batch_size - needed)\n",
+        "            spare.append(self.lacking + d * self.batch_size - needed)\n            needed += due[d]\n",
     ),
     "a part of a batch is taken": ("if len(groups) < count:\n", "if not groups:\n"),
-    "the age is not checked": ("if step - group.floor > self.max_steps_off_policy:", "if False:"),
-    "the age is checked one step late": (
-        "if step - group.floor > self.max_steps_off_policy:",
-        "if step - group.floor > self.max_steps_off_policy + 1:",
+    "the age is not checked": ("if step > self.deadline(group):", "if False:"),
+    "the age is checked one step late": ("if step > self.deadline(group):", "if step > self.deadline(group) + 1:"),
+    "the deadline is one step late": (
+        "return deadline(group.floor, self.max_steps_off_policy)",
+        "return deadline(group.floor, self.max_steps_off_policy) + 1",
     ),
     "what is taken stays": (
         "            del self.active[group.index]\n        self.consumed.setdefault",
         "        self.consumed.setdefault",
     ),
-    "cut by each part of a batch": ("self._cut() if count == lacking else []", "self._cut()"),
-    "nothing is evicted": (
-        "evicted = [g for g in self.active.values() if g.floor < oldest and not self.protected(g)]",
-        "evicted = []",
+    "cut by each part of a batch": ("self._cut() if self.lacking == 0 else []", "self._cut()"),
+    "nothing is dropped": (
+        "dropped = [group for group in self.active.values() if self.deadline(group) < self.batch]",
+        "dropped = []",
     ),
-    "evicted one step too late": (
-        "evicted = [g for g in self.active.values() if g.floor < oldest",
-        "evicted = [g for g in self.active.values() if g.floor < oldest - 1",
+    "dropped one step too late": ("if self.deadline(group) < self.batch]", "if self.deadline(group) < self.batch - 1]"),
+    "dropped one step too early": ("if self.deadline(group) < self.batch]", "if self.deadline(group) <= self.batch]"),
+    "only finished groups are dropped": (
+        "if self.deadline(group) < self.batch]",
+        "if group.finished and self.deadline(group) < self.batch]",
     ),
-    "evicted one step too early": (
-        "evicted = [g for g in self.active.values() if g.floor < oldest",
-        "evicted = [g for g in self.active.values() if g.floor <= oldest",
-    ),
-    "protected groups are evicted": (
-        "evicted = [g for g in self.active.values() if g.floor < oldest and not self.protected(g)]",
-        "evicted = [g for g in self.active.values() if g.floor < oldest]",
-    ),
-    "only finished groups are evicted": (
-        "evicted = [g for g in self.active.values() if g.floor < oldest",
-        "evicted = [g for g in self.active.values() if g.finished and g.floor < oldest",
-    ),
-    "protected one requeue late": (
-        "group.requeues >= self.max_requeues)",
-        "group.requeues > self.max_requeues)",
-    ),
-    "wait protects nothing": ('self.policy == "wait" or (', "False or ("),
-    "dropped groups are requeued": ('if self.policy == "requeue":\n', "if True:\n"),
-    "running and finished evictions are confused": (
+    "wait gives up too": ('if self.policy == "wait":\n            return []\n', ""),
+    "running and finished drops are confused": (
         "self.tally.expired_finished += group.finished",
         "self.tally.expired_finished += not group.finished",
     ),
+    "a part leaves no room for older groups": ("max(min(count, self.lacking - older), 0)", "count"),
     "a batch is released before it is cut": (
         "if step != self.released or step >= self.batch:",
         "if step != self.released:",
@@ -116,53 +126,50 @@ MUTANTS = {
         "if step != self.released or step >= self.batch:",
         "if step >= self.batch:",
     ),
-    "late groups are those of any batch": (
-        "if len(groups) < count or count < self.batch_size",
-        "if len(groups) < count or 0",
-    ),
-    "late groups displace those of their age": ("if not group.finished][:young]", "if not group.finished]"),
-    "protected groups are late": (
-        "if not g.finished and g.floor < oldest and not self.protected(g)]",
-        "if not g.finished and g.floor < oldest]",
-    ),
     "a state beyond the boundary": ("if version > self.released}", "if version > self.released + 1}"),
     "a state without what is in training": (
         "groups = sorted([*self._in_training(), *self.active.values()]",
         "groups = sorted([*self.active.values()]",
     ),
-    "a state without the queue": ('"requeue": [list(entry) for entry in self.requeue],', '"requeue": [],'),
+    "a state without the queue": ('"resample": list(self.resample),', '"resample": [],'),
     "a resumed running group keeps its floor": (
-        "            elif not group.finished:\n                group.floor = self.floor\n",
-        "",
-    ),
-    "kept tokens are always young enough": (
-        "if not group.finished and group.index in kept and self._fits(group):",
-        "if not group.finished and group.index in kept:",
-    ),
-    "kept tokens are given up": (
-        "if not group.finished and group.index in kept and self._fits(group):",
+        "if not group.finished and (group.index not in retained or self.deadline(group) < self.batch):",
         "if False:",
     ),
-    "a resumed group always fits": (
-        "return place < self.slots and latest - group.floor <= self.max_steps_off_policy",
-        "return True",
+    "retained tokens are always young enough": (
+        "group.index not in retained or self.deadline(group) < self.batch",
+        "group.index not in retained",
     ),
-    "a resumed group needs no slot": ("return place < self.slots and latest", "return latest"),
-    "a protected group that is resumed lands at once": (
-        "latest = self.batch + (place // self.batch_size if self.protected(group) else 0)",
-        "latest = self.batch",
+    "retained tokens are given up": (
+        "if not group.finished and (group.index not in retained or self.deadline(group) < self.batch):",
+        "if not group.finished:",
     ),
-    "a protected group that is resumed lands one batch early": (
-        "place // self.batch_size if self.protected(group)",
-        "max(0, place // self.batch_size - 1) if self.protected(group)",
+    "a group with retained tokens is refused and not sampled again": ("        if late:\n", "        if False:\n"),
+    "a loaded group is always accepted": ("if place < self.slots and lands <= self.deadline(group):", "if True:"),
+    "a loaded group needs no slot": (
+        "if place < self.slots and lands <= self.deadline(group):",
+        "if lands <= self.deadline(group):",
     ),
-    "what does not fit is forgotten": (
-        "self._requeue([group for group in groups if group.index not in self.active])",
-        "pass",
+    "a loaded group lands at once": (
+        'lands = self.batch if self.policy == "drop" else self.batch + place // self.batch_size',
+        "lands = self.batch",
     ),
+    "a loaded group lands one batch early": (
+        "else self.batch + place // self.batch_size",
+        "else self.batch + max(0, place // self.batch_size - 1)",
+    ),
+    "groups are loaded in order of dispatch": (
+        "in_order = groups if self.in_order else sorted(",
+        "in_order = groups if True else sorted(",
+    ),
+    "groups in order are loaded by deadline": (
+        "in_order = groups if self.in_order else sorted(",
+        "in_order = groups if False else sorted(",
+    ),
+    "refused groups are not counted": ("self.tally.resampled += len(refused)", "pass"),
     "a resume counts nothing": (
-        "if group.index not in self.active])\n        self.counts()",
-        "if group.index not in self.active])",
+        "        self.tally.resampled += len(refused)\n        self.counts()",
+        "        self.tally.resampled += len(refused)",
     ),
     "losses are not noticed": ('if counts["dispatched"] != sum(counts[name] for name in ends):', "if False:"),
 }

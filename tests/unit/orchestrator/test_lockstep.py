@@ -162,6 +162,6 @@ def test_waiting_for_others_does_not_count_as_time_of_a_rollout() -> None:
     )
     with asyncio.Runner(loop_factory=VirtualTime) as runner:
         run = runner.run(whole_run(Run(config, TwoTurns())))
-        assert runner.get_loop().time() >= 300
-    assert run.rows[0]["rollout_errors/TimeoutError"] == 3, "three tries of the one that hangs"
+        assert runner.get_loop().time() >= 100
+    assert run.rows[0]["rollout_errors/TimeoutError"] == 1, "all tries share one limit"
     assert [group["problem"] for group in run.released[0].trained] == ["0.0.1", "0.0.2"]

@@ -135,7 +135,7 @@ def test_a_batch_that_is_there_comes_whole_and_in_deterministic_mode_always(subs
     assert [len(minibatches) for minibatches in run.batches] == [substeps, substeps]
 
 
-@pytest.mark.parametrize("policy", ["requeue", "drop", "wait"])
+@pytest.mark.parametrize("policy", ["drop", "wait"])
 @pytest.mark.parametrize("max_steps_off_policy", [0, 1, 3])
 @pytest.mark.parametrize("max_concurrent", [4, "auto"])
 def test_age_stays_within_the_bound_whoever_straggles(
@@ -149,7 +149,7 @@ def test_age_stays_within_the_bound_whoever_straggles(
             "max_steps_off_policy": max_steps_off_policy,
             "max_concurrent": max_concurrent,
         }
-        config = small_config(3, 9, max_requeues=1, **options)
+        config = small_config(3, 9, **options)
         run = Run(config)
         for problem in range(0, 90, 3):
             run.sampler.hold(problem)
@@ -409,9 +409,9 @@ def test_a_row_tells_of_the_update_to_the_version_that_was_trained_on() -> None:
     assert all(row["time/update"] >= row["time/update_pause"] >= 0 for row in run.rows)
 
 
-def test_evicted_rollouts_are_cancelled_cleaned_up_and_sampled_afresh() -> None:
+def test_dropped_rollouts_are_cancelled_and_cleaned_up() -> None:
     async def scenario() -> Run:
-        run = Run(small_config(1, 3, max_requeues=2))
+        run = Run(small_config(1, 3, stale_policy="drop"))
         run.sampler.hold(0)
         async with run:
             await run.step(0)
@@ -421,14 +421,11 @@ def test_evicted_rollouts_are_cancelled_cleaned_up_and_sampled_afresh() -> None:
         return run
 
     run = asyncio.run(scenario())
-    assert run.rows[1]["off_policy/expired_running"] == run.rows[1]["off_policy/requeued"] == 1
-    tries = [r for r in run.sampler.requests if r.prompt[0] == 0]
-    assert len(tries) == 4, "two rollouts, and two more of the same problem"
-    assert len({r.request_id for r in tries}) == 4
-    assert tries[-1].route_key != tries[0].route_key
+    assert run.rows[1]["off_policy/expired_running"] == run.rows[1]["off_policy/dropped"] == 1
+    assert len([r for r in run.sampler.requests if r.prompt[0] == 0]) == 2, "its problem is not sampled again"
 
 
-def test_cleaning_up_is_not_interrupted_by_an_eviction() -> None:
+def test_cleaning_up_is_not_interrupted_by_a_drop() -> None:
     class Slow(Problem):
         async def cleanup(self) -> None:
             await cleaning_may_end.wait()
@@ -441,7 +438,7 @@ def test_cleaning_up_is_not_interrupted_by_an_eviction() -> None:
     cleaning_may_end = asyncio.Event()
 
     async def scenario() -> None:
-        run = Run(small_config(1, 4), OneSlow())
+        run = Run(small_config(1, 4, stale_policy="drop"), OneSlow())
         async with run:
             await run.step(0)
             await run.step(1)
@@ -450,7 +447,7 @@ def test_cleaning_up_is_not_interrupted_by_an_eviction() -> None:
             assert run.dataset.cleaned[0] == 0  # type: ignore[attr-defined]
             cleaning_may_end.set()
             await quiesce()
-            assert run.dataset.cleaned[0] == 2, "evicted, and sampled afresh"  # type: ignore[attr-defined]
+            assert run.dataset.cleaned[0] == 1, "it has ended"  # type: ignore[attr-defined]
             await run.step(2)
             await run.step(3)
 
@@ -687,7 +684,7 @@ def test_the_row_of_a_step() -> None:
     }
     assert {name: row[name] for name in expected} == expected
     assert row["perf/inference_idle_s"] >= 0
-    assert {"perf/event_loop_lag", "off_policy/requeued", "ledger/active"} <= row.keys()
+    assert {"perf/event_loop_lag", "off_policy/resampled", "ledger/active"} <= row.keys()
 
 
 def test_fault_points(monkeypatch: pytest.MonkeyPatch) -> None:

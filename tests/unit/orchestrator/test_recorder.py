@@ -45,7 +45,7 @@ def turn(observation: list[int], action: list[int], versions: list[int] | None =
 
 def group(index: int, rewards: list[float], turns: list[Transition] | None = None) -> ScoredGroup:
     return ScoredGroup(
-        group=Group(index=index, problem=f"p{index}", requeues=0, floor=2),
+        group=Group(index=index, problem=f"p{index}", floor=2),
         trajectories_G=tuple(Trajectory.of(turns or [turn([1], [2])], "stop") for _ in rewards),
         rewards_G=tuple(rewards),
         metrics_G=tuple({} for _ in rewards),

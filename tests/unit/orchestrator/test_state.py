@@ -63,7 +63,7 @@ def turn(rng: np.random.Generator, logs: Mapping[str, Any]) -> Transition:
 def scored(seed: int, turns_G: list[int], finished: bool = True, logs: Mapping[str, Any] | None = None) -> ScoredGroup:
     rng = np.random.default_rng(seed)
     return ScoredGroup(
-        group=Group(seed, f"0.{seed}.1", 2, 5, finished),
+        group=Group(seed, f"0.{seed}.1", 5, finished),
         trajectories_G=tuple(Trajectory.of([turn(rng, logs or {}) for _ in range(n)], "stop") for n in turns_G),
         rewards_G=tuple(float(r) for r in rng.normal(size=len(turns_G))),
         metrics_G=tuple({"shared": float(n)} for n in turns_G),
@@ -81,7 +81,7 @@ def snapshot_of(finished: tuple[ScoredGroup, ...], filtered: tuple[ScoredGroup, 
         {"KeyError": 2},
         {"a": 1},
         {"done": 4, "rows": [[4, {"n": 0.5}]]},
-        efforts={"wasted": {"failed": 3}},
+        tokens={"wasted": {"failed": 3}, "sampled": 9, "rollouts": 2},
     )
 
 
@@ -196,16 +196,18 @@ def test_what_was_running_is_sampled_again_with_its_identity_and_the_new_floor(t
             asked = [(request.request_id, request.params) for request in run.sampler.requests if request.prompt[0] == 1]
         async with again:
             await again.step(1)
+            await quiesce()
             asked_again = [request for request in again.sampler.requests if request.prompt[0] == 1]
             assert [(request.request_id, request.params) for request in asked_again] == asked
-            assert again.released[0].trained == [{"problem": "0.0.1", "index": 1, "requeues": 0, "floor": 1}]
+            assert again.released[0].trained == [{"problem": "0.0.2", "index": 2, "floor": 0}], "it had finished"
             assert again.rows[0]["ledger/dispatched"] == 4, "not counted twice"
-            assert again.rows[0]["off_policy/max"] == 0
+            await again.step(2)
+            assert again.released[1].trained == [{"problem": "0.0.1", "index": 1, "floor": 1}]
 
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("policy", ["requeue", "drop", "wait"])
+@pytest.mark.parametrize("policy", ["drop", "wait"])
 @pytest.mark.parametrize("max_steps_off_policy", [0, 1, 3])
 @pytest.mark.parametrize("seed", range(4))
 def test_every_problem_ends_once_however_often_the_run_is_interrupted(
@@ -225,7 +227,6 @@ def test_every_problem_ends_once_however_often_the_run_is_interrupted(
         minibatches=2,
         stale_policy=policy,
         max_steps_off_policy=max_steps_off_policy,
-        max_requeues=1,
         retries=0,
         max_failure_rate=1.0,
         remove_constant_reward_groups=True,
@@ -254,11 +255,11 @@ def test_every_problem_ends_once_however_often_the_run_is_interrupted(
     assert all(row["off_policy/max"] <= max_steps_off_policy for run in runs for row in run.rows)
     trained_on = [problem for run in runs for problems in trained(run) for problem in problems]
     assert len(trained_on) == len(set(trained_on)) == row["ledger/trained"] == 24
-    waiting = {group["problem"] for group in ledger["groups"]} | {problem for problem, _ in ledger["requeue"]}
+    waiting = {group["problem"] for group in ledger["groups"]} | set(ledger["resample"])
     assert not waiting & set(trained_on)
     cursor = ProblemCursor(Problems())
-    begun = {cursor.next_problem() for _ in range(int(row["ledger/dispatched"] - row["ledger/requeued"]))}
-    assert set(trained_on) | waiting <= begun | {problem for problem, _ in ledger["requeue"]}
+    begun = {cursor.next_problem() for _ in range(int(row["ledger/dispatched"] - row["ledger/resampled"]))}
+    assert set(trained_on) | waiting <= begun | set(ledger["resample"])
     assert sum(row[f"ledger/{end}"] for end in ENDS) + len(ledger["groups"]) == len(begun)
 
 
@@ -329,7 +330,7 @@ def test_a_smaller_bound_gives_back_what_is_too_old(tmp_path: Path) -> None:
     run = asyncio.run(scenario())
     assert trained(run)[0] == ["0.2.0", "0.2.1"], "sampled at this version: their floor is young enough"
     assert trained(run)[1:3] == [["0.0.2", "0.1.0"], ["0.1.1", "0.1.2"]], "given back, in their order"
-    assert run.rows[-1]["ledger/requeued"] == 4
+    assert run.rows[-1]["ledger/resampled"] == 4
     assert all(row["off_policy/max"] == 0 for row in run.rows)
 
 
@@ -413,7 +414,7 @@ def test_a_boundary_whose_update_has_not_ended_is_gone_on_from_like_any_other(tm
 def test_the_witness_lists_what_was_trained_on() -> None:
     run = asyncio.run(whole_run(Run(small_config(2, 1))))
     assert run.released[0].trained == [
-        {"problem": "0.0.0", "index": 0, "requeues": 0, "floor": 0},
-        {"problem": "0.0.1", "index": 1, "requeues": 0, "floor": 0},
+        {"problem": "0.0.0", "index": 0, "floor": 0},
+        {"problem": "0.0.1", "index": 1, "floor": 0},
     ]
     assert problems_of(run.batches[0]) == [0, 0, 1, 1]

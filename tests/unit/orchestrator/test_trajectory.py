@@ -125,7 +125,7 @@ def test_a_commit_gives_them_back(finished: list[list[PlayedTurns]], filtered: l
     def scored(index: int, rollouts: list[PlayedTurns]) -> ScoredGroup:
         trajectories = tuple(Trajectory.of(played(turns), "length") for turns in rollouts)
         return ScoredGroup(
-            Group(index, f"p{index}", 0, 0), trajectories, (0.5,) * len(rollouts), ({},) * len(rollouts), (), 1.0
+            Group(index, f"p{index}", 0), trajectories, (0.5,) * len(rollouts), ({},) * len(rollouts), (), 1.0
         )
 
     groups = [tuple(map(scored, range(len(part)), part)) for part in (finished, filtered)]

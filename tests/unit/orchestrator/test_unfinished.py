@@ -298,7 +298,7 @@ def test_rollouts_whose_scores_need_their_own_process_start_again() -> None:
     finished = asyncio.run(play(Talk(Talks(), 0, 0), Slow()))
     for keeps, kept in ((False, (None, None)), (True, (finished, None))):
         progress = GroupProgress(keeps, finished={0: finished})
-        assert progress.take(Group(0, "p", 0, 0), 2, 1.0).rollouts_G == kept
+        assert progress.take(Group(0, "p", 0), 2, 1.0).rollouts_G == kept
 
 
 @pytest.mark.parametrize("change", [{"temperature": 0.5}, {"deterministic": True, "max_steps_off_policy": 0}])
@@ -342,7 +342,7 @@ def test_a_commit_holds_groups_that_wait_for_their_place_after_a_resume(tmp_path
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("policy", ["requeue", "drop", "wait"])
+@pytest.mark.parametrize("policy", ["drop", "wait"])
 @pytest.mark.parametrize("max_steps_off_policy", [0, 1, 3])
 @pytest.mark.parametrize("seed", range(3))
 def test_every_problem_ends_once_however_often_turns_are_interrupted(
@@ -350,7 +350,7 @@ def test_every_problem_ends_once_however_often_turns_are_interrupted(
 ) -> None:
     """The run is interrupted three times at random moments. No token is older than its group's floor."""
     rng = random.Random(seed)
-    options = {"stale_policy": policy, "max_steps_off_policy": max_steps_off_policy, "max_requeues": 1}
+    options = {"stale_policy": policy, "max_steps_off_policy": max_steps_off_policy}
     config = small_config(2, 9, retries=0, **options)
 
     async def interrupted(run: Run) -> Run:

@@ -17,7 +17,7 @@ CONFIG = {
     "seed": 7,
     "model": {"name": "m", "dtype": "auto"},
     "env": [{"id": "sort", "args": {}}],
-    "orchestrator": {"batch_size": 16, "group_size": 8, "max_steps_off_policy": 2, "stale_policy": "requeue"},
+    "orchestrator": {"batch_size": 16, "group_size": 8, "max_steps_off_policy": 2, "stale_policy": "drop"},
     "trainer": {"shards": 2, "loss_fn": "ppo", "learning_rate": 1e-4},
     "inference": {"replicas": 1},
 }

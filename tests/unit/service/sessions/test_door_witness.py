@@ -77,7 +77,7 @@ def test_whatever_an_agent_does_and_whatever_happens_to_the_service(seed: int, s
 
     async def check(directory: Path) -> None:
         def standing() -> TrainingStanding:
-            return TrainingStanding(Policy.version, 1, 0, BOUND)
+            return TrainingStanding(Policy.version, BOUND)
 
         moments = sorted(rng.sample(range(steps), min(restarts, steps)))
         bounds = [0, *moments, steps]

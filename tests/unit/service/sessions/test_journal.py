@@ -68,7 +68,7 @@ def histories(draw: st.DrawFn) -> list[SessionRecord]:
         session = book.sessions.get(name)
         record: SessionRecord
         if session is None:
-            record = SessionOpened(name, at, draw(st.integers(-1, 9)), 0.7, draw(st.booleans()), draw(TEXT))
+            record = SessionOpened(name, at, draw(st.integers(-1, 9)), 0.7, draw(TEXT))
         else:
             known = [n for n in range(len(session.tree.nodes)) if session.is_answer(n)]
             kinds = ["turn", "end", "reward"] + ["deliver"] * bool(known) + ["forget"] * bool(session.ended)

@@ -109,15 +109,13 @@ class TestEnds:
 
     @runs
     async def test_a_session_that_would_be_too_old_is_refused(self, tmp_path: Path) -> None:
-        standing = TrainingStanding(batch=3, lacking=2, others=5, max_steps_off_policy=1)
+        standing = TrainingStanding(step=4, max_steps_off_policy=1)
         sampler = ScriptedSampler()
         service = registry(tmp_path, sampler, standing=lambda: standing)
         service.open("young", floor=3)
         service.open("old", floor=2)
-        service.open("waited for", floor=2, protected=True)
-        for name in ("young", "waited for"):
-            await ask(service, asked(FIRST), name)
-        with pytest.raises(SessionClosed, match=r"stale: .* version 2, .* batch 3"):
+        await ask(service, asked(FIRST), "young")
+        with pytest.raises(SessionClosed, match=r"stale: .* version 2, .* step is 4"):
             await service.turn("old", asked(FIRST))
         with pytest.raises(SessionClosed, match="stale"):
             await service.turn("old", asked(FIRST))

@@ -52,13 +52,13 @@ async def test_a_turn_that_runs_when_the_session_ends_is_gone_too() -> None:
 
 @asynchronous
 async def test_a_turn_that_would_be_too_old_is_refused() -> None:
-    standing = [TrainingStanding(VERSION + 2, 1, 0, max_steps_off_policy=2)]
+    standing = [TrainingStanding(VERSION + 2, max_steps_off_policy=2)]
     async with served("one", standing=lambda: standing[0]) as service:
         session = await opened(service)
         assert session["floor"] == VERSION
         async with of(session) as agent:
             await ask(agent, QUESTION)
-            standing[0] = TrainingStanding(VERSION + 3, 1, 0, max_steps_off_policy=2)
+            standing[0] = TrainingStanding(VERSION + 3, max_steps_off_policy=2)
             error = await refused(agent)
             assert error.status_code == 410
             assert "stale" in error.message

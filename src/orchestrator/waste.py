@@ -1,0 +1,158 @@
+"""Counts the tokens that rollouts sample, and why those that are not trained on were sampled in vain.
+
+    TokenCounts --begin--> GroupTokens --one for each rollout--> RolloutTokens
+
+A replica reports how many tokens a response has when it is whole. The tokens of a response that is stopped before are
+estimated from its seconds, at the mean pace of the last responses. Counts are part of a checkpoint; the pace is not,
+since a resumed run may have other machines.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from orchestrator.advantages import ScoredGroup
+
+CAUSES = ("expired_running", "expired_finished", "failed")
+"""Why tokens are not trained on; `metrics.py` adds those of filtered groups."""
+FADING = 0.999
+"""The weight of a response in the pace, relative to the response after it."""
+
+
+class RolloutTokens:
+    """Counts the tokens of one rollout."""
+
+    __slots__ = ("_counts", "_requested_at", "_sampled")
+
+    def __init__(self, counts: TokenCounts, restored: int = 0) -> None:
+        """`restored`: tokens that it has from a checkpoint."""
+        self._counts = counts
+        self._sampled = restored
+        self._requested_at: float | None = None
+
+    @property
+    def total(self) -> int:
+        """Tokens of its responses in the present try, with those estimated of a response in flight."""
+        if self._requested_at is None:
+            return self._sampled
+        return self._sampled + self._counts.tokens_within(self._counts.now() - self._requested_at)
+
+    def request(self) -> None:
+        """Begins a response."""
+        self._requested_at = self._counts.now()
+
+    def respond(self, tokens: int) -> None:
+        """Ends the response that was requested, with `tokens` tokens."""
+        assert self._requested_at is not None
+        self._counts.note_pace(tokens, self._counts.now() - self._requested_at)
+        self._sampled += tokens
+        self._requested_at = None
+
+    def fail(self) -> None:
+        """Ends a try: its tokens are wasted, and those of a response in flight."""
+        self._counts.waste("failed", self.total)
+        self._sampled = 0
+        self._requested_at = None
+
+    def stop(self) -> None:
+        """Ends a response in flight, since the rollout is stopped or over."""
+        self._sampled = self.total
+        self._requested_at = None
+
+
+@dataclass(frozen=True)
+class GroupTokens:
+    """Counts the tokens of a group."""
+
+    rollouts_G: Sequence[RolloutTokens]
+
+    @property
+    def total(self) -> int:
+        return sum(rollout.total for rollout in self.rollouts_G)
+
+    def close(self) -> None:
+        """Ends all responses in flight."""
+        for rollout in self.rollouts_G:
+            rollout.stop()
+
+
+class TokenCounts:
+    """Counts the tokens of all groups of a run."""
+
+    def __init__(self, now: Callable[[], float], *, repeatable: bool = False) -> None:
+        """`now`: the event loop's clock, in seconds. `repeatable`: no metric may depend on seconds."""
+        self.now = now
+        self._repeatable = repeatable
+        self._groups: dict[int, GroupTokens] = {}
+        self._pace_tokens = 0.0
+        self._pace_s = 0.0
+        self._wasted: Counter[str] = Counter()
+        self._sampled = 0
+        self._rollouts = 0
+
+    def begin(self, index: int, restored_G: Sequence[int]) -> GroupTokens:
+        """Begins a group. `restored_G`: tokens that each of its rollouts has from a checkpoint."""
+        group = GroupTokens([RolloutTokens(self, restored) for restored in restored_G])
+        self._groups[index] = group
+        return group
+
+    def note_pace(self, tokens: int, seconds: float) -> None:
+        """Adds a whole response to the pace."""
+        self._pace_tokens = FADING * self._pace_tokens + tokens
+        self._pace_s = FADING * self._pace_s + seconds
+
+    def tokens_within(self, seconds: float) -> int:
+        """Returns about how many tokens one response gets in `seconds`; 0 before the first, and where metrics have to
+        be repeatable."""
+        if self._repeatable or not self._pace_s:
+            return 0
+        return int(seconds * self._pace_tokens / self._pace_s)
+
+    def waste(self, cause: str, tokens: int) -> None:
+        """Counts tokens that were sampled in vain."""
+        self._wasted[cause] += tokens
+
+    def settle(self, index: int, scored: ScoredGroup | None, filtered: bool) -> None:
+        """Ends a group whose rollouts are over. `scored` is None for one that failed."""
+        group = self._groups.pop(index)
+        if scored is None:
+            self.waste("failed", group.total)
+        elif not filtered:
+            self._add(scored.tokens, len(scored.trajectories_G))
+
+    def drop(self, index: int, scored: ScoredGroup | None) -> None:
+        """Ends a group that the ledger dropped. `scored` is None for one that was running."""
+        if scored:
+            self.waste("expired_finished", scored.tokens)  # its length was counted when it was settled
+        elif group := self._groups.pop(index, None):  # one that was restored may not have been started yet
+            group.close()
+            self.waste("expired_running", group.total)
+            self._add(group.total, len(group.rollouts_G))
+
+    def _add(self, tokens: int, rollouts: int) -> None:
+        self._sampled += tokens
+        self._rollouts += rollouts
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what the next row has to report, as JSON values. Tokens of running groups are not part of it."""
+        return {"wasted": dict(self._wasted), "sampled": self._sampled, "rollouts": self._rollouts}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from a checkpoint, before any group begins."""
+        self._wasted = Counter(state["wasted"])
+        self._sampled = state["sampled"]
+        self._rollouts = state["rollouts"]
+
+    def take(self) -> dict[str, float]:
+        """Returns the metrics of the time since the last call. `length/sampled` is the mean number of tokens of the
+        rollouts of groups that neither failed nor were filtered; it is missing when there were none."""
+        row = {f"waste/{cause}": float(self._wasted[cause]) for cause in CAUSES}
+        if self._rollouts and not self._repeatable:
+            row["length/sampled"] = self._sampled / self._rollouts
+        self._wasted = Counter()
+        self._sampled = 0
+        self._rollouts = 0
+        return row
