@@ -31,6 +31,7 @@ DTYPES = [
     torch.float8_e4m3fn,
     torch.float8_e5m2,
 ]
+ONE_OF_A_SIZE = (torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.complex128)
 SHAPES = (
     *((), (7,), (2049,), (3, 5), (130, 257), (0, 4)),
     *((2, 3, 4, 5, 6, 7), (40, 2, 33), (70_001,), (9, 4096)),
@@ -70,11 +71,13 @@ def cases(device: str) -> list[tuple[str, TensorPart]]:
     """Returns named parts of all kinds."""
     found = []
     for dtype in DTYPES:
-        for shape in SHAPES if device == "cuda" else random.sample(SHAPES, 4):  # the interpreter is slow
+        for shape in SHAPES if device == "cuda" else random.sample(SHAPES, 2):  # the interpreter is slow
             first = random.choice([0, 1, 6, 2**31 + 5, 2**33, 2**45 + 3])
             found.append(
                 (f"{dtype} {shape} at {first}", TensorPart(make(shape, dtype, device), first, c_strides(shape), dtype))
             )
+        if device == "cpu" and dtype not in ONE_OF_A_SIZE:
+            continue  # the kernel sees integers of the same size
         whole = make((64, 96), dtype, device)
         found.append((f"{dtype} transposed", TensorPart(whole.T, 3, c_strides((96, 64)), dtype)))
         part, (first, strides) = whole[10:50, 32:64], rectangle((64, 96), (10, 32))
