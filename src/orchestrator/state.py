@@ -39,7 +39,7 @@ from trireme.core.finite_json import to_json
 from trireme.core.types import VersionSpan, WeightIdentity
 
 STATE, LINES, ARRAYS, RUNNING = "state.json", "groups.jsonl", "groups.safetensors", "running.safetensors"
-LAYOUT = 2
+LAYOUT = 3
 """The layout of these files. A change needs a new number, and a new fixture (tests/e2e/commit_fixture.py)."""
 GROUPS = ("finished", "filtered", "running")
 """The fields that hold groups, in the order in which their trajectories are written."""

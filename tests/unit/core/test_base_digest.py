@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from orchestrator.state import ARRAYS, STATE, OrchestratorState
+from orchestrator.state import ARRAYS, LAYOUT, STATE, OrchestratorState
 from trireme.config import Config
 from trireme.config.model_facts import ModelFacts
 from trireme.core.base_digest import base_digest, read_header, stored_shapes
@@ -98,7 +98,7 @@ def test_one_that_is_not_true_is_refused_by_the_name_of_its_file(file: Path, bom
 
 @pytest.mark.parametrize("bomb", BOMBS.values(), ids=BOMBS)
 def test_the_orchestrators_part_of_a_commit_is_refused_too(tmp_path: Path, bomb: Callable[[Path], None]) -> None:
-    (tmp_path / STATE).write_text("{}")
+    (tmp_path / STATE).write_text(json.dumps({"layout": LAYOUT}))
     bomb(tmp_path / ARRAYS)
     with pytest.raises(CheckpointInvalid, match=rf"{ARRAYS} is no safetensors file"):
         OrchestratorState.read(tmp_path)

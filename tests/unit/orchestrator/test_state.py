@@ -116,8 +116,8 @@ def test_the_commit_in_the_fixtures_has_the_formats_of_today() -> None:
 def test_a_layout_that_is_not_known_is_refused(tmp_path: Path) -> None:
     snapshot_of((), ()).write(tmp_path)
     state = json.loads((tmp_path / STATE).read_text())
-    (tmp_path / STATE).write_text(json.dumps(state | {"layout": 3}))
-    with pytest.raises(CheckpointInvalid, match="has layout 3; expected 2: resume with"):
+    (tmp_path / STATE).write_text(json.dumps(state | {"layout": 2}))
+    with pytest.raises(CheckpointInvalid, match="has layout 2; expected 3: resume with"):
         OrchestratorState.read(tmp_path)
 
 
