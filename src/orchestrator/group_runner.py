@@ -20,6 +20,7 @@ from orchestrator.lifetimes import NO_CONTEXT, GroupEnvs, LeakedTasks, TaskOwner
 from orchestrator.lockstep import OwnPace
 from orchestrator.rollout import (
     AnswerTimeout,
+    BadSample,
     BadStep,
     EnvCancelled,
     PromptTooLong,
@@ -168,7 +169,7 @@ class GroupRunner:
     ) -> Trajectory | Exception:
         """Runs one rollout with its retries, each with an environment of its own. All tries share one time limit, so
         that an environment that hangs holds a batch for `generation_timeout_s` at most. A prompt that was refused is
-        not tried again, nor anything in a group that is due."""
+        not tried again, nor is an environment in a group that is due."""
         if sample in progress.finished:
             return progress.finished[sample]
         tries = self.config.orchestrator.retries + 1
@@ -190,7 +191,9 @@ class GroupRunner:
             if isinstance(outcome, Trajectory):
                 break
             tokens.fail()
-            if isinstance(outcome, PromptTooLong) or deadline.expired() or self.is_due(group):
+            # What a replica did wrong is tried again even in a group that is due: another one may do it right.
+            given_up = isinstance(outcome, PromptTooLong) or deadline.expired()
+            if given_up or (self.is_due(group) and not isinstance(outcome, BadSample)):
                 break
         self.pace.rollout_over(group.index)
         return outcome

@@ -341,10 +341,13 @@ class Ledger:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the last boundary as JSON values, see the module's docstring. Raises ValueError when a replica has a
-        later version already, so that there is no way back."""
+        later version already, or all had one before they left, so that there is no way back."""
         ahead = {replica: version for replica, version in self.replicas.items() if version > self.released}
-        if ahead:
-            raise ValueError(f"{self.released} batches are released, but replicas hold later versions: {ahead}")
+        if ahead or self.floor > self.released:
+            raise ValueError(
+                f"{self.released} batches are released, but replicas hold later versions: {ahead}, and all had "
+                f"{self.floor}"
+            )
         groups = sorted([*self._in_training(), *self.active.values()], key=lambda group: group.index)
         return {
             "released": self.released,

@@ -315,7 +315,7 @@ class LedgerMachine(RuleBasedStateMachine):
         return Ledger(old.batch_size, old.max_steps_off_policy, old.policy, old.max_steps, old.in_order)
 
     def is_boundary(self) -> bool:
-        return all(version <= self.released for version in self.acknowledged.values())
+        return max([self.promised, *self.acknowledged.values()]) <= self.released
 
     @precondition(lambda self: not self.is_boundary())
     @rule()
@@ -606,7 +606,20 @@ def test_after_the_next_version_is_published_there_is_no_way_back() -> None:
         ledger.finish(group)
     ledger.take(0, 2)
     ledger.acknowledge({0: 1})
-    with pytest.raises(ValueError, match=r"0 batches are released, but replicas hold later versions: \{0: 1\}"):
+    with pytest.raises(
+        ValueError, match=r"0 batches are released, but replicas hold later versions: \{0: 1\}, and all had 1"
+    ):
+        ledger.state_dict()
+
+
+def test_versions_of_replicas_that_have_left_count() -> None:
+    ledger = make(max_steps_off_policy=0)
+    for group in fill(ledger):
+        ledger.finish(group)
+    ledger.take(0, 2)
+    ledger.acknowledge({0: 1})
+    ledger.acknowledge({})
+    with pytest.raises(ValueError, match=r"hold later versions: \{\}, and all had 1"):
         ledger.state_dict()
 
 

@@ -127,6 +127,7 @@ MUTANTS = {
         "if step >= self.batch:",
     ),
     "a state beyond the boundary": ("if version > self.released}", "if version > self.released + 1}"),
+    "a state beyond what replicas had that have left": ("if ahead or self.floor > self.released:", "if ahead:"),
     "a state without what is in training": (
         "groups = sorted([*self._in_training(), *self.active.values()]",
         "groups = sorted([*self.active.values()]",
