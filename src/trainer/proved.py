@@ -64,8 +64,8 @@ def proved_type(config: PretrainedConfig) -> ProvedType | None:
 
 def versions() -> dict[str, str]:
     """Returns the installed versions on which the page depends."""
-    vllm = (installed_vllm() or "none").rpartition(" ")[2]  # the builds for CPUs and GPUs know the same models
-    return {"transformers": transformers.__version__, "vllm": vllm}
+    engine = (installed_vllm() or "none").rpartition(" ")[2]  # the builds for CPUs and GPUs know the same models
+    return {"transformers": transformers.__version__, "vllm": engine}
 
 
 def switches(config: PretrainedConfig) -> dict[str, str]:
