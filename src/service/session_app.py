@@ -172,7 +172,7 @@ def _exported(turn: ExportedTurn) -> dict[str, Any]:
         "version_spans": spans_of(turn.spans),
         "stop_reason": turn.stop_reason,
         "reward": turn.reward,
-        "in_loss": turn.delivered,
+        "in_loss": turn.delivered and turn.in_bound,
     }
 
 

@@ -161,7 +161,8 @@ class SessionRegistry:
     def export(self, session: str) -> SessionExport:
         """Returns the trajectory and the rewards of a session that has ended. Raises BadInput while turns run, and
         SessionClosed where there is no such session."""
-        return self._ended(session, "exported").export()
+        standing = self._standing()
+        return self._ended(session, "exported").export(standing.max_steps_off_policy if standing else None)
 
     def forget(self, session: str) -> None:
         """Removes a session that has ended: its trajectory is kept elsewhere, or not wanted. Raises BadInput while it

@@ -27,6 +27,7 @@ from service.sessions.records import (
     TurnAnswered,
 )
 from service.sessions.tree import ROOT, Match, SessionTree
+from trireme.core.staleness import deadline
 from trireme.core.types import StopReason, VersionSpan
 
 LOST = "journal: the machine was started again, or the journal was damaged, so that turns may be missing"
@@ -68,6 +69,8 @@ class ExportedTurn:
     reward: float
     delivered: bool
     """False: the answer must not count in the loss."""
+    in_bound: bool
+    """False: part of the answer was sampled beyond the bound on staleness, and it must not count either."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,15 +152,22 @@ class AgentSession:
             return f"seconds: it was opened {seconds:.0f} s ago, at most {limits.seconds:.0f} are allowed"
         return None
 
-    def export(self) -> SessionExport:
-        """Returns its answers, a segment for each strand, and its rewards."""
+    def export(self, max_steps_off_policy: int | None = None) -> SessionExport:
+        """Returns its answers, a segment for each strand, and its rewards.
+
+        `max_steps_off_policy`: an answer with a token of a version beyond the session's deadline, as the weights moved
+        on while it was sampled, is not in the loss; None: there is no bound.
+        """
         answers = [node for strand in self.tree.strands for node in strand.nodes if self.is_answer(node)]
         reward = sum(given.value for given in self.rewards.values())
-        turns = tuple(self._exported(node, last=node == max(answers)) for node in answers)
+        turns = tuple(self._exported(node, node == max(answers), max_steps_off_policy) for node in answers)
         return SessionExport(self.opened.problem, self.opened.temperature, turns, reward, self._metrics())
 
-    def _exported(self, answer: int, last: bool) -> ExportedTurn:
-        tree, node = self.tree, self.tree.nodes[answer]
+    def _exported(self, answer: int, last: bool, max_steps_off_policy: int | None) -> ExportedTurn:
+        tree = self.tree
+        node = tree.nodes[answer]
+        newest = max((span.identity.version for span in node.spans), default=self.opened.floor)
+        bound = newest if max_steps_off_policy is None else deadline(self.opened.floor, max_steps_off_policy)
         prompt = tree.nodes[node.follows]
         before = prompt.parent  # an answer of this strand, unless the strand begins with it or with this prompt
         follows = before != ROOT and prompt.strand == node.strand == tree.nodes[before].strand
@@ -171,6 +181,7 @@ class AgentSession:
             node.stop_reason,
             self._reward_of(answer, last),
             node.delivered,
+            newest <= bound,
         )
 
     def _reward_of(self, node: int, last: bool) -> float:

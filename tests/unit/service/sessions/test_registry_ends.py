@@ -122,6 +122,22 @@ class TestEnds:
         assert service.book.sessions["old"].requests.refused == 2
 
     @runs
+    async def test_what_is_sampled_beyond_the_bound_does_not_count(self, tmp_path: Path) -> None:
+        """The weights move on while an answer is sampled, whatever they were when its turn began."""
+        sampler = ScriptedSampler()
+        service = registry(tmp_path, sampler, standing=lambda: TrainingStanding(step=4, max_steps_off_policy=1))
+        service.open("s", floor=3)
+        await ask(service, asked(FIRST))
+        sampler.gate.clear()
+        late = asyncio.ensure_future(ask(service, asked(FIRST)))
+        await asyncio.sleep(0)
+        sampler.version = 4
+        sampler.gate.set()
+        await late
+        await service.end("s", "done")
+        assert [turn.in_bound for turn in service.export("s").turns] == [True, False]
+
+    @runs
     async def test_leases_are_swept_by_the_clock(self, tmp_path: Path) -> None:
         clock, sampler = Hand(), ScriptedSampler()
         service = registry(tmp_path, sampler, clock=clock)
