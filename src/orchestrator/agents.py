@@ -4,6 +4,8 @@
       |                |
     reward          turns, branch by branch --> Trajectory: a segment for each branch, each sampled token once
 
+The reward is what the environment returns, and nothing that comes over HTTP: the policy's tools have the session's key.
+
 An agent may ask for several answers at once; they are sampled one after the other, as the places of a run are those of
 rollouts. Seeds follow from the order of the requests, if they have any, so that a linear agent is sampled as an `Env`
 would be.
@@ -158,15 +160,14 @@ def _reward(played: Any) -> tuple[Any, Any]:
 
 
 def _trajectory(session: PlayedSession, reward: float, metrics: Mapping[str, float], key: RolloutKey) -> Trajectory:
-    """Makes the trajectory of a session. The last answer that the agent got has the reward of the whole episode too,
-    and says how it ended. Raises NoAnswer, and BadReward for rewards that add up to too much."""
+    """Makes the trajectory of a session. The last answer that the agent got has the reward of the whole episode, and
+    says how it ended. Raises NoAnswer."""
     if not session.turns:
         raise NoAnswer(f"{key}: the agent ended without an answer of the policy; there is nothing to train on")
     builder, last = TrajectoryBuilder(), max(session.turns, key=lambda turn: (turn.delivered, turn.answer))
     for turn in session.turns:
         builder.ask(turn.prompt, follows=turn.follows)
-        own = turn.reward + (float(reward) if turn is last else 0.0)
+        own = float(reward) if turn is last else 0.0
         said = metrics if turn is last else {}
-        check_report(own, said, key)
         builder.answer(turn.tokens, turn.logprobs, turn.spans, turn.stop_reason, own, said, {}, bool(turn.delivered))
     return builder.finish(last.stop_reason)

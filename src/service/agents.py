@@ -3,7 +3,7 @@
     agent --HTTP--> app --> SessionDoor --> SessionRegistry --sample--> the rollout that the session belongs to
 
 The rollout samples: places, seeds, time limits and ages are those of any other rollout. Nothing is journaled, as an
-agent of a rollout does not outlive the orchestrator.
+agent of a rollout does not outlive the orchestrator. The port has no route for rewards: the environment returns them.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class LoopbackSessions:
         keys = ServiceKeys([ServiceKey("admin", secrets.token_urlsafe())])  # which only signs
         self._door = SessionDoor(self._registry, front, keys, sampling, _no_floor, MANY)
         bounds = Limits(int(options.max_body_mb * MEGABYTE), options.body_s, None)
-        app = make_app(front, self._door, keys, bounds)
+        app = make_app(front, self._door, keys, bounds, owners=False)
         self._server = uvicorn.Server(uvicorn.Config(app, HOST, 0, log_config=None, access_log=False, lifespan="off"))
         server: Any = self._server
         server.capture_signals = nullcontext  # they are the orchestrator's

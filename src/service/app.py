@@ -39,8 +39,9 @@ class Service:
         self._front, self._metrics, self._began_s = front, metrics, now_s()
         self._sessions = sessions
 
-    def routes(self, app: FastAPI) -> None:
-        """Adds all routes to the app. A request is compared with each in turn, so that turns of sessions come first."""
+    def routes(self, app: FastAPI, owners: bool) -> None:
+        """Adds all routes to the app, with `owners` also the verbs of those who open sessions. A request is compared
+        with each in turn, so that turns of sessions come first."""
         of_session = "/sessions/{session}"
         for prefix in (of_session, ""):
             app.post(f"{prefix}/v1/chat/completions")(self.chat)
@@ -51,7 +52,7 @@ class Service:
             app.get(f"{prefix}/v1/models/{{name:path}}")(self.model)
         app.get("/health")(self.health)
         app.get("/metrics")(self.metrics)
-        self._sessions.routes(app)
+        self._sessions.routes(app, owners)
 
     async def health(self) -> JsonReply:
         """Tells that the service answers."""
@@ -131,12 +132,14 @@ def make_app(
     keys: ServiceKeys,
     limits: Limits,
     run: RunReader | None = None,
+    owners: bool = True,
 ) -> FastAPI:
-    """Makes the app. `run`: what the console shows to those with an admin key; None: there is no console. There are no
-    other pages for people: FastAPI's would load code from elsewhere."""
+    """Makes the app. `run`: what the console shows to those with an admin key; None: there is no console. `owners`:
+    sessions are opened, rewarded and exported over HTTP. There are no other pages for people: FastAPI's would load code
+    from elsewhere."""
     metrics = ServiceMetrics(front.places)
     app = FastAPI(title="Trireme", docs_url=None, redoc_url=None)
-    Service(front, metrics, SessionRoutes(door, front.tokenizer)).routes(app)
+    Service(front, metrics, SessionRoutes(door, front.tokenizer)).routes(app, owners)
     if run is not None:
         ConsoleRoutes(run).routes(app)
 

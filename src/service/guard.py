@@ -24,8 +24,8 @@ FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
 """A proxy on this machine says with these that the caller is elsewhere."""
 
 
-SESSION, ROLE, KEY = "trireme.session", "trireme.role", "trireme.key"
-"""Where the guard tells the routes the session of a request ("": none), the role of its key, and the key or None."""
+SESSION, KEY = "trireme.session", "trireme.key"
+"""Where the guard tells the routes the session of a request ("": none), and its key or None."""
 KEYED: tuple[Caller, ...] = ("client", "session", "admin")
 """Callers that need a key wherever they are."""
 KEYS_AT_FIRST = 1024
@@ -129,12 +129,8 @@ class RequestGuard:
         key, caller = self._keys.find(_given(headers)), self._caller_of(scope["method"], scope["path"])
         session = in_session(scope["path"])[0]
         if not _may(caller, key, session, scope, headers):
-            keys = "an admin key, or that of this session" if caller == "session" else "an admin key"
-            status, expected = (403, keys) if key else (401, "Authorization: Bearer KEY, or x-api-key: KEY")
-            raise RequestRefused(
-                f"this route is not open to this request; expected {expected}", status=status, code="invalid_api_key"
-            )
-        scope[SESSION], scope[ROLE] = session or (key.session if key else ""), key.role if key else ""
+            raise _not_open(f"{scope['method']} {name_of(scope['path'])}", caller, key)
+        scope[SESSION] = session or (key.session if key else "")
         scope[KEY] = key
         keyed = caller in KEYED
         if key and keyed:
@@ -169,6 +165,16 @@ class RequestGuard:
                 raise _too_large(most, here)
             if not message.get("more_body", False):
                 return b"".join(parts)
+
+
+def _not_open(route: str, caller: Caller, key: ServiceKey | None) -> RequestRefused:
+    """Returns the refusal of a request by its key: 401 without one, 403 where it opens other routes."""
+    if key is None:
+        why = "this route needs a key; expected Authorization: Bearer KEY, or x-api-key: KEY"
+        return RequestRefused(why, status=401, code="invalid_api_key")
+    keys = "an admin key, or that of this session" if caller == "session" else "an admin key"
+    why = f"{route} is not open to a key of the role {key.role}; expected {keys}"
+    return RequestRefused(why, status=403, code="invalid_api_key")
 
 
 def _too_large(most: int, unannounced: int | None = None) -> RequestRefused:

@@ -21,7 +21,7 @@ class Route:
     """Its path, with names of its parts in braces."""
     caller: Caller
     """Who may call it. An admin key opens everything, and a session's key the routes of its session and those of
-    clients, which then are its session's."""
+    clients, which then are its session's. The policy has the session's key: no route that judges it is open to that."""
     what: str
     """Its purpose."""
 
@@ -39,7 +39,7 @@ ROUTES = (
     Route("POST", "/sessions", "admin", "opens a session: its base URLs and its key"),
     Route("GET", "/sessions", "admin", "all sessions that are there"),
     Route("GET", "/sessions/{session}", "session", "what a session has so far"),
-    Route("POST", "/sessions/{session}/reward", "session", "a reward for an answer, or for the whole session"),
+    Route("POST", "/sessions/{session}/reward", "admin", "a reward for an answer, or for the whole session"),
     Route("POST", "/sessions/{session}/end", "session", "ends a session: no turn begins from here on"),
     Route("GET", "/sessions/{session}/export", "admin", "the tokens and rewards of a session that has ended"),
     Route("DELETE", "/sessions/{session}", "admin", "forgets a session that has ended"),
@@ -71,7 +71,7 @@ CONSOLE_ROUTES = (
 )
 """The console (`service.console`), here and alone: what it tells is for administrators."""
 CALLERS = {route.path: route.caller for route in (*ROUTES, *CONSOLE_ROUTES)}
-ADMIN_ALONE = ("/export",)
+ADMIN_ALONE = ("/export", "/reward")
 
 
 def in_session(path: str) -> tuple[str, str]:

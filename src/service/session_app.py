@@ -15,11 +15,10 @@ from service.asked import RequestRefused, ServiceAnswer
 from service.dialects.wire import Body, Used, spans_of
 from service.errors import JsonReply
 from service.front import Event
-from service.guard import ROLE, SESSION
+from service.guard import SESSION
 from service.replies import VERSION, AskingBody, DeliveredReply, Dialect
 from service.sessions.door import SessionDoor, refused
 from service.sessions.session import AgentSession, ExportedTurn
-from service.sessions.turns import RewardSource
 from trireme.core.errors import TriremeError
 
 RETRIES = "x-stainless-retry-count"
@@ -55,13 +54,15 @@ class SessionRoutes:
     def __init__(self, door: SessionDoor, tokenizer: Any) -> None:
         self._door, self._tokenizer = door, tokenizer
 
-    def routes(self, app: FastAPI) -> None:
-        """Adds the verbs of owners to the app."""
+    def routes(self, app: FastAPI, owners: bool) -> None:
+        """Adds the verbs of a session's agent to the app, and with `owners` those of whoever opened it."""
+        app.get("/sessions/{session}")(self.state)
+        app.post("/sessions/{session}/end")(self.end)
+        if not owners:
+            return
         app.post("/sessions")(self.open)
         app.get("/sessions")(self.list)
-        app.get("/sessions/{session}")(self.state)
         app.post("/sessions/{session}/reward")(self.reward)
-        app.post("/sessions/{session}/end")(self.end)
         app.get("/sessions/{session}/export")(self.export)
         app.delete("/sessions/{session}")(self.forget)
 
@@ -101,11 +102,10 @@ class SessionRoutes:
             raise RequestRefused(f"there is no session {session}", status=410, code="session_closed")
         return JsonReply(_state(session, known))
 
-    async def reward(self, request: Request, session: str, body: RewardBody) -> JsonReply:
-        """Takes a reward: by an agent's call, or by the harness that opened the session."""
-        source: RewardSource = "harness" if request.scope[ROLE] == "admin" else "call"
+    async def reward(self, session: str, body: RewardBody) -> JsonReply:
+        """Takes a reward from whoever opened the session."""
         try:
-            self._door.registry.reward(session, source, body.value, body.answer, body.metrics)
+            self._door.registry.reward(session, body.value, body.answer, body.metrics)
         except TriremeError as error:
             raise refused(error) from error
         return JsonReply({"session": session, "reward": body.value})

@@ -48,7 +48,7 @@ class SessionSummary:
     sampled: int = 0
     """Tokens."""
     delivered: int = 0
-    rewards: dict[tuple[str, int | None], float] = field(default_factory=dict)
+    rewards: dict[int | None, float] = field(default_factory=dict)
     ended: str | None = None
     """The reason for its end; None: it is open."""
 
@@ -63,7 +63,7 @@ class SessionSummary:
             case AnswersDelivered():
                 self.delivered += len(record.nodes)
             case RewardGiven():
-                self.rewards[record.source, record.node] = record.value
+                self.rewards[record.node] = record.value
             case SessionEnded():
                 self.ended = self.ended or record.reason
 

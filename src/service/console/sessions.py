@@ -95,7 +95,7 @@ def _summary(name: str, known: SessionSummary) -> dict[str, Any]:
 
 def _node(session: AgentSession, number: int) -> dict[str, Any]:
     tree, node = session.tree, session.tree.nodes[number]
-    rewards = [given.value for (_, place), given in session.rewards.items() if place == number]
+    given = session.rewards.get(number)
     told: dict[str, Any] = {
         "node": number,
         "parent": node.parent,
@@ -110,7 +110,7 @@ def _node(session: AgentSession, number: int) -> dict[str, Any]:
         "versions": _versions(node),
         "stop_reason": node.stop_reason,
         "delivered": node.delivered,
-        "reward": sum(rewards) if rewards else None,
+        "reward": given.value if given else None,
         "mean_logprob": float(tree.logprobs(number).mean()) if node.end > node.start else None,
     }
 

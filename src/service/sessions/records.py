@@ -61,12 +61,10 @@ class AnswersDelivered:
 
 @dataclass(frozen=True)
 class RewardGiven:
-    """A source says what a turn, or the whole session, is worth. It may say so again: the last word counts."""
+    """The owner of a session says what a turn, or all of it, is worth. A later record for the same replaces it."""
 
     session: str
     at: float
-    source: str
-    """`call`, `harness` or `environment`."""
     value: float
     node: int | None = None
     """The answer; None: the whole session."""

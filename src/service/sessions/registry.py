@@ -41,9 +41,7 @@ from service.sessions.records import (
 from service.sessions.session import AgentSession, SessionBook, SessionExport, SessionLimits
 from service.sessions.tree import ROOT, Match, SampledAnswer, TurnGiven
 from service.sessions.turns import (
-    REWARD_SOURCES,
     PolicySampler,
-    RewardSource,
     ServedAnswer,
     ServedTurn,
     SessionClosed,
@@ -135,22 +133,19 @@ class SessionRegistry:
     def reward(
         self,
         session: str,
-        source: RewardSource,
         value: float,
         node: int | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """Takes a reward for an answer, or for the whole session, ended or not. A second one of the same source for the
-        same replaces the first, so that a request may be repeated. Raises BadInput, and SessionClosed where there is
+        """Takes a reward for an answer, or for the whole session, ended or not. A second one for the same replaces
+        the first, so that a request may be repeated. Raises BadInput, and SessionClosed where there is
         no such session."""
         known = self._known(session)
-        if source not in REWARD_SOURCES:
-            raise BadInput(f"a reward by {source!r}; expected one by {', '.join(REWARD_SOURCES)}")
         if not math.isfinite(value):
             raise BadInput(f"session {session} was given the reward {value}; expected a finite number")
         if node is not None and not known.is_answer(node):
             raise BadInput(f"session {session} was given a reward for answer {node}; expected one that it has")
-        self._write(RewardGiven(session, self._clock(), source, float(value), node, dict(metrics or {})))
+        self._write(RewardGiven(session, self._clock(), float(value), node, dict(metrics or {})))
 
     async def end(self, session: str, reason: str) -> None:
         """Ends a session, and cancels its turns that are being sampled. Does nothing where it has ended. Raises

@@ -105,8 +105,8 @@ class AgentSession:
 
     opened: SessionOpened
     tree: SessionTree = field(default_factory=SessionTree)
-    rewards: dict[tuple[str, int | None], RewardGiven] = field(default_factory=dict)
-    """The last word of each source on each answer, and on the whole session."""
+    rewards: dict[int | None, RewardGiven] = field(default_factory=dict)
+    """The newest reward of each answer, and of the whole session (None)."""
     ended: SessionEnded | None = None
     last: float = 0.0
     """The time of its newest record."""
@@ -124,7 +124,7 @@ class AgentSession:
                 for node in record.nodes:
                     self.tree.nodes[node].delivered = True
             case RewardGiven():
-                self.rewards[record.source, record.node] = record
+                self.rewards[record.node] = record
             case SessionEnded():
                 self.ended = self.ended or record
         return ()
@@ -187,11 +187,10 @@ class AgentSession:
     def _reward_of(self, node: int, last: bool) -> float:
         """Returns the rewards of an answer; the last one has those of the whole session too."""
         places = (node, None) if last else (node,)
-        return sum(given.value for (_, place), given in self.rewards.items() if place in places)
+        return sum(given.value for place, given in self.rewards.items() if place in places)
 
     def _metrics(self) -> dict[str, float]:
         counts, nodes = self.tree.counts, self.tree.nodes
-        sources = dict.fromkeys(source for source, _ in self.rewards)
         said = {name: float(value) for given in self.rewards.values() for name, value in given.metrics.items()}
         return said | {
             **{f"session/{name}": float(value) for name, value in vars(counts).items()},
@@ -200,10 +199,6 @@ class AgentSession:
             "session/overruled": float(self.requests.overruled),
             "session/tokens": float(self.tree.num_tokens),
             "session/sampled": float(sum(node.end - node.start for node in nodes if node.message is not None)),
-            **{
-                f"session/reward_{source}": sum(g.value for (by, _), g in self.rewards.items() if by == source)
-                for source in sources
-            },
         }
 
 

@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +17,6 @@ from trireme.core.types import SampledSequence, SampleRequest, StopReason, Versi
 from trireme.renderers import Message, ToolSpec
 
 T = TypeVar("T")
-RewardSource = Literal["call", "harness", "environment"]
-REWARD_SOURCES: tuple[RewardSource, ...] = ("call", "harness", "environment")
 
 
 class SessionClosed(TriremeError):

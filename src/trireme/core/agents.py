@@ -60,10 +60,6 @@ class AgentTurn(Protocol):
     def stop_reason(self) -> StopReason: ...
 
     @property
-    def reward(self) -> float:
-        """The sum of the rewards that the agent itself gave for it."""
-
-    @property
     def delivered(self) -> bool:
         """False: the agent never got the answer, which must not count in the loss."""
 

@@ -60,19 +60,42 @@ async def test_the_last_answer_says_how_the_rollout_ended_in_whatever_branch_it_
 
 
 @asynchronous
-async def test_a_reward_by_call_that_is_too_large_fails_the_rollout() -> None:
+async def test_an_agent_cannot_reward_itself_with_the_key_that_it_has() -> None:
+    """Nor does it open, export or forget sessions: the port has no such routes, whatever the key."""
     async with rollout("one") as run:
-        env = Plays(lambda client: reward(client))
+        env = Plays(lambda client: cheat(client))
 
-        async def reward(client: openai.AsyncOpenAI) -> float:
+        async def cheat(client: openai.AsyncOpenAI) -> float:
             await ask(client, user("q"))
-            url, key = f"{env.access.anthropic_base_url}/reward", {"x-api-key": env.access.api_key}
+            base, key = env.access.anthropic_base_url, {"x-api-key": env.access.api_key}
             async with httpx.AsyncClient() as http:
-                assert (await http.post(url, json={"value": 1e300}, headers=key)).status_code == 200
-            return 1.0
+                given = await http.post(f"{base}/reward", json={"value": 1000}, headers=key)
+                assert given.status_code == 403
+                assert "POST /sessions/{session}/reward is not open to a key of the role session" in given.text
+                for method, url in (
+                    *(("GET", f"{base}/export"), ("DELETE", base)),
+                    *(("POST", base.rpartition("/")[0]), ("GET", base.rpartition("/")[0])),
+                ):
+                    assert (await http.request(method, url, headers=key)).status_code == 403
+                    assert (await http.request(method, url)).status_code == 401
+                shown = await http.get(base.rpartition("/sessions")[0] + "/openapi.json", headers=key)
+                assert not [path for path in shown.json()["paths"] if path.endswith(("/reward", "/export"))]
+            return 0.0
 
+        trajectory = await run.play_env(env)
+        assert trajectory.reward == 0
+        assert not [name for turn in trajectory.turns for name in turn.metrics if "reward" in name]
+
+
+@asynchronous
+async def test_a_reward_that_is_too_large_fails_the_rollout() -> None:
+    async def play(client: openai.AsyncOpenAI) -> float:
+        await ask(client, user("q"))
+        return 1e300
+
+    async with rollout("one") as run:
         with pytest.raises(BadReward, match=r"expected one within -2\^53 and 2\^53"):
-            await run.play_env(env)
+            await run.play(play)
 
 
 @asynchronous

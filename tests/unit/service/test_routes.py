@@ -35,7 +35,7 @@ def test_what_is_beside_the_routes_of_sessions_is_for_no_client() -> None:
     assert caller_of("GET", "/sessions/") == "admin"
     assert caller_of("GET", "/sessions//export") == "admin"
     assert caller_of("POST", "/sessions/a1/anything") == "session"
-    assert caller_of("GET", "/sessions/a1/export") == "admin"
+    assert caller_of("GET", "/sessions/a1/export") == caller_of("POST", "/sessions/a1/reward") == "admin"
 
 
 def test_metrics_know_routes_not_sessions() -> None:

@@ -142,7 +142,7 @@ def records_of(session: str) -> list[SessionRecord]:
         TurnAnswered(session, 1001.0, turn(ROOT, "Sort: 21", answer("12"), answer(ATTACK))),
         AnswersDelivered(session, 1002.0, (1,)),
         TurnAnswered(session, 1003.0, turn(1, "Again", answer("same"))),
-        RewardGiven(session, 1004.0, "harness", 0.5, 4),
+        RewardGiven(session, 1004.0, 0.5, 4),
     ]
 
 

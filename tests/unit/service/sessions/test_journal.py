@@ -92,7 +92,7 @@ def histories(draw: st.DrawFn) -> list[SessionRecord]:
                 record = AnswersDelivered(name, at, (draw(st.sampled_from(known)),))
             elif kind == "reward":
                 node = draw(st.sampled_from([None, *known]))
-                record = RewardGiven(name, at, "call", draw(st.floats(-1e9, 1e9)), node, {"m": 0.5})
+                record = RewardGiven(name, at, draw(st.floats(-1e9, 1e9)), node, {"m": 0.5})
             else:
                 record = SessionEnded(name, at, draw(TEXT)) if kind == "end" else SessionForgotten(name, at)
         book.apply(record)

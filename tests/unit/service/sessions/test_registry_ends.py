@@ -232,20 +232,19 @@ class TestEnds:
 
 class TestRewards:
     @runs
-    async def test_sources_add_up_and_each_may_say_it_again(self, tmp_path: Path) -> None:
+    async def test_rewards_add_up_and_a_second_one_replaces_the_first(self, tmp_path: Path) -> None:
         service = registry(tmp_path)
         service.open("s", floor=3, problem="p")
         first = await ask(service, asked(FIRST))
         second = await ask(service, asked(FIRST, answer_of(first), said("user", "q1")))
-        service.reward("s", "call", 5.0, first.answers[0].node)
-        service.reward("s", "call", 1.0, first.answers[0].node)
+        service.reward("s", 5.0, first.answers[0].node)
+        service.reward("s", 1.0, first.answers[0].node)
         await service.end("s", "done")
-        service.reward("s", "harness", 2.0)
-        service.reward("s", "environment", 4.0, metrics={"solved": 1.0})
+        service.reward("s", 2.0)
+        service.reward("s", 6.0, metrics={"solved": 1.0})
         export = service.export("s")
         assert [turn.reward for turn in export.turns] == [1.0, 6.0]
         assert (export.reward, trajectory_of(export).reward, export.problem) == (7.0, 7.0, "p")
-        assert export.metrics["session/reward_call"] == 1.0
         assert export.metrics["solved"] == 1.0
         assert second.answers[0].node == export.turns[-1].answer
 
@@ -256,10 +255,9 @@ class TestRewards:
         served = await ask(service, asked(FIRST))
         prompt = service.book.sessions["s"].tree.nodes[served.answers[0].node].follows
         for arguments, why in (
-            (("call", float("nan")), "finite"),
-            (("call", 1.0, 77), "answer 77"),
-            (("call", 1.0, prompt), f"answer {prompt}"),
-            (("friend", 1.0), "by 'friend'"),
+            ((float("nan"),), "finite"),
+            ((1.0, 77), "answer 77"),
+            ((1.0, prompt), f"answer {prompt}"),
         ):
             with pytest.raises(BadInput, match=why):
                 service.reward("s", *arguments)
