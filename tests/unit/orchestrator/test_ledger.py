@@ -320,7 +320,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.is_boundary())
     @rule()
     def no_state_beyond_a_boundary(self) -> None:
-        with pytest.raises(ValueError, match="replicas hold later versions"):
+        with pytest.raises(ValueError, match="and replicas hold"):
             self.ledger.state_dict()
 
     def load(self, fresh: Ledger, state: Any, retained: set[int]) -> tuple[list[Group], set[int]]:
@@ -606,9 +606,7 @@ def test_after_the_next_version_is_published_there_is_no_way_back() -> None:
         ledger.finish(group)
     ledger.take(0, 2)
     ledger.acknowledge({0: 1})
-    with pytest.raises(
-        ValueError, match=r"0 batches are released, but replicas hold later versions: \{0: 1\}, and all had 1"
-    ):
+    with pytest.raises(ValueError, match=r"0 batches are released, but all had 1, and replicas hold \{0: 1\}"):
         ledger.state_dict()
 
 
@@ -619,7 +617,7 @@ def test_versions_of_replicas_that_have_left_count() -> None:
     ledger.take(0, 2)
     ledger.acknowledge({0: 1})
     ledger.acknowledge({})
-    with pytest.raises(ValueError, match=r"hold later versions: \{\}, and all had 1"):
+    with pytest.raises(ValueError, match=r"all had 1, and replicas hold \{\}"):
         ledger.state_dict()
 
 
