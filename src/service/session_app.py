@@ -55,7 +55,7 @@ class SessionRoutes:
         self._door, self._tokenizer = door, tokenizer
 
     def routes(self, app: FastAPI, owners: bool) -> None:
-        """Adds the verbs of a session's agent to the app, and with `owners` those of whoever opened it."""
+        """Adds the routes that the agent of a session may call. `owners` adds the routes for the admin key too."""
         app.get("/sessions/{session}")(self.state)
         app.post("/sessions/{session}/end")(self.end)
         if not owners:
@@ -103,7 +103,7 @@ class SessionRoutes:
         return JsonReply(_state(session, known))
 
     async def reward(self, session: str, body: RewardBody) -> JsonReply:
-        """Takes a reward from whoever opened the session."""
+        """Stores a reward. The route needs the admin key."""
         try:
             self._door.registry.reward(session, body.value, body.answer, body.metrics)
         except TriremeError as error:
