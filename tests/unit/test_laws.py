@@ -258,3 +258,73 @@ def test_unit_tests_mirror_the_source() -> None:
 
     tests = {path.relative_to(unit) for path in unit.rglob("test_*.py") if path.parent not in (unit, unit / "scripts")}
     assert sorted(str(test) for test in tests if not has_module(test)) == sorted(WITHOUT_MODULE)
+
+
+PATH_ROOMS = ("trireme/checkpoint", "trireme/run", "service")
+PATHS_ELSEWHERE = {
+    "trireme/run/mirror.py": {
+        "path": "what _files has just listed",
+        "tree": "a name of TREES",
+        "name": "a name of FILES, or one that os.walk has listed",
+        "directory": "what os.walk lists",
+    },
+    "trireme/run/rundir.py": {
+        "config.run.directory": "where the user's configuration puts runs",
+        "config.resume.dir": "where the user says that another run lies",
+        "config.run.name": "checked by the configuration; the directory of a run may be a link of the user",
+        "mark": "a name of MARKS",
+    },
+    "trireme/run/metrics.py": {"n + failed": "a division"},
+    "service/guard.py": {"rate": "a division"},
+    "service/tinker/costs.py": {"sum(tokens)": "a division", "self._seconds": "a division"},
+}
+"""The operands from which places are made without `path_in`, and why they name nothing elsewhere."""
+
+
+def is_constant(node: ast.expr) -> bool:
+    """Tells whether an operand is a literal, a constant, or text in which only numbers and constants stand."""
+    match node:
+        case ast.Constant():
+            return True
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return name.isupper() or name == "__file__"
+        case ast.FormattedValue(value=value, format_spec=ast.JoinedStr(values=[ast.Constant(value=spec)])):
+            return str(spec).endswith("d") or is_constant(value)
+        case ast.FormattedValue(value=value):
+            return is_constant(value)
+        case ast.JoinedStr(values=parts):
+            return all(map(is_constant, parts))
+        case ast.BinOp(left=left, right=right):
+            return is_constant(left) and is_constant(right)
+        case ast.Call(func=ast.Name(id="step_name")):
+            return True
+    return False
+
+
+def operands_of_places(source: str) -> set[str]:
+    """Returns the operands of `/`, `joinpath` and `Path` that are neither literals nor constants nor numbers."""
+    operands: list[ast.expr] = []
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.BinOp(op=ast.Div(), right=right):
+                operands.append(right)
+            case ast.AugAssign(op=ast.Div(), value=value):
+                operands.append(value)
+            case ast.Call(func=ast.Name(id="Path") | ast.Attribute(attr="joinpath" | "Path"), args=args):
+                operands += args
+            case ast.Call(func=ast.Attribute(attr="join", value=ast.Attribute(attr="path")), args=args):
+                operands += args
+    return {ast.unparse(operand) for operand in operands if not is_constant(operand)}
+
+
+def test_paths_are_names() -> None:
+    """What a manifest, a HEAD, a store or a request names becomes a place in `path_in` alone, which refuses what leaves
+    its directory."""
+    found = {
+        str(path.relative_to(ROOT / "src")): operands_of_places(path.read_text())
+        for room in PATH_ROOMS
+        for path in sorted((ROOT / "src" / room).rglob("*.py"))
+    }
+    assert {path: operands for path, operands in found.items() if operands} == {
+        path: set(reasons) for path, reasons in PATHS_ELSEWHERE.items()
+    }

@@ -72,10 +72,8 @@ def current_logs(root: Path) -> dict[str, Path]:
     """Returns the log of each process of the newest attempt, and of parts that outlived the attempt that started them,
     as replicas do."""
     attempts = sorted((root / "logs").glob("attempt_*"), key=lambda path: int(path.name.partition("_")[2]))
-    newest = {file.stem: file for file in sorted(attempts[-1].glob("*.log"))} if attempts else {}
+    logs = [{file.stem: file for file in sorted(attempt.glob("*.log"))} for attempt in attempts]
     status = Status.read(root)
-    for part in status.parts if status else ():
-        older = [file for attempt in attempts if (file := attempt / f"{part.name}.log").exists()]
-        if older:
-            newest[part.name] = older[-1]
-    return newest
+    parts = {part.name for part in status.parts} if status else set()
+    older = {name: file for files in logs[:-1] for name, file in files.items() if name in parts}
+    return older | (logs[-1] if logs else {})

@@ -13,13 +13,15 @@ from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from hashlib import sha256
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from service.console.reading import RunReader
 from trireme.core.finite_json import to_json
+from trireme.core.paths import path_in
 from trireme.tools.timeline import Timeline, timeline_to_json
 
+PAGE = Path(__file__).with_name("page")
 CURVES_BYTES = 8_000_000
 """Metrics are embedded while all answers are shorter than this."""
 REPORT_BYTES = 18_000_000
@@ -32,7 +34,7 @@ STYLE = re.compile(r'<link rel="stylesheet" href="files/([\w.]+)">\n')
 
 def page_file(name: str) -> str:
     """Returns a file of the page."""
-    return files("service.console").joinpath("page", name).read_text()
+    return path_in(PAGE, name).read_text()
 
 
 class EmbeddedAnswers:

@@ -186,7 +186,7 @@ class SessionJournal:
 
     def _begin(self, number: int, whole: bool) -> None:
         """Begins a file. `whole`: nothing is missing before it. Raises StorageFailed; there is no such file then."""
-        path = self._directory / f"{number:06}.log"
+        path = self._directory / f"{number:06d}.log"
         head = framed(to_json({"format": FORMAT, "boot": self._boot, "whole": whole}).encode())
         with storage_errors(path):
             file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND, 0o600)

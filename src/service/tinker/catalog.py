@@ -25,7 +25,9 @@ from service.quotas import GIGABYTE, UNLIMITED, Quota
 from service.tinker.owners import SERVER, Caller
 from service.tinker.promises import UserError
 from trireme.checkpoint.files import FileRecord, fsync_directory, make_directory, replace_file, storage_errors
+from trireme.core.errors import CheckpointInvalid
 from trireme.core.finite_json import to_json
+from trireme.core.paths import path_in
 
 SavedKind = Literal["weights", "sampler_weights", "external_weights"]
 KINDS: tuple[SavedKind, ...] = ("weights", "sampler_weights", "external_weights")
@@ -114,11 +116,11 @@ class Catalog:
         if not NAME.fullmatch(name):
             raise UserError(f"the name {name!r}; expected up to 255 letters, digits, `_`, `-` and `.`")
         model = self._directory(model_id)
-        if (model / kind / name / MARK).exists() and not overwrite:
+        if (path_in(model, f"{kind}/{name}/{MARK}")).exists() and not overwrite:
             raise UserError(f"{path_of(model_id, kind, name)} is there already; give another name, or overwrite = True")
         if (model / RUN).exists():
             self._check_room(self._run_in(model).owner, [path_of(model_id, kind, name)])
-        staging = model / f"{STAGING}{kind}" / name
+        staging = path_in(model, f"{STAGING}{kind}/{name}")
         with storage_errors(staging):
             shutil.rmtree(staging, ignore_errors=True)
             make_directory(staging.parent)
@@ -170,7 +172,7 @@ class Catalog:
         the files. If that run is there already, nothing is done. Raises UserError, StorageFailed."""
         source, saved = self.find(path, caller=caller)
         directory = self._directory(model_id)
-        if not (directory / saved.kind / saved.name / MARK).exists():
+        if not path_in(directory, f"{saved.kind}/{saved.name}/{MARK}").exists():
             self._check_room(caller.owner, [])
             of = self.run(saved.model_id)
             run = SavedRun(model_id, of.base_model, {}, self._now(), of.lora, project_id, caller.owner)
@@ -180,8 +182,9 @@ class Catalog:
             staging = self.staging(model_id, saved.kind, saved.name, overwrite=False)
             with storage_errors(staging):
                 for file in saved.files:
-                    make_directory((staging / file).parent)
-                    os.link(source / file, staging / file)
+                    copied = path_in(staging, file)
+                    make_directory(copied.parent)
+                    os.link(path_in(source, file), copied)
             self._keep(staging, saved.files, ttl_s, saved.user_metadata)
         return self._look_up(path_of(model_id, saved.kind, saved.name))[1]
 
@@ -242,7 +245,11 @@ class Catalog:
         if kind and saved.kind != kind:
             raise UserError(f"the path {path}; expected {SCHEME}<model>/{kind}/<name>")
         for file, size in saved.files.items():
-            found = (directory / file).stat().st_size if (directory / file).exists() else None
+            try:
+                place = path_in(directory, file)
+            except CheckpointInvalid as error:
+                raise UserError(f"{path} is damaged: {error}; use another one") from None
+            found = place.stat().st_size if place.exists() else None
             if found != size:
                 raise UserError(f"{path} is damaged: its file {file} had {size} bytes and has {found}; use another one")
         return directory, saved
@@ -257,7 +264,7 @@ class Catalog:
     def _look_up(self, path: str) -> tuple[Path, SavedWeights]:
         """Does the same for any kind and all callers, without a look at the files."""
         model_id, kind, name = _parts(path)
-        directory = self._directory(model_id) / kind / name
+        directory = path_in(self._directory(model_id), f"{kind}/{name}")
         try:
             return directory, SavedWeights(**json.loads((directory / MARK).read_bytes()))
         except FileNotFoundError:
@@ -285,7 +292,7 @@ class Catalog:
 
     def _saved(self, model_id: str) -> Iterator[SavedWeights]:
         for kind in KINDS:
-            for mark in (self._directory(model_id) / kind).glob(f"*/{MARK}"):
+            for mark in path_in(self._directory(model_id), kind).glob(f"*/{MARK}"):
                 with suppress(FileNotFoundError):  # it was deleted in between
                     yield SavedWeights(**json.loads(mark.read_bytes()))
 
@@ -296,7 +303,7 @@ class Catalog:
     def _directory(self, model_id: str) -> Path:
         if not re.fullmatch(r"[A-Za-z0-9_-]+:train:\d+", model_id):
             raise UserError(f"the model {model_id!r}; expected <session>:train:<number>")
-        return self._root / model_id.replace(":", "-")
+        return path_in(self._root, model_id.replace(":", "-"))
 
 
 def recover(root: Path) -> None:
@@ -315,7 +322,7 @@ def _nothing_at(path: str) -> UserError:
 
 
 def _place_of(staging: Path) -> Path:
-    return staging.parent.with_name(staging.parent.name.removeprefix(STAGING)) / staging.name
+    return path_in(staging.parents[1], f"{staging.parent.name.removeprefix(STAGING)}/{staging.name}")
 
 
 def _move(staging: Path, directory: Path) -> None:

@@ -6,6 +6,8 @@ import shutil
 from collections.abc import Collection
 from pathlib import Path
 
+from trireme.core.paths import path_in
+
 
 class OwnCommits:
     """All of them, below `root`."""
@@ -15,8 +17,8 @@ class OwnCommits:
         self._writing = ""
 
     def directory(self, place: str) -> Path:
-        """Returns the directory of this name."""
-        return self._root / place
+        """Returns the directory of this name. Raises CheckpointInvalid for a name that leads elsewhere."""
+        return path_in(self._root, place)
 
     def begin(self, model_id: str, seq: int) -> str:
         """Returns the name of a directory that is not there yet, for what a model is before its request `seq`."""

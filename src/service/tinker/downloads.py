@@ -23,6 +23,7 @@ from service.tinker.bodies import SaveExternalBody
 from service.tinker.callers import Asking, OwnThings
 from service.tinker.catalog import SCHEME, Catalog, SavedKind
 from service.tinker.serving import TinkerServer
+from trireme.core.paths import path_in
 
 KIND: SavedKind = "external_weights"
 HOLDS_S = 3600
@@ -73,7 +74,7 @@ class DownloadRoutes:
                 status=403,
             )
         directory, _ = self._catalog.find(f"{SCHEME}{model_id}/{KIND}/{name}", KIND)
-        return FileResponse(directory / file)
+        return FileResponse(path_in(directory, file))
 
     def _sign(self, until: int, *parts: str) -> str:
         """Returns the signature of a file, which only this process can make."""

@@ -81,7 +81,7 @@ class TinkerJournal:
         """Begins a file that says `records`, in place of all others. Raises StorageFailed; the journal is then as
         before."""
         paths = self._paths() if self._directory.is_dir() else []
-        path = self._directory / f"{int(paths[-1].stem) + 1 if paths else 0:06}.log"
+        path = self._directory / f"{int(paths[-1].stem) + 1 if paths else 0:06d}.log"
         new = path.with_suffix(NEW)
         head = framed(to_json({"format": FORMAT, "boot": self._boot}).encode())
         with storage_errors(path):

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from trireme.checkpoint.files import FileRecord, HashingWriter, fsync_directory, make_directory, storage_errors
-from trireme.checkpoint.manifest import file_of
 from trireme.core.errors import StorageFailed
 from trireme.core.extras import require
+from trireme.core.paths import path_in
 from trireme.core.refusals import Refusal
 from trireme.process.faults import fault_point
 
@@ -135,7 +135,7 @@ class Bucket:
         elsewhere."""
         import obstore
 
-        file = file_of(directory, record)
+        file = path_in(directory, record.path)
         with self._asked(key):
             size = int(obstore.head(self._store, key)["size"])
         if size != record.size:

@@ -24,6 +24,7 @@ import numpy.typing as npt
 import xxhash
 
 from trireme.core.errors import DiskFull, StorageFailed
+from trireme.core.paths import path_in
 
 Chunk = bytes | bytearray | memoryview
 Bytes = npt.NDArray[np.uint8]
@@ -210,7 +211,7 @@ class HashingWriter:
 def write_bytes(directory: Path, name: str, *chunks: Chunk) -> FileRecord:
     """Writes `chunks` in order to file `name` in `directory`, which it makes if need be, and forces them onto the disk.
     The record's path is relative to the parent of `directory`. Raises StorageFailed."""
-    file = directory / name
+    file = path_in(directory, name)
     with storage_errors(file):
         make_directory(file.parent)
         with HashingWriter(file, large=sum(map(len, chunks)) > HUGE_PAGE) as writer:

@@ -18,6 +18,7 @@ import xxhash
 
 from trireme.checkpoint.files import FileRecord, checksum_of
 from trireme.core.errors import CheckpointInvalid
+from trireme.core.paths import path_in
 from trireme.core.types import WeightIdentity
 
 FORMAT = 4
@@ -136,19 +137,8 @@ class Manifest:
         return manifest
 
 
-def file_of(commit: Path, record: FileRecord) -> Path:
-    """Returns the place of a file of a commit. Raises CheckpointInvalid for a path that leads to another place: out of
-    the commit, or through a symbolic link."""
-    file = commit / record.path
-    if Path(record.path).is_absolute() or ".." in Path(record.path).parts:
-        raise CheckpointInvalid(f"{record.path} leads out of the commit")
-    if file.resolve() != commit.resolve() / record.path:
-        raise CheckpointInvalid(f"{record.path} is or lies behind a symbolic link, which no commit has")
-    return file
-
-
 def _check_file(directory: Path, record: FileRecord, contents: bool) -> None:
-    file = file_of(directory, record)
+    file = path_in(directory, record.path)
     try:
         size = file.stat().st_size
         checksum = checksum_of(file) if contents else record.checksum

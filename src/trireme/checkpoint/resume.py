@@ -16,6 +16,7 @@ from trireme.checkpoint.rows import ROW_FILES, read_rows, write_rows
 from trireme.checkpoint.store import CheckpointStore, VerifiedCommit
 from trireme.core.errors import CheckpointInvalid
 from trireme.core.finite_json import to_json
+from trireme.core.paths import path_in
 from trireme.core.refusals import Refusal
 
 ABSENT = "(absent)"
@@ -109,12 +110,15 @@ def fork(source: VerifiedCommit, store: CheckpointStore, attempt: int) -> tuple[
         shutil.rmtree(leftover)
     step = source.manifest.step
     for name in ROW_FILES:  # of the steps that led to the commit
-        rows, _ = read_rows(source.path.parents[1] / name)
-        write_rows(store.root / name, [row for row in rows if row.step < step])
+        rows, _ = read_rows(path_in(source.path.parents[1], name))
+        write_rows(path_in(store.root, name), [row for row in rows if row.step < step])
     commit, how = store.commit(step), "the same as"
     if not commit.exists():
         draft = store.draft(step, attempt)
-        linked = [_link_or_copy(source.path / record.path, draft / record.path) for record in source.manifest.files]
+        linked = [
+            _link_or_copy(path_in(source.path, record.path), path_in(draft, record.path))
+            for record in source.manifest.files
+        ]
         store.publish(draft, source.manifest, contents=True)
         how = "made of hard links to" if all(linked) else "a copy of"
     return VerifiedCommit(commit, Manifest.verified(commit)), f"{commit} is {how} {source.path}"

@@ -19,7 +19,6 @@ so their rename fails, and gives the files of rows a new inode, so what others s
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import shutil
 from collections.abc import Callable
@@ -32,10 +31,12 @@ from trireme.checkpoint.manifest import MANIFEST, CommitRef, Manifest, step_name
 from trireme.checkpoint.rows import ROLLOUTS, ROW_FILES, StepRow, move_rows, read_rows, recorded_steps, write_rows
 from trireme.core.errors import CheckpointInvalid, LockLost
 from trireme.core.finite_json import to_json
+from trireme.core.paths import path_in
 from trireme.core.refusals import Refusal
 from trireme.process.faults import fault_point
 
 HEAD = "HEAD"
+CHECKPOINTS = "checkpoints"
 LOCK = "driver.lock"
 """File that the driver of a run holds locked; its text names the process."""
 KEEP = "KEEP"
@@ -114,7 +115,7 @@ class CheckpointStore:
 
     @property
     def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
+        return self.root / CHECKPOINTS
 
     @property
     def rows(self) -> Path:
@@ -127,7 +128,7 @@ class CheckpointStore:
 
     def branch(self, lineage: str) -> Path:
         """Returns the directory of what was superseded when `lineage` was left; it need not exist."""
-        return self.root / "branches" / lineage
+        return path_in(self.root / "branches", lineage)
 
     def head(self) -> Head | None:
         """Reads HEAD; None if the run never began. Raises CheckpointInvalid if it is damaged."""
@@ -194,7 +195,7 @@ class CheckpointStore:
     def draft(self, step: int, attempt: int) -> Path:
         """Makes a new directory for writing the commit of `step`. Raises StorageFailed, LockLost."""
         self.check_owner()
-        draft = self.checkpoints / f"{step_name(step)}.partial-{attempt}"
+        draft = self.checkpoints / f"{step_name(step)}.partial-{attempt:d}"
         with storage_errors(draft):
             make_directory(self.checkpoints)
             draft.mkdir()
@@ -212,8 +213,8 @@ class CheckpointStore:
         commit = self.commit(manifest.step)
         with storage_errors(commit):
             fault_point("commit.manifest")
-            for path, _, _ in os.walk(draft):
-                fsync_directory(Path(path))
+            for directory in (draft, *filter(Path.is_dir, draft.rglob("*"))):
+                fsync_directory(directory)
             self.check_owner()
             fault_point("commit.checked")
             draft.rename(commit)
@@ -303,7 +304,7 @@ class CheckpointStore:
         for commit in reversed(self.commits()):
             if _step(commit) <= step and commit in whole:
                 continue
-            parked = branch / self.checkpoints.name / commit.name
+            parked = path_in(branch / CHECKPOINTS, commit.name)
             make_directory(parked.parent)
             commit.rename(parked)
             fsync_directory(parked.parent)
@@ -312,12 +313,17 @@ class CheckpointStore:
         return done
 
     def _cut_rows(self, step: int, branch: Path) -> list[str]:
-        parked = {entry.name for entry in branch.glob(f"{self.checkpoints.name}/*")}
-        cuts = {name: move_rows(self.root / name, lambda row: row.step >= step, branch / name) for name in ROW_FILES}
-        move_rows(self.rows, lambda row: row.step > step or row.values["name"] in parked, branch / self.rows.name)
+        parked = {entry.name for entry in (branch / CHECKPOINTS).glob("*")}
+        cuts = {
+            name: move_rows(path_in(self.root, name), lambda row: row.step >= step, path_in(branch, name))
+            for name in ROW_FILES
+        }
+        move_rows(
+            self.rows, lambda row: row.step > step or row.values["name"] in parked, path_in(branch, self.rows.name)
+        )
         for recorded, file in recorded_steps(self.root / ROLLOUTS).items():
             if recorded >= step:
                 (branch / ROLLOUTS).mkdir(parents=True, exist_ok=True)
-                file.rename(branch / ROLLOUTS / file.name)
-        done = [f"{moved} rows of {name} are now in {branch / name}" for name, (moved, _) in cuts.items() if moved]
+                file.rename(path_in(branch / ROLLOUTS, file.name))
+        done = [f"{moved} rows of {name} are now in {branch}" for name, (moved, _) in cuts.items() if moved]
         return done + [f"{torn} torn lines of {name} were dropped" for name, (_, torn) in cuts.items() if torn]

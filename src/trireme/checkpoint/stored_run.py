@@ -16,14 +16,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 
 import xxhash
 
 from trireme.checkpoint.manifest import CommitRef, Manifest, step_name, step_of
-from trireme.checkpoint.store import Head
+from trireme.checkpoint.store import CHECKPOINTS, Head
 from trireme.core.errors import CheckpointInvalid
 from trireme.core.finite_json import to_json
+from trireme.core.paths import names_of
 
 FORMAT = 1
 PART_BYTES = 4 << 20
@@ -92,7 +92,7 @@ class StoredRun:
                 )
             head = values["head"]
             base = CommitRef(**head["base"]) if head["base"] else None
-            return cls(
+            stored = cls(
                 **{
                     **values,
                     "head": Head(**{**head, "base": base}),
@@ -102,12 +102,16 @@ class StoredRun:
                     },
                 }
             )
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            for path in (stored.head.lineage, *stored.commits, *stored.commit_keys(), *stored.files):
+                names_of(path)
+        except (ValueError, TypeError, KeyError, AttributeError, CheckpointInvalid) as error:
             raise CheckpointInvalid(f"HEAD is damaged ({type(error).__name__}: {error})") from None
+        return stored
 
     def of_branch(self) -> dict[int, str]:
         """Returns {step: path} of the commits of HEAD's branch, in order of step."""
-        steps = {path: step_of(Path(path).name) for path in self.commits if path.startswith("checkpoints/")}
+        below = f"{CHECKPOINTS}/"
+        steps = {path: step_of(path.removeprefix(below)) for path in self.commits if path.startswith(below)}
         return dict(sorted((step, path) for path, step in steps.items() if step is not None))
 
     def parts(self) -> set[str]:

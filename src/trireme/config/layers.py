@@ -92,8 +92,9 @@ class MergedLayers:
                 self.unnumbered.append(given)
             try:
                 value = _convert(path, given, known)
-            except ValidationError:
-                expected = f"`{'.'.join(path)}` takes: {known.expected(path)}"
+            except ValidationError as error:
+                own = [str(each["ctx"]["error"]) for each in error.errors() if each["type"] == "value_error"]
+                expected = f"`{'.'.join(path)}` takes: {own[0] if own else known.expected(path)}"
                 self.refusals.append(Refusal(given.said, expected, f"correct it in: {given.place}"))
                 continue
             before = spelled.get(path)

@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
 
 from trireme.config.section import NAMES_CODE, NonNegativeInt, Section
+from trireme.core.errors import CheckpointInvalid
+from trireme.core.paths import names_of
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a number in each dtype."""
@@ -22,8 +24,16 @@ def is_url(place: str) -> bool:
     return "://" in place
 
 
+def _check_name(name: str) -> str:
+    """Refuses what is no name of a directory."""
+    with suppress(CheckpointInvalid):
+        if len(names_of(name)) == 1:
+            return name
+    raise ValueError("the name of a directory, without slashes; --run.output-dir says where it lies")
+
+
 class RunConfig(Section):
-    name: str | None = None
+    name: Annotated[str, AfterValidator(_check_name)] | None = None
     """Name of the run; none = `<env>-<model>-<8 hex>`."""
     output_dir: str = "outputs"
     """The run directory is `output_dir/name`. A URL such as s3://bucket/prefix: the run is kept there, and works in

@@ -30,6 +30,7 @@ from trireme.config import CommonConfig
 from trireme.config.installed import package_versions
 from trireme.core.errors import DiskFull, LimitReached, RoomFailed, StorageFailed, TriremeError, WeightsRefused
 from trireme.core.finite_json import to_json
+from trireme.core.paths import path_in
 from trireme.core.types import WeightIdentity
 from trireme.core.weights import PublishedWeights
 from trireme.process import trace
@@ -179,7 +180,7 @@ class Commits:
             return
         self._has_room = False
         parts = {
-            **{name: other.save_state(path / name) for name, other in self._others.items()},
+            **{name: other.save_state(path_in(path, name)) for name, other in self._others.items()},
             "trainer": self._trainer.save_state(path / "trainer"),
             "inference": self._trainer.save_weights(path / "inference", weights),
         }

@@ -17,6 +17,7 @@ from trireme.checkpoint.rows import METRICS, ROLLOUTS, TRAINED
 from trireme.config import CommonConfig
 from trireme.core.errors import DiskFull, StorageFailed
 from trireme.core.finite_json import to_json
+from trireme.core.paths import path_in
 from trireme.core.redaction import redact_values
 from trireme.core.refusals import Refusal
 from trireme.process import trace
@@ -101,7 +102,7 @@ class Journal:
         guard: RowGuard,
     ) -> None:
         self._root, self._line, self._out, self._trackers, self._guard = root, line, out, trackers, guard
-        self._files = {name: (root / name).open("ab", buffering=0) for name in (METRICS, TRAINED)}
+        self._files = {name: path_in(root, name).open("ab", buffering=0) for name in (METRICS, TRAINED)}
 
     def write(self, row: Mapping[str, Any], trained: Mapping[str, Any], records: Sequence[str] = ()) -> None:
         """Writes the metrics in `row`, and in `trained` the `groups` or `examples` that the step trained on. Each line

@@ -37,6 +37,7 @@ from trireme.checkpoint.stored_run import (
 from trireme.config.run import CheckpointConfig
 from trireme.config.trust import RECORD
 from trireme.core.errors import CheckpointInvalid, LockLost, StorageFailed
+from trireme.core.paths import path_in
 from trireme.core.refusals import Refusal
 from trireme.process import trace
 from trireme.process.faults import fault_point
@@ -224,7 +225,9 @@ class Mirror:
         }
         with ExitStack() as ending, trace.span("upload", "store", version=manifest.step, bytes=manifest.size):
             # Opened first: the commit may be deleted here before all of it has arrived.
-            files = {file_key: ending.enter_context((commit / path).open("rb")) for file_key, path in left.items()}
+            files = {
+                file_key: ending.enter_context(path_in(commit, path).open("rb")) for file_key, path in left.items()
+            }
             for file_key, file in files.items():
                 self._in_time(deadline, file_key)
                 self._bucket.put(file_key, file)

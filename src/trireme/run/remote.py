@@ -15,7 +15,6 @@ import xxhash
 
 from trireme.checkpoint.bucket import Bucket, PutRefused
 from trireme.checkpoint.files import (
-    FileRecord,
     HashingWriter,
     fsync_directory,
     make_directory,
@@ -23,12 +22,13 @@ from trireme.checkpoint.files import (
     storage_errors,
     write_bytes,
 )
-from trireme.checkpoint.manifest import MANIFEST, Manifest, file_of
+from trireme.checkpoint.manifest import MANIFEST, Manifest
 from trireme.checkpoint.store import HEAD, KEEP, LOCK, CheckpointStore
-from trireme.checkpoint.stored_run import StoredRun, part_key
+from trireme.checkpoint.stored_run import StoredCommit, StoredRun, part_key
 from trireme.config import CommonConfig
 from trireme.core.errors import CheckpointInvalid, StorageFailed
 from trireme.core.finite_json import to_json
+from trireme.core.paths import path_in
 from trireme.core.refusals import Refusal
 from trireme.run.mirror import Mirror
 from trireme.run.rundir import BEFORE_MARKS, RunDir, locked, named_root
@@ -100,7 +100,7 @@ class RemoteRun:
             elif entry.name != LOCK:
                 entry.unlink()
         for path, parts in found.files.items():
-            file = file_of(arriving, FileRecord(path, 0, ""))
+            file = path_in(arriving, path)
             make_directory(file.parent)
             with HashingWriter(file) as writer:
                 for number, part in enumerate(parts):
@@ -138,26 +138,27 @@ class RemoteRun:
                 ).error()
             steps = {wanted: steps[wanted]}
         for path in reversed(steps.values()):
+            place = path_in(root, path)
             try:
-                self._bring_files(root, path, found)
-                return Path(path).name, notes
+                self._bring_files(place, found.commits[path])
+                return place.name, notes
             except (StorageFailed, CheckpointInvalid) as error:
                 notes.append(f"passed over {path} in the store: {error}")
-                shutil.rmtree(root / path, ignore_errors=True)
+                shutil.rmtree(place, ignore_errors=True)
         return None, notes
 
-    def _bring_files(self, root: Path, path: str, found: StoredRun) -> None:
-        bucket, stored = self._bucket, found.commits[path]
+    def _bring_files(self, commit: Path, stored: StoredCommit) -> None:
+        bucket = self._bucket
         assert bucket
         text = bucket.read(f"{stored.key}/{MANIFEST}")
         if text is None or xxhash.xxh3_128_hexdigest(text[0]) != stored.manifest:
             raise CheckpointInvalid(f"{stored.key}/{MANIFEST} is {'altered' if text else 'missing'}")
         manifest = Manifest.from_json(text[0].decode())
         for record in manifest.files:
-            bucket.fetch(f"{stored.key}/{record.path}", root / path, record)
+            bucket.fetch(f"{stored.key}/{record.path}", commit, record)
         if stored.kept:
-            (root / path / KEEP).touch()
-        write_bytes(root / path, MANIFEST, text[0])
+            (commit / KEEP).touch()
+        write_bytes(commit, MANIFEST, text[0])
 
     def claim(self, run: RunDir, note: Callable[[str], None]) -> Mirror:
         """Takes over HEAD in the store for `run`. Returns what brings it there. Raises BadInput if another driver was

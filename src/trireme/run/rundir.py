@@ -31,6 +31,7 @@ from trireme.config.sft import SftConfig
 from trireme.config.trust import FLAG, RECORD, named_code
 from trireme.core.errors import BadInput, CheckpointInvalid
 from trireme.core.finite_json import to_json
+from trireme.core.paths import path_in
 from trireme.core.redaction import MASK, redact, redact_values
 from trireme.core.refusals import Refusal
 
@@ -174,7 +175,7 @@ class RunDir:
         left_out = {CONFIG: (self.root / CONFIG).read_text().count(MASK), code_diff.name: _write_code_diff(code_diff)}
         for file in (self.root / CONFIG, code_diff, self.root / HEAD):
             if file.exists():
-                shutil.copyfile(file, self.logs / file.name)
+                shutil.copyfile(file, path_in(self.logs, file.name))
         return [f"{name} leaves out {n} values that look like secrets: {MASK}" for name, n in left_out.items() if n]
 
 
@@ -195,24 +196,21 @@ def _source(config: CommonConfig, fixed: Mapping[str, Any]) -> VerifiedCommit | 
 
 def named_root(config: CommonConfig) -> Path | None:
     """Returns the run directory that the configuration names; None if it has to be searched for or gets a new name."""
-    return Path(config.run.directory).expanduser().absolute() / config.run.name if config.run.name else None
+    return _output_dir(config) / config.run.name if config.run.name else None
+
+
+def _output_dir(config: CommonConfig) -> Path:
+    return Path(config.run.directory).expanduser().absolute()
 
 
 def _root(config: CommonConfig) -> tuple[Path, tuple[str, ...]]:
     """Returns the run directory, and a note if it had to be searched for. Raises BadInput."""
-    output_dir = Path(config.run.directory).expanduser().absolute()
-    name = config.run.name
-    if name is None and config.resume.wanted and config.resume.dir is None:
-        root = _latest_run(output_dir, config.default_name(""))
+    if root := named_root(config):
+        return root, ()
+    if config.resume.wanted and config.resume.dir is None:
+        root = _latest_run(_output_dir(config), config.default_name(""))
         return root, (f"--resume without --run.name: the newest run is {root}",)
-    name = name or config.default_name(secrets.token_hex(4))
-    if name == ".." or name != Path(name).name:
-        raise Refusal(
-            f"run.name = {name!r}",
-            "the name of a directory, without slashes",
-            "choose another --run.name; where it lies is said by --run.output-dir",
-        ).error()
-    return output_dir / name, ()
+    return path_in(_output_dir(config), config.default_name(secrets.token_hex(4))), ()
 
 
 def _latest_run(output_dir: Path, prefix: str) -> Path:
@@ -260,7 +258,7 @@ def _go_on(
 
 
 def _logs(root: Path, attempt: int) -> Path:
-    return root / "logs" / f"attempt_{attempt}"
+    return root / "logs" / f"attempt_{attempt:d}"
 
 
 def _claim(config: CommonConfig, store: CheckpointStore, head: Head) -> Head:

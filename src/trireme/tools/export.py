@@ -15,11 +15,12 @@ from typing import Any
 import xxhash
 
 from trireme.checkpoint.files import FileRecord, storage_errors
-from trireme.checkpoint.manifest import Manifest, file_of, step_of
+from trireme.checkpoint.manifest import Manifest, step_of
 from trireme.checkpoint.store import CheckpointStore
 from trireme.core.base_digest import read_header
 from trireme.core.errors import CheckpointInvalid
 from trireme.core.finite_json import to_json
+from trireme.core.paths import path_in
 from trireme.core.refusals import Refusal
 from trireme.tools.merge import ADAPTER, merged_files
 
@@ -125,7 +126,7 @@ def _write_beside(out: Path, files: Iterable[tuple[str, bytes]], dtype: str | No
                 header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
                 first = next(about["dtype"] for tensor, about in header.items() if tensor != "__metadata__")
                 shown = shown or DTYPE_NAMES.get(first, first)
-            _write(draft / name, data)
+            _write(path_in(draft, name), data)
             written += 1
         if dtype:
             _edit(draft / CONFIG, {"dtype": dtype})
@@ -141,13 +142,13 @@ def _read(commit: Path, record: FileRecord, on_file: Callable[[str], None]) -> b
     """Returns the contents of a file of a commit. Raises CheckpointInvalid if they are not what was written."""
     on_file(record.path)
     try:
-        data = file_of(commit, record).read_bytes()
+        data = path_in(commit, record.path).read_bytes()
     except OSError as error:
         raise CheckpointInvalid(f"{record.path} cannot be read ({error.strerror})") from None
     if xxhash.xxh3_128_hexdigest(data) != record.checksum:
         raise CheckpointInvalid(f"the contents of {record.path} were altered")
     if record.path.endswith(".safetensors"):
-        read_header(file_of(commit, record))
+        read_header(path_in(commit, record.path))
     return data
 
 

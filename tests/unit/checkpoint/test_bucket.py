@@ -96,7 +96,7 @@ def test_an_altered_object_is_named(bucket: Bucket, tmp_path: Path) -> None:
 
 
 def test_no_path_leads_out_of_the_directory(bucket: Bucket, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointInvalid, match="leads out of the commit"):
+    with pytest.raises(CheckpointInvalid, match="leads out of its directory"):
         bucket.fetch("file", tmp_path / "there", FileRecord("../outside", 1, ""))
 
 

@@ -111,8 +111,8 @@ class TestPlaces:
         secret = made.parent / "secret"
         shutil.copy(made / PARTS[0], secret)
         rename(made, PARTS[0], place.format(secret))
-        assert invalid(made).endswith("leads out of the commit")
-        assert invalid(made, contents=False).endswith("leads out of the commit")
+        assert "leads out of its directory" in invalid(made)
+        assert "leads out of its directory" in invalid(made, contents=False)
 
     def test_a_symbolic_link_is_refused(self, made: Path) -> None:
         secret = (made / PARTS[0]).rename(made.parent / "secret")

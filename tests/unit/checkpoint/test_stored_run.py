@@ -49,6 +49,19 @@ def test_another_text_is_refused(text: bytes) -> None:
         StoredRun.from_json(text)
 
 
+@pytest.mark.parametrize("what", ["commits", "key", "files", "lineage"])
+def test_paths_that_lead_elsewhere_are_refused(what: str) -> None:
+    values = json.loads(stored(1).to_json())
+    if what == "lineage":
+        values["head"]["lineage"] = "../../other"
+    elif what == "key":
+        values["commits"]["checkpoints/step_000001"]["key"] = "../other-run/commits/1"
+    else:
+        values[what] = {"checkpoints/../../other/checkpoints/step_000100": next(iter(values[what].values()))}
+    with pytest.raises(CheckpointInvalid, match=r"damaged.*leads out of its directory"):
+        StoredRun.from_json(json.dumps(values).encode())
+
+
 def test_another_format_is_named() -> None:
     text = json.dumps({**json.loads(stored().to_json()), "format": FORMAT + 1}).encode()
     with pytest.raises(CheckpointInvalid, match=f"HEAD has format {FORMAT + 1}; expected {FORMAT}: use"):

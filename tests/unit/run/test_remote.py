@@ -18,7 +18,7 @@ from trireme.checkpoint.manifest import MANIFEST, Manifest
 from trireme.checkpoint.store import HEAD, KEEP, CheckpointStore
 from trireme.checkpoint.stored_run import StoredRun
 from trireme.config.load import load
-from trireme.core.errors import EXIT_FAILED, BadInput, LockLost, StorageFailed
+from trireme.core.errors import EXIT_FAILED, BadInput, CheckpointInvalid, LockLost, StorageFailed
 from trireme.process.faults import InjectedFault
 from trireme.run.remote import RemoteRun
 from trireme.run.rundir import locked, resume_command
@@ -218,6 +218,18 @@ def test_a_torn_commit_is_passed_over(url: str, tmp_path: Path) -> None:
         Bucket(f"{url}/r").delete([f"{state.commits[each].key}/{MANIFEST}"])
     with pytest.raises(BadInput, match="none of whose commits verifies"):
         Driver(url, tmp_path / "three", "--resume")
+
+
+def test_a_head_that_names_another_run_changes_nothing_there(url: str, tmp_path: Path) -> None:
+    begun(url, tmp_path / "one").die()
+    other = tmp_path / "two" / "other" / "checkpoints" / "step_000100"
+    other.mkdir(parents=True)
+    head = stored(url)
+    named = dict.fromkeys(["checkpoints/../../other/checkpoints/step_000100"], head.commits["checkpoints/step_000002"])
+    Bucket(f"{url}/r").put(HEAD, replace(head, commits=named).to_json())
+    with pytest.raises(CheckpointInvalid, match="leads out of its directory"):
+        Driver(url, tmp_path / "two", "--resume")
+    assert other.is_dir()
 
 
 def test_altered_rows_are_refused(url: str, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,18 @@ def test_it_is_deleted_when_its_time_is_over(catalog: Catalog, clock: ManualCloc
 )
 def test_paths_lead_nowhere_else(catalog: Catalog, path: str) -> None:
     with pytest.raises(UserError, match="expected"):
+        catalog.find(path)
+
+
+@pytest.mark.parametrize("file", ["../../../secret", "/etc/passwd", "link"])
+def test_a_mark_that_names_files_elsewhere_is_damaged(catalog: Catalog, tmp_path: Path, file: str) -> None:
+    path = save(catalog, "first")
+    directory, _ = catalog.find(path)
+    (tmp_path / "secret").write_text("1234")
+    (directory / "link").symlink_to(tmp_path / "secret")
+    mark = json.loads((directory / MARK).read_text())
+    (directory / MARK).write_text(json.dumps(mark | {"files": {file: 4}}))
+    with pytest.raises(UserError, match=r"is damaged: .*; use another one"):
         catalog.find(path)
 
 

@@ -1,0 +1,39 @@
+"""Places of files whose names come from other files: manifests, HEADs, object storage, requests.
+
+Such a path is a name of something below a directory. Whoever wrote it may be somebody else, so it never becomes a place
+but by `path_in`; a law test lists the exceptions.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path, PureWindowsPath
+
+from trireme.core.errors import CheckpointInvalid
+
+UNUSABLE = re.compile(r"[\0\ud800-\udfff]")
+"""Characters that no name of a file can have: NUL, and halves of surrogate pairs."""
+
+
+def names_of(path: object) -> list[str]:
+    """Returns the names that `path` joins by slashes. Raises CheckpointInvalid for anything but text, and for a path
+    that is empty or absolute, begins with a drive, or has an empty name, `.` or `..`; also where Windows' slashes
+    separate them."""
+    names = re.split(r"[/\\]", path) if isinstance(path, str) else [""]
+    if not {"", ".", ".."}.isdisjoint(names) or PureWindowsPath(str(path)).drive or UNUSABLE.search(str(path)):
+        raise CheckpointInvalid(
+            f"the path {path!r} leads out of its directory, or is none; expected names joined by slashes"
+        )
+    return str(path).split("/")
+
+
+def path_in(directory: Path, path: object) -> Path:
+    """Returns the place of `path` below `directory`, which need not exist. Raises CheckpointInvalid for a path that
+    leads elsewhere: see `names_of`, or through a symbolic link below `directory`."""
+    place = directory
+    for name in names_of(path):
+        place = place / name
+        if os.path.islink(place):
+            raise CheckpointInvalid(f"{path} is or lies behind a symbolic link in {directory}; expected a file")
+    return place
