@@ -1,12 +1,15 @@
 """The environment of all tests, how many processes run them, and their deadline."""
 
+import asyncio
 import faulthandler
+import inspect
 import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import virtual_time
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
@@ -14,6 +17,7 @@ os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
 os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
 
 WORKERS = 2
+ASYNC_S = 600.0
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
@@ -42,6 +46,19 @@ class Deadline:
             return (yield)
         finally:
             faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs a test that is a coroutine function in an event loop of its own, for at most ASYNC_S seconds."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    test = pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters})
+    if pyfuncitem.get_closest_marker("virtual_time") is None:
+        asyncio.run(asyncio.wait_for(test, ASYNC_S))
+    else:
+        virtual_time.run(test)
+    return True
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

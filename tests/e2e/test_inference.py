@@ -93,64 +93,52 @@ async def some_tokens_later(room: Room, name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["tied", "untied", "llama", "experts"])
-def test_after_every_update_logprobs_are_those_of_the_published_model(rooms: dict[str, Room], kind: str) -> None:
+async def test_after_every_update_logprobs_are_those_of_the_published_model(rooms: dict[str, Room], kind: str) -> None:
     room = rooms[kind]
-
-    async def run() -> None:
-        for _ in range(3):
-            report = await room.update()
-            assert 0 < report.drift.largest < TOLERANCE
-            assert room.router.acknowledged() == {0: report.identity.version}
-            assert health(room).identity == report.identity
-            prompts = [prompt_of(length, seed=length) for length in (1, 7, 200)]
-            answers = await asyncio.gather(*begin(room, [request(f"p{len(p)}", p, 24) for p in prompts]))
-            for prompt, answer in zip(prompts, answers, strict=True):
-                assert len(answer.tokens) == 24
-                assert {span.identity for span in answer.spans} == {report.identity}
-                assert room.difference(prompt, answer) < TOLERANCE
-
-    asyncio.run(run())
+    for _ in range(3):
+        report = await room.update()
+        assert 0 < report.drift.largest < TOLERANCE
+        assert room.router.acknowledged() == {0: report.identity.version}
+        assert health(room).identity == report.identity
+        prompts = [prompt_of(length, seed=length) for length in (1, 7, 200)]
+        answers = await asyncio.gather(*begin(room, [request(f"p{len(p)}", p, 24) for p in prompts]))
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert len(answer.tokens) == 24
+            assert {span.identity for span in answer.spans} == {report.identity}
+            assert room.difference(prompt, answer) < TOLERANCE
     label = get(room.group.replicas[0].weight_version.remote(), who="replica", timeout_s=60)
     assert label == health(room).identity
 
 
-def test_a_string_ends_an_answer_in_the_engine(rooms: dict[str, Room]) -> None:
+async def test_a_string_ends_an_answer_in_the_engine(rooms: dict[str, Room]) -> None:
     """With the token that completes it, wherever the tokens are cut; and it ends there, not after `max_tokens`."""
     room, prompt = rooms["untied"], prompt_of(6)
     tokenizer = load_tokenizer(str(ROOT / "assets" / "sort-base"))
     tokenizer.save_pretrained(room.group.config.model.name)  # looked for when the first string comes
     decode = tokenizer.decode
-
-    async def run() -> None:
-        whole = (await asyncio.gather(*begin(room, [request("whole", prompt, 60, seed=3)])))[0]
-        tokens = whole.tokens.tolist()
-        strings = (decode(tokens[20:23])[1:], "no such text")
-        end = len(cut(whole, strings, decode).tokens)
-        assert end < len(tokens)
-        asked = request("ended", prompt, 60, seed=3)
-        (ended,) = await asyncio.gather(*begin(room, [replace(asked, params=replace(asked.params, stop=strings))]))
-        assert (ended.tokens.tolist(), ended.stop_reason) == (tokens[:end], "stop")
-        np.testing.assert_array_equal(ended.logprobs, whole.logprobs[:end])
-        assert [(span.start, span.end) for span in ended.spans] == [(0, end)]
-
-    asyncio.run(run())
+    whole = (await asyncio.gather(*begin(room, [request("whole", prompt, 60, seed=3)])))[0]
+    tokens = whole.tokens.tolist()
+    strings = (decode(tokens[20:23])[1:], "no such text")
+    end = len(cut(whole, strings, decode).tokens)
+    assert end < len(tokens)
+    asked = request("ended", prompt, 60, seed=3)
+    (ended,) = await asyncio.gather(*begin(room, [replace(asked, params=replace(asked.params, stop=strings))]))
+    assert (ended.tokens.tolist(), ended.stop_reason) == (tokens[:end], "stop")
+    np.testing.assert_array_equal(ended.logprobs, whole.logprobs[:end])
+    assert [(span.start, span.end) for span in ended.spans] == [(0, end)]
 
 
-def test_answers_over_three_versions_know_which_token_came_from_which(rooms: dict[str, Room]) -> None:
+async def test_answers_over_three_versions_know_which_token_came_from_which(rooms: dict[str, Room]) -> None:
     room = rooms["untied"]
     prompts = [prompt_of(5 + i, seed=i) for i in range(12)]
-
-    async def run() -> list[Any]:
-        first = begin(room, [request(f"long{i}", prompt, 900, seed=i) for i, prompt in enumerate(prompts)])
-        await some_tokens_later(room, "probe 1")
-        report = await room.update()
-        assert report.reprefill_tokens >= len(prompts) * 16
-        second = begin(room, [request("two versions", prompts[0], 300)])
-        await some_tokens_later(room, "probe 2")
-        await room.update()
-        return await asyncio.gather(*first, *second)
-
-    answers = asyncio.run(run())
+    first = begin(room, [request(f"long{i}", prompt, 900, seed=i) for i, prompt in enumerate(prompts)])
+    await some_tokens_later(room, "probe 1")
+    report = await room.update()
+    assert report.reprefill_tokens >= len(prompts) * 16
+    second = begin(room, [request("two versions", prompts[0], 300)])
+    await some_tokens_later(room, "probe 2")
+    await room.update()
+    answers = await asyncio.gather(*first, *second)
     newest = len(room.models) - 1
     for prompt, answer in zip([*prompts, prompts[0]], answers, strict=True):
         assert room.difference(prompt, answer) < TOLERANCE  # of every token to the policy that its span names
@@ -159,25 +147,20 @@ def test_answers_over_three_versions_know_which_token_came_from_which(rooms: dic
     assert versions == [[newest - 2, newest - 1, newest]] * len(prompts) + [[newest - 1, newest]]
 
 
-def test_cached_prefixes_never_outlive_their_weights(rooms: dict[str, Room]) -> None:
+async def test_cached_prefixes_never_outlive_their_weights(rooms: dict[str, Room]) -> None:
     """Two full blocks of 128 tokens are shared by the requests; after an update they must be computed again."""
     room = rooms["untied"]
     prompt = prompt_of(300, seed=5)
-
-    async def run() -> list[Any]:
-        answers = []
-        for i in range(4):
-            if i % 2 == 0:
-                await room.update()
-            answers.append(await room.router.sample(request(f"prefix {i}", prompt, 8, seed=i)))
-        return answers
-
-    answers = asyncio.run(run())
+    answers = []
+    for i in range(4):
+        if i % 2 == 0:
+            await room.update()
+        answers.append(await room.router.sample(request(f"prefix {i}", prompt, 8, seed=i)))
     for answer in answers:
         assert room.difference(prompt, answer) < TOLERANCE
 
 
-def test_a_conversation_goes_on_from_what_its_replica_holds(
+async def test_a_conversation_goes_on_from_what_its_replica_holds(
     rooms: dict[str, Room], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the third turn on only what is new travels, and the answers are those to the whole prompts."""
@@ -188,17 +171,12 @@ def test_a_conversation_goes_on_from_what_its_replica_holds(
         return pack_requests(requests)
 
     monkeypatch.setattr("inference.handle.pack_requests", pack_and_note)
-
-    async def run() -> list[tuple[list[int], Any]]:
-        prompt, known, turns = prompt_of(50, seed=1), 0, []
-        for number in range(4):
-            asked = replace(request(f"turn {number}", prompt, 8, seed=number), trajectory="held", extends=known)
-            turns.append((prompt, await room.router.sample(asked)))
-            known = len(prompt) + len(turns[-1][1].tokens)
-            prompt = [*prompt, *turns[-1][1].tokens.tolist(), *prompt_of(5, seed=number)]
-        return turns
-
-    turns = asyncio.run(run())
+    prompt, known, turns = prompt_of(50, seed=1), 0, []
+    for number in range(4):
+        asked = replace(request(f"turn {number}", prompt, 8, seed=number), trajectory="held", extends=known)
+        turns.append((prompt, await room.router.sample(asked)))
+        known = len(prompt) + len(turns[-1][1].tokens)
+        prompt = [*prompt, *turns[-1][1].tokens.tolist(), *prompt_of(5, seed=number)]
     assert travelled == [50, len(turns[1][0]), 5, 5]
     for prompt, answer in turns:
         assert room.difference(prompt, answer) < TOLERANCE
@@ -249,23 +227,19 @@ def test_no_mode_serves_prefixes_of_older_weights(pair: dict[str, Room], mode: s
         assert room.difference(prompt, answer) < TOLERANCE
 
 
-def test_with_kept_kv_a_conversation_keeps_its_prefix_over_an_update_and_a_new_one_shares_none_of_it(
+async def test_with_kept_kv_a_conversation_keeps_its_prefix_over_an_update_and_a_new_one_shares_none_of_it(
     pair: dict[str, Room],
 ) -> None:
     """Both begin with the same system prompt. The second turn reads keys and values of the weights that made the first,
     so its log-probabilities are not those of the new weights alone; those of the new conversation are."""
     room, system = pair["keep_kv"], prompt_of(400, seed=8)
-
-    async def run() -> tuple[list[int], Any, Any]:
-        await room.update()
-        first = await room.router.sample(replace(request("first", system, 8, seed=1), trajectory="conversation"))
-        await room.update()
-        prompt = [*system, *first.tokens.tolist(), *prompt_of(20, seed=9)]
-        turn = replace(request("second", prompt, 8, seed=2), trajectory="conversation", extends=len(system) + 8)
-        second = await room.router.sample(replace(turn, began=first.spans[0].identity))
-        return prompt, second, await room.router.sample(request("another", prompt, 8, seed=3))
-
-    prompt, second, another = asyncio.run(run())
+    await room.update()
+    first = await room.router.sample(replace(request("first", system, 8, seed=1), trajectory="conversation"))
+    await room.update()
+    prompt = [*system, *first.tokens.tolist(), *prompt_of(20, seed=9)]
+    turn = replace(request("second", prompt, 8, seed=2), trajectory="conversation", extends=len(system) + 8)
+    second = await room.router.sample(replace(turn, began=first.spans[0].identity))
+    (prompt, second, another) = prompt, second, await room.router.sample(request("another", prompt, 8, seed=3))
     assert second.spans[0].identity == another.spans[0].identity
     assert [second.spans[0].mixed, another.spans[0].mixed] == [True, False]
     newest = room.models[second.spans[0].identity.version]
@@ -274,23 +248,19 @@ def test_with_kept_kv_a_conversation_keeps_its_prefix_over_an_update_and_a_new_o
     assert room.difference(prompt, another) < TOLERANCE
 
 
-def test_a_drained_sequence_never_has_two_versions(pair: dict[str, Room]) -> None:
+async def test_a_drained_sequence_never_has_two_versions(pair: dict[str, Room]) -> None:
     room = pair["drain"]
     prompts = [prompt_of(20 + i, seed=i) for i in range(6)]
-
-    async def run() -> tuple[list[Any], list[Any]]:
-        await room.update()
-        running = begin(room, [request(f"old {i}", prompt, 300, seed=i) for i, prompt in enumerate(prompts)])
-        await some_tokens_later(room, "probe drain")
-        update = asyncio.create_task(room.update())
-        new = []
-        while not update.done():
-            new += begin(room, [request(f"new {len(new)}", prompts[0], 8)])
-            await asyncio.sleep(0.1)
-        assert (await update).reprefill_tokens == 0
-        return await asyncio.gather(*running), await asyncio.gather(*new)
-
-    old, new = asyncio.run(run())
+    await room.update()
+    running = begin(room, [request(f"old {i}", prompt, 300, seed=i) for i, prompt in enumerate(prompts)])
+    await some_tokens_later(room, "probe drain")
+    update = asyncio.create_task(room.update())
+    new = []
+    while not update.done():
+        new += begin(room, [request(f"new {len(new)}", prompts[0], 8)])
+        await asyncio.sleep(0.1)
+    assert (await update).reprefill_tokens == 0
+    (old, new) = await asyncio.gather(*running), await asyncio.gather(*new)
     newest = len(room.models) - 1
     assert [[span.identity.version for span in answer.spans] for answer in old] == [[newest - 1]] * len(old)
     assert all(len(answer.spans) == 1 for answer in new)
@@ -299,28 +269,24 @@ def test_a_drained_sequence_never_has_two_versions(pair: dict[str, Room]) -> Non
         assert room.difference(prompt, answer) < TOLERANCE
 
 
-def test_while_one_replica_updates_new_requests_go_to_the_other(pair: dict[str, Room]) -> None:
+async def test_while_one_replica_updates_new_requests_go_to_the_other(pair: dict[str, Room]) -> None:
     """The second drains, and so takes its time; the first has the new weights before."""
     room = pair["both"]
-
-    async def run() -> list[Any]:
-        await room.update()
-        await asyncio.gather(*begin(room, [request("on the first", prompt_of(5), 8), request("long", prompt_of(5), 8)]))
-        (long,) = begin(room, [request("long", prompt_of(5), 1000)])
-        await asyncio.sleep(0.3)
-        update = asyncio.create_task(room.update())
-        new, stay = [], []
-        while not update.done():
-            stay += begin(room, [request("long", prompt_of(5), 8)])
-            if room.router.acknowledged()[0] == 1:
-                new += begin(room, [request(f"new {len(new)}", prompt_of(5), 8)])
-            assert (await room.router.stats()).keys() == {0, 1}
-            await asyncio.sleep(0.05)
-        await update
-        assert room.router.acknowledged() == {0: 1, 1: 1}
-        return [await asyncio.gather(*answers) for answers in ([long], new, stay)]
-
-    all_answers = asyncio.run(run())
+    await room.update()
+    await asyncio.gather(*begin(room, [request("on the first", prompt_of(5), 8), request("long", prompt_of(5), 8)]))
+    (long,) = begin(room, [request("long", prompt_of(5), 1000)])
+    await asyncio.sleep(0.3)
+    update = asyncio.create_task(room.update())
+    new, stay = [], []
+    while not update.done():
+        stay += begin(room, [request("long", prompt_of(5), 8)])
+        if room.router.acknowledged()[0] == 1:
+            new += begin(room, [request(f"new {len(new)}", prompt_of(5), 8)])
+        assert (await room.router.stats()).keys() == {0, 1}
+        await asyncio.sleep(0.05)
+    await update
+    assert room.router.acknowledged() == {0: 1, 1: 1}
+    all_answers = [await asyncio.gather(*answers) for answers in ([long], new, stay)]
     long, new, stay = [[[s.identity.version for s in answer.spans] for answer in answers] for answers in all_answers]
     assert long == [[0]]
     assert new == [[1]] * len(new)
@@ -329,52 +295,45 @@ def test_while_one_replica_updates_new_requests_go_to_the_other(pair: dict[str, 
     assert stay[-1] == [1]
 
 
-def test_a_replica_says_what_it_has_to_do(pair: dict[str, Room]) -> None:
+async def test_a_replica_says_what_it_has_to_do(pair: dict[str, Room]) -> None:
     room = pair["drain"]
 
     async def load_of() -> ReplicaStats:
         (load,) = (await room.router.stats()).values()
         return load
 
-    async def run() -> None:
-        await room.update()
-        assert (await load_of()).waiting == 0
-        running = begin(room, [request(f"load {i}", prompt_of(5), 300) for i in range(70)])
-        await some_tokens_later(room, "probe load")
-        load = await load_of()
-        assert 0 < load.running <= 70 < CPU_SEQUENCES == load.places
-        assert load.kv_used > 0
-        assert load.kv_tokens
-        assert load.kv_tokens > 70
-        await asyncio.gather(*running)
-        while (await load_of()).running:
-            pass
-        load = await load_of()
-        assert replace(load, kv_tokens=None, weights=None) == ReplicaStats(0, 0, 0.0, 0, CPU_SEQUENCES)
-
-    asyncio.run(asyncio.wait_for(run(), 60))
+    await room.update()
+    assert (await load_of()).waiting == 0
+    running = begin(room, [request(f"load {i}", prompt_of(5), 300) for i in range(70)])
+    await some_tokens_later(room, "probe load")
+    load = await load_of()
+    assert 0 < load.running <= 70 < CPU_SEQUENCES == load.places
+    assert load.kv_used > 0
+    assert load.kv_tokens
+    assert load.kv_tokens > 70
+    await asyncio.gather(*running)
+    while (await load_of()).running:
+        pass
+    load = await load_of()
+    assert replace(load, kv_tokens=None, weights=None) == ReplicaStats(0, 0, 0.0, 0, CPU_SEQUENCES)
 
 
-def test_a_replica_answers_whoever_asks_however_many_requests_it_has(pair: dict[str, Room]) -> None:
+async def test_a_replica_answers_whoever_asks_however_many_requests_it_has(pair: dict[str, Room]) -> None:
     """Each in a call of its own: one more than 1,000 such calls, and it would seem dead."""
     room = pair["drain"]
-
-    async def run() -> None:
-        await room.update()
-        running = []
-        for i in range(1100):
-            running += begin(room, [request(f"call {i}", prompt_of(5), 1000)])
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-        await asyncio.to_thread(get, room.group.heartbeat_ref(1), who="the replica", timeout_s=60)
-        assert sum(task.done() for task in running) < 100
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
-        while (await room.router.stats())[1].running:
-            await some_tokens_later(room, "probe calls")
-
-    asyncio.run(asyncio.wait_for(run(), 120))
+    await room.update()
+    running = []
+    for i in range(1100):
+        running += begin(room, [request(f"call {i}", prompt_of(5), 1000)])
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    await asyncio.to_thread(get, room.group.heartbeat_ref(1), who="the replica", timeout_s=60)
+    assert sum(task.done() for task in running) < 100
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+    while (await room.router.stats())[1].running:
+        await some_tokens_later(room, "probe calls")
 
 
 def test_seeded_requests_survive_an_update_with_more_prefill_than_fits_a_step(rooms: dict[str, Room]) -> None:
@@ -393,35 +352,27 @@ def test_seeded_requests_survive_an_update_with_more_prefill_than_fits_a_step(ro
         assert room.difference(prompt, answer) < TOLERANCE
 
 
-def test_equal_seeds_give_equal_tokens(rooms: dict[str, Room]) -> None:
+async def test_equal_seeds_give_equal_tokens(rooms: dict[str, Room]) -> None:
     room = rooms["llama"]
     again = request("again", prompt_of(9), 40, seed=11)
-
-    async def run() -> list[Any]:
-        alone = await room.router.sample(again)
-        crowd = begin(room, [request(f"crowd {i}", prompt_of(30, i), 40, seed=i) for i in range(5)])
-        beside = await room.router.sample(again)
-        await asyncio.gather(*crowd)
-        return [alone.tokens.tolist(), beside.tokens.tolist()]
-
-    alone, beside = asyncio.run(run())
+    alone = await room.router.sample(again)
+    crowd = begin(room, [request(f"crowd {i}", prompt_of(30, i), 40, seed=i) for i in range(5)])
+    beside = await room.router.sample(again)
+    await asyncio.gather(*crowd)
+    (alone, beside) = [alone.tokens.tolist(), beside.tokens.tolist()]
     assert alone == beside
 
 
-def test_two_deterministic_engines_with_different_pasts_agree_to_the_last_bit(rooms: dict[str, Room]) -> None:
+async def test_two_deterministic_engines_with_different_pasts_agree_to_the_last_bit(rooms: dict[str, Room]) -> None:
     """More requests than a replica decodes at once, of all lengths. In default mode a fifth of them would differ: the
     first one runs ahead of the others by as many steps as the machine happens to allow."""
     first, second = rooms["tied"], rooms["spare"]
     requests = [request(f"wave {i}", prompt_of(1 + 13 * i % 120, i), 5 + 29 * i % 75, seed=i) for i in range(90)]
-
-    async def run() -> list[list[Any]]:
-        await asyncio.gather(*begin(second, requests[7:12]), *begin(first, requests[50:]))
-        for room in (first, second):
-            while len(room.models) < 6:
-                await room.update()
-        return [await asyncio.gather(*begin(room, requests)) for room in (first, second, first)]
-
-    answers, elsewhere, again = asyncio.run(run())
+    await asyncio.gather(*begin(second, requests[7:12]), *begin(first, requests[50:]))
+    for room in (first, second):
+        while len(room.models) < 6:
+            await room.update()
+    (answers, elsewhere, again) = [await asyncio.gather(*begin(room, requests)) for room in (first, second, first)]
     for answer, *others in zip(answers, elsewhere, again, strict=True):
         for other in others:
             assert other.tokens.tobytes() == answer.tokens.tobytes()
@@ -464,14 +415,10 @@ def test_a_client_answers_with_samples_and_with_logprobs_of_the_prompt(rooms: di
     client.close()
 
 
-def test_a_request_that_can_not_work_fails_alone(rooms: dict[str, Room]) -> None:
+async def test_a_request_that_can_not_work_fails_alone(rooms: dict[str, Room]) -> None:
     room = rooms["llama"]
-
-    async def run() -> list[Any]:
-        tasks = begin(room, [request("too long", prompt_of(2000), 8), request("fine", prompt_of(5), 8)])
-        return await asyncio.gather(*tasks, return_exceptions=True)
-
-    too_long, fine = asyncio.run(run())
+    tasks = begin(room, [request("too long", prompt_of(2000), 8), request("fine", prompt_of(5), 8)])
+    (too_long, fine) = await asyncio.gather(*tasks, return_exceptions=True)
     assert isinstance(too_long, RoomFailed)
     assert "inference replica 0 could not sample request too long" in str(too_long)
     assert len(fine.tokens) == 8
@@ -561,22 +508,18 @@ def test_an_engine_process_dies_with_its_actor(rooms: dict[str, Room]) -> None:
     engine.wait(timeout=30)
 
 
-def test_a_killed_engine_fails_running_requests_and_updates(rooms: dict[str, Room]) -> None:
+async def test_a_killed_engine_fails_running_requests_and_updates(rooms: dict[str, Room]) -> None:
     room = rooms["spare"]
-
-    async def run() -> None:
-        (running,) = begin(room, [request("running", prompt_of(5), 1000)])
-        await some_tokens_later(room, "probe killed")
-        os.kill(room.engine_pid, signal.SIGKILL)
-        with pytest.raises(RoomFailed, match="inference replica 0: its engine process died"):
-            await asyncio.wait_for(running, 60)
-        with pytest.raises(RoomFailed, match="its engine process died"):
-            await room.update()
-        with pytest.raises(RoomFailed, match="its engine process died"):
-            await room.router.sample(request("later", prompt_of(5), 8))
-        assert room.router.acknowledged() == {}
-
-    asyncio.run(run())
+    (running,) = begin(room, [request("running", prompt_of(5), 1000)])
+    await some_tokens_later(room, "probe killed")
+    os.kill(room.engine_pid, signal.SIGKILL)
+    with pytest.raises(RoomFailed, match="inference replica 0: its engine process died"):
+        await asyncio.wait_for(running, 60)
+    with pytest.raises(RoomFailed, match="its engine process died"):
+        await room.update()
+    with pytest.raises(RoomFailed, match="its engine process died"):
+        await room.router.sample(request("later", prompt_of(5), 8))
+    assert room.router.acknowledged() == {}
     with pytest.raises(RoomFailed, match="its engine process died"):
         health(room)
 

@@ -251,16 +251,12 @@ def test_cached_prefixes_never_outlive_their_adapter(rooms: dict[str, AdapterRoo
             assert room.difference(prompt, answer) < TOLERANCE
 
 
-def test_with_kept_kv_a_new_adapter_reads_what_the_old_one_wrote(rooms: dict[str, AdapterRoom]) -> None:
+async def test_with_kept_kv_a_new_adapter_reads_what_the_old_one_wrote(rooms: dict[str, AdapterRoom]) -> None:
     room, prompt = rooms["kept"], prompt_of(150)
-
-    async def run() -> Any:
-        (running,) = begin(room, [request("kept", prompt, 600)])
-        await some_tokens_later(room, "probe kept")
-        assert (await room.update()).reprefill_tokens == 0
-        return await running
-
-    answer = asyncio.run(run())
+    (running,) = begin(room, [request("kept", prompt, 600)])
+    await some_tokens_later(room, "probe kept")
+    assert (await room.update()).reprefill_tokens == 0
+    answer = await running
     old, new = answer.spans
     assert (old.mixed, new.mixed) == (False, True)
     tokens = prompt + answer.tokens.tolist()
@@ -269,20 +265,16 @@ def test_with_kept_kv_a_new_adapter_reads_what_the_old_one_wrote(rooms: dict[str
     assert np.abs(expected - answer.logprobs).max() < TOLERANCE
 
 
-def test_equal_seeds_give_equal_tokens(rooms: dict[str, AdapterRoom]) -> None:
+async def test_equal_seeds_give_equal_tokens(rooms: dict[str, AdapterRoom]) -> None:
     room = rooms["everywhere"]
-
-    async def run() -> list[Any]:
-        return [await room.router.sample(request("again", prompt_of(9), 40, seed=11)) for _ in range(2)]
-
-    one, other = asyncio.run(run())
+    (one, other) = [await room.router.sample(request("again", prompt_of(9), 40, seed=11)) for _ in range(2)]
     assert one.tokens.tolist() == other.tokens.tolist()
 
 
 # From here on each test spoils a replica for good.
 
 
-def test_what_a_lost_replica_has_begun_is_finished_by_the_other(
+async def test_what_a_lost_replica_has_begun_is_finished_by_the_other(
     rooms: dict[str, AdapterRoom], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the adapter that it was begun with."""
@@ -290,35 +282,27 @@ def test_what_a_lost_replica_has_begun_is_finished_by_the_other(
     both = replace(room, router=Router({0: twin.group.client(0), 1: room.group.client(0)}))
     prompts = [prompt_of(20 + i, seed=100 + i) for i in range(4)]
     asked = asked_of(both, monkeypatch)
-
-    async def run() -> list[Any]:
-        await both.update()
-        running = begin(both, [request(f"lost {i}", prompt, 900, seed=i) for i, prompt in enumerate(prompts)])
-        await asyncio.gather(*(some_tokens_later(both, f"probe lost {i}") for i in range(2)))  # one on each
-        await asyncio.sleep(SENT_S)
-        os.kill(twin.engine_pid, signal.SIGKILL)
-        return await asyncio.gather(*running)
-
-    answers = asyncio.run(run())
+    await both.update()
+    running = begin(both, [request(f"lost {i}", prompt, 900, seed=i) for i, prompt in enumerate(prompts)])
+    await asyncio.gather(*(some_tokens_later(both, f"probe lost {i}") for i in range(2)))  # one on each
+    await asyncio.sleep(SENT_S)
+    os.kill(twin.engine_pid, signal.SIGKILL)
+    answers = await asyncio.gather(*running)
     moved = check_continued(both, 900, prompts, answers, asked)
     assert len(moved) == 2
     assert {span.identity.version for answer in answers for span in answer.spans} == {len(both.models) - 1}
 
 
-def test_an_adapter_that_changes_after_it_was_loaded_is_refused_by_its_tensor(rooms: dict[str, AdapterRoom]) -> None:
+async def test_an_adapter_that_changes_after_it_was_loaded_is_refused_by_its_tensor(
+    rooms: dict[str, AdapterRoom],
+) -> None:
     """A weight of B, which vLLM holds times alpha / rank."""
     room = rooms["kept"]
     (log,) = room.base.parent.glob("logs/kept/inference_0.log")
     assert "cannot be followed" not in log.read_text()
-
-    async def run() -> None:
-        await room.update_up_to(LAST - 1)
-        with pytest.raises(
-            WeightsRefused, match=r"other values than were published of \S+down_proj.lora_B\S+ \(rank 0\)"
-        ):
-            await room.update()
-
-    asyncio.run(run())
+    await room.update_up_to(LAST - 1)
+    with pytest.raises(WeightsRefused, match=r"other values than were published of \S+down_proj.lora_B\S+ \(rank 0\)"):
+        await room.update()
     replica = room.group.replicas[0]
     get(replica.__ray_call__.remote(lambda self: setattr(self, "broken", None)), who="replica", timeout_s=60)
     room.router = room.group.router_factory()()

@@ -171,7 +171,7 @@ def test_a_program_runs_behind_a_service(service: tuple[str, Directories], progr
     assert (sessions.started, list(sessions.root.iterdir())) == (1, []), "closed"
 
 
-def test_a_start_that_is_cancelled_is_closed_once_it_is_over(
+async def test_a_start_that_is_cancelled_is_closed_once_it_is_over(
     service: tuple[str, Directories], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url, sessions = service
@@ -184,32 +184,24 @@ def test_a_start_that_is_cancelled_is_closed_once_it_is_over(
         put(session, body)
 
     monkeypatch.setattr(sessions, "put", late)
-
-    async def scenario() -> None:
-        env = await dataset("run_code:Programs", service=url).get_batch(0)[0].make_env(0)
-        start = asyncio.create_task(env.initial_observation())
-        assert await asyncio.to_thread(begun.wait, 20)
-        start.cancel()
-        await asyncio.wait([start])
-        closing = asyncio.create_task(env.close())
-        await asyncio.sleep(0.1)  # a request to end the session would have come by now
-        may_start.set()
-        await closing
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+    env = await dataset("run_code:Programs", service=url).get_batch(0)[0].make_env(0)
+    start = asyncio.create_task(env.initial_observation())
+    assert await asyncio.to_thread(begun.wait, 20)
+    start.cancel()
+    await asyncio.wait([start])
+    closing = asyncio.create_task(env.close())
+    await asyncio.sleep(0.1)  # a request to end the session would have come by now
+    may_start.set()
+    await closing
     assert (sessions.started, list(sessions.root.iterdir())) == (1, [])
 
 
-def test_no_session_is_left_when_a_run_stops(service: tuple[str, Directories]) -> None:
+async def test_no_session_is_left_when_a_run_stops(service: tuple[str, Directories]) -> None:
     url, sessions = service
-
-    async def scenario() -> None:
-        sampler = Holds()
-        async with Run(small_config(), dataset("run_code:Programs", service=url), LIMITS, sampler):
-            await sampler.asked.wait()
-            assert len(list(sessions.root.iterdir())) >= 4
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+    sampler = Holds()
+    async with Run(small_config(), dataset("run_code:Programs", service=url), LIMITS, sampler):
+        await sampler.asked.wait()
+        assert len(list(sessions.root.iterdir())) >= 4
     assert list(sessions.root.iterdir()) == []
 
 

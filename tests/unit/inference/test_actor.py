@@ -329,81 +329,66 @@ async def outcomes(of: ReplicaActor, requests: list[SampleRequest]) -> list[Any]
     return found
 
 
-def test_deterministic_requests_enter_in_order_while_the_engine_stands_still() -> None:
+async def test_deterministic_requests_enter_in_order_while_the_engine_stands_still() -> None:
     names = ["longest", "long", "impossible", "l"]
-
-    async def run() -> None:
-        made = SamplingReplica(deterministic=True)
-        answers = await outcomes(made, requests_of(*names))
-        assert made.engine.calls == ["pause keep", "longest", "long", "l", "resume"]
-        assert [isinstance(answer, RoomFailed) for answer in answers] == [name == "impossible" for name in names]
-        assert "inference replica 0 could not sample request impossible: ValueError: too long" in str(answers[2])
-
-    asyncio.run(run())
+    made = SamplingReplica(deterministic=True)
+    answers = await outcomes(made, requests_of(*names))
+    assert made.engine.calls == ["pause keep", "longest", "long", "l", "resume"]
+    assert [isinstance(answer, RoomFailed) for answer in answers] == [name == "impossible" for name in names]
+    assert "inference replica 0 could not sample request impossible: ValueError: too long" in str(answers[2])
 
 
-def test_requests_are_not_held_up_outside_deterministic_mode() -> None:
-    async def run() -> None:
-        made = SamplingReplica(deterministic=False)
-        await outcomes(made, requests_of("b", "a"))
-        assert made.engine.calls == ["b", "a"]
-
-    asyncio.run(run())
+async def test_requests_are_not_held_up_outside_deterministic_mode() -> None:
+    made = SamplingReplica(deterministic=False)
+    await outcomes(made, requests_of("b", "a"))
+    assert made.engine.calls == ["b", "a"]
 
 
 class PulsingReplica(SamplingReplica):
     _engine_pid = 4242
 
 
-def test_a_heartbeat_tells_for_how_long_an_engine_with_work_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_heartbeat_tells_for_how_long_an_engine_with_work_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("inference.engine_stats.time", SimpleNamespace(monotonic=lambda: now[0]))
     node = SimpleNamespace(get_runtime_context=lambda: SimpleNamespace(get_node_id=lambda: "a node"))
     monkeypatch.setattr("inference.actor.ray", node)
-
-    async def run() -> None:
-        made = PulsingReplica(deterministic=False)
-        now[0] = 100.0
-        assert await made.heartbeat() == Heartbeat((os.getpid(), 4242), "a node", 0.0, 60.0), "it has nothing to do"
-        made.engine.going.clear()
-        sampling = asyncio.create_task(outcomes(made, requests_of("a")))
-        await turns()
-        made.engine_stats.listen()
-        now[0] = 107.0
-        assert (await made.heartbeat()).behind_s == 7
-        pause = asyncio.create_task(made.pause())
-        await asyncio.sleep(0)
-        assert (await made.heartbeat()).behind_s == 7, "it has not heard yet that it is to stand still"
-        await pause
-        assert (await made.heartbeat()).behind_s == 0
-        await made.resume()
-        now[0] = 109.0
-        await sampling
-        assert (await made.heartbeat()).behind_s == 0
-        pause = asyncio.create_task(made.pause())
-        await asyncio.sleep(0)
-        now[0] = 112.0
-        assert (await made.heartbeat()).behind_s == 3, "it was asked for something, though not to sample"
-        await pause
-
-    asyncio.run(run())
+    made = PulsingReplica(deterministic=False)
+    now[0] = 100.0
+    assert await made.heartbeat() == Heartbeat((os.getpid(), 4242), "a node", 0.0, 60.0), "it has nothing to do"
+    made.engine.going.clear()
+    sampling = asyncio.create_task(outcomes(made, requests_of("a")))
+    await turns()
+    made.engine_stats.listen()
+    now[0] = 107.0
+    assert (await made.heartbeat()).behind_s == 7
+    pause = asyncio.create_task(made.pause())
+    await asyncio.sleep(0)
+    assert (await made.heartbeat()).behind_s == 7, "it has not heard yet that it is to stand still"
+    await pause
+    assert (await made.heartbeat()).behind_s == 0
+    await made.resume()
+    now[0] = 109.0
+    await sampling
+    assert (await made.heartbeat()).behind_s == 0
+    pause = asyncio.create_task(made.pause())
+    await asyncio.sleep(0)
+    now[0] = 112.0
+    assert (await made.heartbeat()).behind_s == 3, "it was asked for something, though not to sample"
+    await pause
 
 
-def test_requests_on_their_way_in_are_given_up_too() -> None:
+async def test_requests_on_their_way_in_are_given_up_too() -> None:
     """In deterministic mode they would work beside those of the next attempt."""
-
-    async def run() -> None:
-        made = SamplingReplica(deterministic=True)
-        await made.pausing.acquire()
-        sampling = asyncio.create_task(outcomes(made, requests_of("a")))
-        await turns()
-        await made.abort_all()
-        made.pausing.release()
-        assert [answer.tokens.tolist() for answer in await sampling] == [[]]
-        assert made.running == made.engine.output_processor.request_states == {}
-        assert len(await outcomes(made, requests_of("b"))) == 1
-
-    asyncio.run(run())
+    made = SamplingReplica(deterministic=True)
+    await made.pausing.acquire()
+    sampling = asyncio.create_task(outcomes(made, requests_of("a")))
+    await turns()
+    await made.abort_all()
+    made.pausing.release()
+    assert [answer.tokens.tolist() for answer in await sampling] == [[]]
+    assert made.running == made.engine.output_processor.request_states == {}
+    assert len(await outcomes(made, requests_of("b"))) == 1
 
 
 async def received(made: ReplicaActor) -> None:
@@ -415,23 +400,21 @@ async def received(made: ReplicaActor) -> None:
     raise AssertionError(made.engine.calls)
 
 
-def test_updates_come_one_after_the_other() -> None:
+async def test_updates_come_one_after_the_other() -> None:
     """Also when the first is of an orchestrator that has died meanwhile."""
-
-    async def run() -> None:
-        made = UpdatingReplica("recompute_kv")
-        made.canary_done.clear()
-        updates = [asyncio.create_task(made.load_weights(published(version))) for version in (1, 2)]
-        await received(made)
-        assert made.engine.calls.count("receive_weights") == 1
-        made.canary_done.set()
-        assert [(await update).identity.version for update in updates] == [1, 2]
-
-    asyncio.run(run())
+    made = UpdatingReplica("recompute_kv")
+    made.canary_done.clear()
+    updates = [asyncio.create_task(made.load_weights(published(version))) for version in (1, 2)]
+    await received(made)
+    assert made.engine.calls.count("receive_weights") == 1
+    made.canary_done.set()
+    assert [(await update).identity.version for update in updates] == [1, 2]
 
 
 @pytest.mark.parametrize("seen", [True, False])
-def test_an_update_of_a_lost_engine_does_not_judge_its_successor(monkeypatch: pytest.MonkeyPatch, seen: bool) -> None:
+async def test_an_update_of_a_lost_engine_does_not_judge_its_successor(
+    monkeypatch: pytest.MonkeyPatch, seen: bool
+) -> None:
     """The start of an engine blocks the actor for longer than an engine may stand still, and a call to the lost one is
     still pending: whether vLLM saw its death (`seen`) or not, the next engine is not the one that did not answer."""
     monkeypatch.setattr("inference.sampling.HEALTH_TICK_S", 0.01)
@@ -466,19 +449,16 @@ def test_an_update_of_a_lost_engine_does_not_judge_its_successor(monkeypatch: py
             self.proved.set()
             return info
 
-    async def run() -> None:
-        made = Restarting("recompute_kv")
-        made.engine.shutdown = lambda: None
-        made.call_deadline = LearnedDeadline(1.0)
-        update = asyncio.create_task(made.load_weights(published(version=1)))
-        await received(made)
-        assert await asyncio.wait_for(made.restart(), 10.0) is info
-        with pytest.raises(RoomFailed):
-            await update
-        assert (made.kills, made.broken) == (0, None)
-        assert (await made.load_weights(published(version=2))).identity.version == 2
-
-    asyncio.run(run())
+    made = Restarting("recompute_kv")
+    made.engine.shutdown = lambda: None
+    made.call_deadline = LearnedDeadline(1.0)
+    update = asyncio.create_task(made.load_weights(published(version=1)))
+    await received(made)
+    assert await asyncio.wait_for(made.restart(), 10.0) is info
+    with pytest.raises(RoomFailed):
+        await update
+    assert (made.kills, made.broken) == (0, None)
+    assert (await made.load_weights(published(version=2))).identity.version == 2
 
 
 def unfinished(name: str) -> Any:
@@ -500,85 +480,69 @@ async def begun(made: SamplingReplica, *names: str) -> asyncio.Task[list[Any]]:
     return sampling
 
 
-def test_progress_is_what_requests_have_beyond_what_is_known() -> None:
-    async def run() -> None:
-        made = SamplingReplica(deterministic=False)
-        sampling = await begun(made, "a", "b")
-        told = await made.progress({"a": 0, "b": 1, "gone": 0})
-        assert {name: progress.tokens.tolist() for name, progress in told.items()} == {"a": [7]}
-        ((name, progress),) = Reply.unpack(await made.packed_progress({"a": 0, "b": 1})).outcomes
-        assert (name, progress.tokens.tolist(), progress.spans) == ("a", [7], told["a"].spans)
-        made.proved.clear()  # as an update does
-        assert await made.progress({"a": 0}) == {}
-        made.proved.set()
-        made.engine.going.set()
-        await sampling
-
-    asyncio.run(run())
+async def test_progress_is_what_requests_have_beyond_what_is_known() -> None:
+    made = SamplingReplica(deterministic=False)
+    sampling = await begun(made, "a", "b")
+    told = await made.progress({"a": 0, "b": 1, "gone": 0})
+    assert {name: progress.tokens.tolist() for name, progress in told.items()} == {"a": [7]}
+    ((name, progress),) = Reply.unpack(await made.packed_progress({"a": 0, "b": 1})).outcomes
+    assert (name, progress.tokens.tolist(), progress.spans) == ("a", [7], told["a"].spans)
+    made.proved.clear()  # as an update does
+    assert await made.progress({"a": 0}) == {}
+    made.proved.set()
+    made.engine.going.set()
+    await sampling
 
 
 @pytest.mark.parametrize("verb", ["abort", "abort_all"])
-def test_aborted_requests_end_with_what_they_have(verb: str) -> None:
-    async def run() -> None:
-        made = SamplingReplica(deterministic=False)
-        sampling = await begun(made, "a", "b")
-        await (made.abort(["a", "b"]) if verb == "abort" else made.abort_all())
-        assert [answer.tokens.tolist() for answer in await sampling] == [[7], [7]]
-        assert made.running == made.engine.output_processor.request_states == {}
-
-    asyncio.run(run())
+async def test_aborted_requests_end_with_what_they_have(verb: str) -> None:
+    made = SamplingReplica(deterministic=False)
+    sampling = await begun(made, "a", "b")
+    await (made.abort(["a", "b"]) if verb == "abort" else made.abort_all())
+    assert [answer.tokens.tolist() for answer in await sampling] == [[7], [7]]
+    assert made.running == made.engine.output_processor.request_states == {}
 
 
-def test_a_dead_engine_ends_requests_with_what_they_have() -> None:
-    async def run() -> None:
-        made = SamplingReplica(deterministic=False)
-        made.engine.going.clear()
-        sampling = asyncio.create_task(exchanged(made, requests_of("a", "b")))
-        await turns()
-        made.engine.output_processor.request_states.update(a=unfinished("a"), b=unfinished("b"))
-        made.engine.errored = True
-        made.engine.dies = True
-        made.engine.going.set()
-        answers, failure = await sampling
-        assert "its engine process died" in str(failure)
-        assert [answer.tokens.tolist() for answer in answers] == [[7], [7]]
-
-    asyncio.run(run())
+async def test_a_dead_engine_ends_requests_with_what_they_have() -> None:
+    made = SamplingReplica(deterministic=False)
+    made.engine.going.clear()
+    sampling = asyncio.create_task(exchanged(made, requests_of("a", "b")))
+    await turns()
+    made.engine.output_processor.request_states.update(a=unfinished("a"), b=unfinished("b"))
+    made.engine.errored = True
+    made.engine.dies = True
+    made.engine.going.set()
+    answers, failure = await sampling
+    assert "its engine process died" in str(failure)
+    assert [answer.tokens.tolist() for answer in answers] == [[7], [7]]
 
 
-def test_answers_that_finish_together_go_together() -> None:
-    async def run() -> None:
-        made = SamplingReplica(deterministic=False)
-        made.engine.going.clear()
-        answering = asyncio.create_task(made.exchange("caller", pack_requests(requests_of("a", "b", "c"))))
-        await asyncio.sleep(0.01)
-        made.engine.going.set()
-        assert [name for name, _ in Reply.unpack(await answering).outcomes] == ["a", "b", "c"]
-
-    asyncio.run(run())
+async def test_answers_that_finish_together_go_together() -> None:
+    made = SamplingReplica(deterministic=False)
+    made.engine.going.clear()
+    answering = asyncio.create_task(made.exchange("caller", pack_requests(requests_of("a", "b", "c"))))
+    await asyncio.sleep(0.01)
+    made.engine.going.set()
+    assert [name for name, _ in Reply.unpack(await answering).outcomes] == ["a", "b", "c"]
 
 
-def test_nobody_lets_an_engine_go_on_that_takes_weights() -> None:
+async def test_nobody_lets_an_engine_go_on_that_takes_weights() -> None:
     """Sampling that begins during an update waits for its end; after a refused update it fails, and nothing resumes."""
-
-    async def run() -> None:
-        made = SamplingReplica(deterministic=True)
-        await made.pausing.acquire()  # as an update does
-        begun = asyncio.create_task(outcomes(made, requests_of("a")))
-        refused = asyncio.create_task(outcomes(made, requests_of("b")))
-        await turns()
-        assert made.engine.calls == []
-        made.pausing.release()
-        await begun
-        await refused
-        assert made.engine.calls == ["pause keep", "a", "resume", "pause keep", "b", "resume"]
-        made.broken = WeightsRefused("canary")
-        with pytest.raises(WeightsRefused, match="canary"):
-            await outcomes(made, requests_of("c"))
-        assert "c" not in made.engine.calls
-        assert made.engine.calls.count("resume") == 2
-
-    asyncio.run(run())
+    made = SamplingReplica(deterministic=True)
+    await made.pausing.acquire()  # as an update does
+    begun = asyncio.create_task(outcomes(made, requests_of("a")))
+    refused = asyncio.create_task(outcomes(made, requests_of("b")))
+    await turns()
+    assert made.engine.calls == []
+    made.pausing.release()
+    await begun
+    await refused
+    assert made.engine.calls == ["pause keep", "a", "resume", "pause keep", "b", "resume"]
+    made.broken = WeightsRefused("canary")
+    with pytest.raises(WeightsRefused, match="canary"):
+        await outcomes(made, requests_of("c"))
+    assert "c" not in made.engine.calls
+    assert made.engine.calls.count("resume") == 2
 
 
 class UpdatingReplica(SamplingReplica):
@@ -624,29 +588,22 @@ async def bucket_of_a_dead_trainer() -> Any:
     raise OSError("its owner has died")
 
 
-def test_weights_that_cannot_be_fetched_change_nothing() -> None:
+async def test_weights_that_cannot_be_fetched_change_nothing() -> None:
     """Whoever published them is dead; the replica takes the next ones."""
-
-    async def run() -> None:
-        made = UpdatingReplica("recompute_kv")
-        lost = replace(published(version=1), source=(bucket_of_a_dead_trainer(),))
-        with pytest.raises(RoomFailed, match=r"inference replica 0, fetching version 1: OSError: its owner has died"):
-            await made.load_weights(lost)
-        assert made.broken is None
-        assert (await made.load_weights(published(version=2))).identity.version == 2
-
-    asyncio.run(run())
+    made = UpdatingReplica("recompute_kv")
+    lost = replace(published(version=1), source=(bucket_of_a_dead_trainer(),))
+    with pytest.raises(RoomFailed, match=r"inference replica 0, fetching version 1: OSError: its owner has died"):
+        await made.load_weights(lost)
+    assert made.broken is None
+    assert (await made.load_weights(published(version=2))).identity.version == 2
 
 
-def test_bytes_that_the_engine_refuses_are_not_loaded() -> None:
-    async def run() -> None:
-        made = UpdatingReplica("recompute_kv")
-        made.refusals = [None, None, "tensor w arrived corrupted"]
-        with pytest.raises(WeightsRefused, match="inference replica 0: tensor w arrived corrupted"):
-            await made.load_weights(published(version=1))
-        assert made.engine.calls == ["receive_weights", *["checked"] * 3], "no rank has loaded anything"
-
-    asyncio.run(run())
+async def test_bytes_that_the_engine_refuses_are_not_loaded() -> None:
+    made = UpdatingReplica("recompute_kv")
+    made.refusals = [None, None, "tensor w arrived corrupted"]
+    with pytest.raises(WeightsRefused, match="inference replica 0: tensor w arrived corrupted"):
+        await made.load_weights(published(version=1))
+    assert made.engine.calls == ["receive_weights", *["checked"] * 3], "no rank has loaded anything"
 
 
 def test_the_death_of_a_rank_is_that_of_its_engine() -> None:
@@ -676,185 +633,156 @@ def test_the_death_of_a_rank_is_that_of_its_engine() -> None:
 @pytest.mark.parametrize(
     ("on_update", "pause", "reprefilled"), [("recompute_kv", "pause keep, clear", 20), ("keep_kv", "pause keep", 0)]
 )
-def test_requests_in_flight_see_an_update_between_two_steps(on_update: str, pause: str, reprefilled: int) -> None:
-    async def run() -> None:
-        made = UpdatingReplica(on_update)
-        sampling = await begun(made, "a", "b")
-        report = await made.load_weights(published(version=1))
-        assert made.engine.calls == [
-            *(
-                "a",
-                "b",
-                "receive_weights",
-                *CHECKED,
-                pause,
-                "take_weights",
-                f"label {published(1).identity}",
-                "canary",
-                "resume",
-                "free_memory",
-            ),
-        ]
-        assert report.reprefill_tokens == reprefilled
-        assert report.seconds >= report.wait_s + report.pause_s > 0
-        for answer in await sampling:
-            assert [span.identity.version for span in answer.spans] == [1]
-            assert [span.mixed for span in answer.spans] == [on_update == "keep_kv"]
-        (later,) = await outcomes(made, requests_of("later"))
-        assert [span.mixed for span in later.spans] == [False]
-
-    asyncio.run(run())
+async def test_requests_in_flight_see_an_update_between_two_steps(on_update: str, pause: str, reprefilled: int) -> None:
+    made = UpdatingReplica(on_update)
+    sampling = await begun(made, "a", "b")
+    report = await made.load_weights(published(version=1))
+    assert made.engine.calls == [
+        *(
+            "a",
+            "b",
+            "receive_weights",
+            *CHECKED,
+            pause,
+            "take_weights",
+            f"label {published(1).identity}",
+            "canary",
+            "resume",
+            "free_memory",
+        ),
+    ]
+    assert report.reprefill_tokens == reprefilled
+    assert report.seconds >= report.wait_s + report.pause_s > 0
+    for answer in await sampling:
+        assert [span.identity.version for span in answer.spans] == [1]
+        assert [span.mixed for span in answer.spans] == [on_update == "keep_kv"]
+    (later,) = await outcomes(made, requests_of("later"))
+    assert [span.mixed for span in later.spans] == [False]
 
 
 @pytest.mark.parametrize("updates", [1, 100])
 @pytest.mark.parametrize("on_update", ["recompute_kv", "keep_kv"])
-def test_a_conversation_keeps_its_prefix_over_updates_where_the_cache_does_and_others_begin_anew(
+async def test_a_conversation_keeps_its_prefix_over_updates_where_the_cache_does_and_others_begin_anew(
     on_update: str, updates: int
 ) -> None:
     """No prefix is older than its name says: also a conversation that began with weights which are not here yet."""
-
-    async def run() -> None:
-        made, newest = UpdatingReplica(on_update), published(version=updates).identity
-        conversation, ahead = (
-            replace(requests_of("a")[0], trajectory="t", extends=1, began=began)
-            for began in (IDENTITY, WeightIdentity(1, updates + 1, "later"))
-        )
-        await outcomes(made, requests_of("a"))
-        made.refusals = [""] * updates
-        for version in range(1, updates + 1):
-            await made.load_weights(published(version=version))
-        answers = [(await outcomes(made, [each]))[0] for each in (conversation, requests_of("b")[0], ahead)]
-        kept = IDENTITY if on_update == "keep_kv" else newest
-        assert made.salts == [str(identity) for identity in (IDENTITY, kept, newest, newest)]
-        assert [answer.spans[0].mixed for answer in answers] == [on_update == "keep_kv", False, False]
-
-    asyncio.run(run())
+    made, newest = UpdatingReplica(on_update), published(version=updates).identity
+    conversation, ahead = (
+        replace(requests_of("a")[0], trajectory="t", extends=1, began=began)
+        for began in (IDENTITY, WeightIdentity(1, updates + 1, "later"))
+    )
+    await outcomes(made, requests_of("a"))
+    made.refusals = [""] * updates
+    for version in range(1, updates + 1):
+        await made.load_weights(published(version=version))
+    answers = [(await outcomes(made, [each]))[0] for each in (conversation, requests_of("b")[0], ahead)]
+    kept = IDENTITY if on_update == "keep_kv" else newest
+    assert made.salts == [str(identity) for identity in (IDENTITY, kept, newest, newest)]
+    assert [answer.spans[0].mixed for answer in answers] == [on_update == "keep_kv", False, False]
 
 
-def test_a_return_to_an_older_commit_drops_all_prefixes() -> None:
+async def test_a_return_to_an_older_commit_drops_all_prefixes() -> None:
     """Those of conversations that live on may have been extended by weights that the commit does not have."""
+    made = UpdatingReplica("keep_kv")
+    await made.load_weights(published(version=1))
+    returned = published(version=1)
+    identity = replace(returned.identity, attempt=2)
+    await made.load_weights(replace(returned, manifest=replace(returned.manifest, identity=identity)))
+    assert [call for call in made.engine.calls if call.startswith("pause")] == ["pause keep", "pause keep, clear"]
 
-    async def run() -> None:
-        made = UpdatingReplica("keep_kv")
+
+async def test_requests_that_were_only_queued_are_not_prefilled_again() -> None:
+    made = UpdatingReplica("recompute_kv")
+    sampling = await begun(made, "a", "b")
+    waiting = asyncio.create_task(outcomes(made, requests_of("c", "d")))
+    await turns()
+    assert made.engine.output_processor.request_states.keys() == {"a", "b", "c", "d"}
+    assert (await made.load_weights(published(version=1))).reprefill_tokens == 2 * (9 + 1)
+    await asyncio.gather(sampling, waiting)
+
+
+async def test_drain_finishes_what_is_in_flight_and_lets_new_requests_wait() -> None:
+    made = UpdatingReplica("drain")
+    made.engine.going.clear()
+    sampling = asyncio.create_task(outcomes(made, requests_of("a")))
+    await turns()
+    update = asyncio.create_task(made.load_weights(published(version=1)))
+    await received(made)
+    new = asyncio.create_task(outcomes(made, requests_of("new")))
+    await turns()
+    assert made.engine.calls == ["a", "receive_weights", *CHECKED]
+    made.engine.going.set()
+    assert (await update).reprefill_tokens == 0
+    old, new_one = (await sampling)[0], (await new)[0]
+    assert made.engine.calls == [
+        *(
+            "a",
+            "receive_weights",
+            *CHECKED,
+            "pause keep, clear",
+            "take_weights",
+            f"label {published(1).identity}",
+            "canary",
+            "resume",
+        ),
+        *("free_memory", "new"),
+    ]
+    assert [span.identity.version for answer in (old, new_one) for span in answer.spans] == [0, 1]
+
+
+async def test_a_drain_that_takes_too_long_says_who_is_waited_for() -> None:
+    made = UpdatingReplica("drain", update_s=0.5)
+    made.engine.going.clear()
+    sampling = asyncio.create_task(outcomes(made, requests_of("slow one", "slow two")))
+    await turns()
+    expected = (
+        r"inference replica 0 could not take version 1 within 0.5 s: it waited for 2 requests in flight "
+        r"\(slow one, slow two\). Raise timeouts.update_s, .* inference.on_update = recompute_kv"
+    )
+    with pytest.raises(RoomFailed, match=expected):
         await made.load_weights(published(version=1))
-        returned = published(version=1)
-        identity = replace(returned.identity, attempt=2)
-        await made.load_weights(replace(returned, manifest=replace(returned.manifest, identity=identity)))
-        assert [call for call in made.engine.calls if call.startswith("pause")] == ["pause keep", "pause keep, clear"]
-
-    asyncio.run(run())
+    with pytest.raises(RoomFailed, match=expected):
+        await sampling
 
 
-def test_requests_that_were_only_queued_are_not_prefilled_again() -> None:
-    async def run() -> None:
-        made = UpdatingReplica("recompute_kv")
-        sampling = await begun(made, "a", "b")
-        waiting = asyncio.create_task(outcomes(made, requests_of("c", "d")))
-        await turns()
-        assert made.engine.output_processor.request_states.keys() == {"a", "b", "c", "d"}
-        assert (await made.load_weights(published(version=1))).reprefill_tokens == 2 * (9 + 1)
-        await asyncio.gather(sampling, waiting)
-
-    asyncio.run(run())
-
-
-def test_drain_finishes_what_is_in_flight_and_lets_new_requests_wait() -> None:
-    async def run() -> None:
-        made = UpdatingReplica("drain")
-        made.engine.going.clear()
-        sampling = asyncio.create_task(outcomes(made, requests_of("a")))
-        await turns()
-        update = asyncio.create_task(made.load_weights(published(version=1)))
-        await received(made)
-        new = asyncio.create_task(outcomes(made, requests_of("new")))
-        await turns()
-        assert made.engine.calls == ["a", "receive_weights", *CHECKED]
-        made.engine.going.set()
-        assert (await update).reprefill_tokens == 0
-        old, new_one = (await sampling)[0], (await new)[0]
-        assert made.engine.calls == [
-            *(
-                "a",
-                "receive_weights",
-                *CHECKED,
-                "pause keep, clear",
-                "take_weights",
-                f"label {published(1).identity}",
-                "canary",
-                "resume",
-            ),
-            *("free_memory", "new"),
-        ]
-        assert [span.identity.version for answer in (old, new_one) for span in answer.spans] == [0, 1]
-
-    asyncio.run(run())
+async def test_no_answer_leaves_before_the_weights_are_proved() -> None:
+    made = UpdatingReplica("recompute_kv")
+    made.engine.going.clear()
+    made.canary_done.clear()
+    sampling = asyncio.create_task(outcomes(made, requests_of("in flight")))
+    await turns()
+    update = asyncio.create_task(made.load_weights(published(version=1)))
+    await made.engine.going.wait()
+    later = asyncio.create_task(outcomes(made, requests_of("later")))
+    await turns()
+    assert made.engine.output_processor.request_states == {}, "both have been sampled"
+    assert [task.done() for task in (sampling, later, update)] == [False] * 3
+    made.canary_done.set()
+    assert (await update).identity.version == 1
+    for (answer,) in await asyncio.gather(sampling, later):
+        assert [span.identity.version for span in answer.spans] == [1]
 
 
-def test_a_drain_that_takes_too_long_says_who_is_waited_for() -> None:
-    async def run() -> None:
-        made = UpdatingReplica("drain", update_s=0.5)
-        made.engine.going.clear()
-        sampling = asyncio.create_task(outcomes(made, requests_of("slow one", "slow two")))
-        await turns()
-        expected = (
-            r"inference replica 0 could not take version 1 within 0.5 s: it waited for 2 requests in flight "
-            r"\(slow one, slow two\). Raise timeouts.update_s, .* inference.on_update = recompute_kv"
-        )
-        with pytest.raises(RoomFailed, match=expected):
-            await made.load_weights(published(version=1))
-        with pytest.raises(RoomFailed, match=expected):
-            await sampling
-
-    asyncio.run(run())
+async def test_what_was_sampled_under_refused_weights_is_given_up() -> None:
+    made = UpdatingReplica("recompute_kv")
+    made.canary = -2.0
+    made.engine.going.clear()
+    sampling = asyncio.create_task(outcomes(made, requests_of("in flight")))
+    await turns()
+    with pytest.raises(WeightsRefused, match="inference replica 0: canary of version 1"):
+        await made.load_weights(published(version=1))
+    with pytest.raises(WeightsRefused, match="inference replica 0: canary of version 1"):
+        await sampling
+    assert made.running == {}
 
 
-def test_no_answer_leaves_before_the_weights_are_proved() -> None:
-    async def run() -> None:
-        made = UpdatingReplica("recompute_kv")
-        made.engine.going.clear()
-        made.canary_done.clear()
-        sampling = asyncio.create_task(outcomes(made, requests_of("in flight")))
-        await turns()
-        update = asyncio.create_task(made.load_weights(published(version=1)))
-        await made.engine.going.wait()
-        later = asyncio.create_task(outcomes(made, requests_of("later")))
-        await turns()
-        assert made.engine.output_processor.request_states == {}, "both have been sampled"
-        assert [task.done() for task in (sampling, later, update)] == [False] * 3
-        made.canary_done.set()
-        assert (await update).identity.version == 1
-        for (answer,) in await asyncio.gather(sampling, later):
-            assert [span.identity.version for span in answer.spans] == [1]
-
-    asyncio.run(run())
-
-
-def test_what_was_sampled_under_refused_weights_is_given_up() -> None:
-    async def run() -> None:
-        made = UpdatingReplica("recompute_kv")
-        made.canary = -2.0
-        made.engine.going.clear()
-        sampling = asyncio.create_task(outcomes(made, requests_of("in flight")))
-        await turns()
-        with pytest.raises(WeightsRefused, match="inference replica 0: canary of version 1"):
-            await made.load_weights(published(version=1))
-        with pytest.raises(WeightsRefused, match="inference replica 0: canary of version 1"):
-            await sampling
-        assert made.running == {}
-
-    asyncio.run(run())
-
-
-def test_a_canary_that_never_comes_breaks_the_replica() -> None:
-    async def run() -> None:
-        made = UpdatingReplica("recompute_kv", update_s=0.5)
-        made.canary_done.clear()
-        with pytest.raises(RoomFailed, match="inference replica 0: no answer for update step 'canary' within 0 s"):
-            await made.load_weights(published(version=1))
-        with pytest.raises(RoomFailed, match="canary"):
-            await outcomes(made, requests_of("later"))
-
-    asyncio.run(run())
+async def test_a_canary_that_never_comes_breaks_the_replica() -> None:
+    made = UpdatingReplica("recompute_kv", update_s=0.5)
+    made.canary_done.clear()
+    with pytest.raises(RoomFailed, match="inference replica 0: no answer for update step 'canary' within 0 s"):
+        await made.load_weights(published(version=1))
+    with pytest.raises(RoomFailed, match="canary"):
+        await outcomes(made, requests_of("later"))
 
 
 def test_answers_can_be_made_wrong_in_each_way_that_a_test_may_name() -> None:

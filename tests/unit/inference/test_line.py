@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import functools
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,16 +21,10 @@ from inference.messages import Reply, pack_requests
 from trireme.core.errors import RoomFailed, TriremeError, WeightsRefused
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, VersionSpan, WeightIdentity
 
+pytestmark = pytest.mark.virtual_time
+
 IDENTITY = WeightIdentity(1, 0, "d")
 ANSWER_S = 100.0
-
-
-def in_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    @functools.wraps(test)
-    def run(*args: Any, **fixtures: Any) -> None:
-        virtual_time.run(test(*args, **fixtures))
-
-    return run
 
 
 def request(name: str, seconds: float = 1.0, prompt: Sequence[int] = (1, 2), **others: Any) -> SampleRequest:
@@ -98,7 +91,6 @@ async def sampled(line: Line, *requests: SampleRequest) -> list[Any]:
     return [found[place] for place in sorted(found)]
 
 
-@in_virtual_time
 async def test_one_request_is_one_call() -> None:
     replica = Replica()
     line = replica.line()
@@ -109,7 +101,6 @@ async def test_one_request_is_one_call() -> None:
     assert asyncio.get_running_loop().time() == pytest.approx(2.0), "neither side waits for others"
 
 
-@in_virtual_time
 async def test_answers_that_end_close_together_travel_together_while_many_are_in_flight() -> None:
     replica = Replica()
     last = 40
@@ -119,7 +110,6 @@ async def test_answers_that_end_close_together_travel_together_while_many_are_in
     assert asyncio.get_running_loop().time() < 1.0 + 0.001 * last + desk_module.GATHER_S
 
 
-@in_virtual_time
 async def test_requests_wait_for_others_only_while_the_replica_has_many() -> None:
     replica = Replica()
     line = replica.line()
@@ -131,7 +121,6 @@ async def test_requests_wait_for_others_only_while_the_replica_has_many() -> Non
     await asyncio.gather(*groups)
 
 
-@in_virtual_time
 async def test_where_runs_are_repeatable_each_group_travels_by_itself_and_at_once() -> None:
     replica = Replica()
     line = replica.line(gathers=False)
@@ -143,7 +132,6 @@ async def test_where_runs_are_repeatable_each_group_travels_by_itself_and_at_onc
     await asyncio.gather(*groups)
 
 
-@in_virtual_time
 async def test_a_slow_entry_holds_up_no_answers() -> None:
     """With `drain` new requests enter after an update, which waits for those before them."""
     replica = Replica()
@@ -157,7 +145,6 @@ async def test_a_slow_entry_holds_up_no_answers() -> None:
     await after
 
 
-@in_virtual_time
 async def test_a_further_turn_travels_without_the_tokens_that_the_replica_holds() -> None:
     replica = Replica()
     line = replica.line()
@@ -172,7 +159,6 @@ async def test_a_further_turn_travels_without_the_tokens_that_the_replica_holds(
     assert len(replica.messages) == 4
 
 
-@in_virtual_time
 async def test_a_prompt_that_the_replica_has_forgotten_comes_whole() -> None:
     replica = Replica()
     line = replica.line()
@@ -182,7 +168,6 @@ async def test_a_prompt_that_the_replica_has_forgotten_comes_whole() -> None:
     assert replica.messages == [["t2"], ["t2"]]
 
 
-@in_virtual_time
 async def test_a_broken_replica_gives_what_it_has_and_then_says_why() -> None:
     replica = Replica()
     line = replica.line()
@@ -202,7 +187,6 @@ async def test_a_broken_replica_gives_what_it_has_and_then_says_why() -> None:
 
 
 @pytest.mark.parametrize("how", ["dead", "refuses"])
-@in_virtual_time
 async def test_all_that_wait_learn_of_a_failure(how: str) -> None:
     replica = Replica()
     line = replica.line()
@@ -214,7 +198,6 @@ async def test_all_that_wait_learn_of_a_failure(how: str) -> None:
     assert [str(error) for error in ended] == ["it died"] * 3
 
 
-@in_virtual_time
 async def test_a_request_that_is_never_answered_is_noticed_also_while_others_are() -> None:
     replica = Replica()
     line = replica.line()
@@ -232,7 +215,6 @@ async def test_a_request_that_is_never_answered_is_noticed_also_while_others_are
         await going
 
 
-@in_virtual_time
 async def test_nothing_is_asked_for_requests_that_nothing_waits_for() -> None:
     replica = Replica()
     line = replica.line()
@@ -244,7 +226,6 @@ async def test_nothing_is_asked_for_requests_that_nothing_waits_for() -> None:
     assert len(replica.messages) == 3
 
 
-@in_virtual_time
 async def test_callers_are_apart_and_those_that_are_gone_are_forgotten() -> None:
     replica = Replica()
     one, other = replica.line(), replica.line()
@@ -256,7 +237,6 @@ async def test_callers_are_apart_and_those_that_are_gone_are_forgotten() -> None
     await long
 
 
-@in_virtual_time
 async def test_an_outcome_waits_for_its_caller_however_many_others_there_have_been() -> None:
     replica = Replica([0.0, 0.1])
     for n in range(desk_module.CALLERS - 1):
@@ -272,7 +252,6 @@ async def test_an_outcome_waits_for_its_caller_however_many_others_there_have_be
     assert asyncio.get_running_loop().time() - began < 3.0
 
 
-@in_virtual_time
 async def test_requests_that_have_not_left_yet_can_be_withdrawn() -> None:
     replica = Replica()
     line = replica.line()
@@ -287,7 +266,6 @@ async def test_requests_that_have_not_left_yet_can_be_withdrawn() -> None:
     assert "a" not in replica.travelled
 
 
-@in_virtual_time
 async def test_a_withdrawn_request_whose_prompt_is_missed_does_not_leave_again() -> None:
     replica = Replica([0.1])
     line = replica.line()
@@ -298,7 +276,6 @@ async def test_a_withdrawn_request_whose_prompt_is_missed_does_not_leave_again()
     assert replica.messages == [["t2"]]
 
 
-@in_virtual_time
 async def test_requests_learn_of_a_message_that_cannot_be_made() -> None:
     impossible = request("impossible")
     object.__setattr__(impossible, "prompt", np.zeros(1, np.complex64))

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import math
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-import virtual_time
 
 from inference.handover import Outcome, Progress
 from inference.router import Router
@@ -22,16 +20,10 @@ from trireme.core.transport import Offer, Session
 from trireme.core.types import SampleRequest, SamplingParams, WeightIdentity
 from trireme.core.weights import EXACT, Canary, Drift, PublishedWeights, UpdateReport, WeightsManifest
 
+pytestmark = pytest.mark.virtual_time
+
 TIMEOUT_S = 300.0
 READY_S = 30.0
-
-
-def in_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    @functools.wraps(test)
-    def run(*args: Any, **fixtures: Any) -> None:
-        virtual_time.run(test(*args, **fixtures))
-
-    return run
 
 
 def version(number: int) -> PublishedWeights:
@@ -105,14 +97,12 @@ def now() -> float:
 # ---- who takes part
 
 
-@in_virtual_time
 async def test_all_that_serve_are_asked_at_the_same_time() -> None:
     router = fleet(*(Replica(i, ready_s=2.0) for i in range(3)))
     assert await router.offer(offer(0)) == Session(1, 1, dict.fromkeys((0, 1, 2), 0))
     assert now() == 2.0
 
 
-@in_virtual_time
 async def test_replicas_of_a_node_are_served_by_one_rank_once_they_have_said_where_they_are() -> None:
     replicas = [Replica(i, node="a" if i < 3 else "b") for i in range(4)]
     router, ranks = fleet(*replicas), ("here", "there")
@@ -129,7 +119,6 @@ async def test_replicas_of_a_node_are_served_by_one_rank_once_they_have_said_whe
     assert [third.served_by(rank) for rank in range(2)] == [(0, 2), (3,)]
 
 
-@in_virtual_time
 async def test_one_that_is_late_is_left_out_is_said_once_and_costs_its_time_limit_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -146,7 +135,6 @@ async def test_one_that_is_late_is_left_out_is_said_once_and_costs_its_time_limi
     )
 
 
-@in_virtual_time
 async def test_one_that_was_late_takes_part_again_once_it_has_answered() -> None:
     late = Replica(1, ready_s=READY_S + 10.0)
     router = fleet(Replica(0), late)
@@ -158,7 +146,6 @@ async def test_one_that_was_late_takes_part_again_once_it_has_answered() -> None
     assert late.offered == [0, 2]
 
 
-@in_virtual_time
 async def test_one_that_refuses_is_left_out_as_long_as_it_does_and_stays_a_replica(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -177,7 +164,6 @@ async def test_one_that_refuses_is_left_out_as_long_as_it_does_and_stays_a_repli
     assert caplog.text.count("fetches it: replica 1: its group broke again") == 1, "once in each epoch"
 
 
-@in_virtual_time
 async def test_when_nobody_is_ready_the_session_is_empty_after_the_time_limit() -> None:
     router = fleet(*(Replica(i, ready_s=math.inf) for i in range(2)))
     assert (await publish(router, 0)).members == ()
@@ -186,7 +172,6 @@ async def test_when_nobody_is_ready_the_session_is_empty_after_the_time_limit() 
     assert (await Router({}).offer(offer(1))).members == ()
 
 
-@in_virtual_time
 async def test_the_time_limit_is_learned_and_late_answers_teach_too() -> None:
     first, second = Replica(0, ready_s=0.1), Replica(1, ready_s=0.1)
     router = fleet(first, second)
@@ -199,7 +184,6 @@ async def test_the_time_limit_is_learned_and_late_answers_teach_too() -> None:
     assert (await publish(router, 99)).members == (0, 1), "20 s are usual now"
 
 
-@in_virtual_time
 async def test_one_that_is_lost_while_it_is_asked_is_not_waited_for() -> None:
     router = fleet(Replica(0, ready_s=1.0), Replica(1, ready_s=math.inf), Replica(2, ready_s=math.inf))
     asking = asyncio.create_task(router.offer(offer(0)))
@@ -211,7 +195,6 @@ async def test_one_that_is_lost_while_it_is_asked_is_not_waited_for() -> None:
     await drain
 
 
-@in_virtual_time
 async def test_one_that_begins_to_leave_while_others_are_asked_takes_no_part() -> None:
     staying, leaving = Replica(0, ready_s=2.0), Replica(1)
     router = fleet(staying, leaving)
@@ -227,7 +210,6 @@ async def test_one_that_begins_to_leave_while_others_are_asked_takes_no_part() -
 # ---- updates, joins and leaves
 
 
-@in_virtual_time
 async def test_those_that_have_still_to_take_the_version_before_are_not_asked_and_nothing_waits_for_them() -> None:
     replicas = [Replica(i, update_s=10.0) for i in range(3)]
     router = fleet(*replicas, max_updating=1)
@@ -240,7 +222,6 @@ async def test_those_that_have_still_to_take_the_version_before_are_not_asked_an
     await update
 
 
-@in_virtual_time
 async def test_one_that_takes_a_version_for_the_second_time_is_not_asked() -> None:
     replica = Replica(0)
     router = fleet(replica)
@@ -252,7 +233,6 @@ async def test_one_that_takes_a_version_for_the_second_time_is_not_asked() -> No
     await again
 
 
-@in_virtual_time
 async def test_one_that_is_behind_or_joins_is_asked_once_it_serves() -> None:
     router = fleet(Replica(0))
     await publish(router, 0)
@@ -266,7 +246,6 @@ async def test_one_that_is_behind_or_joins_is_asked_once_it_serves() -> None:
     assert joiner.offered == [2]
 
 
-@in_virtual_time
 async def test_one_that_fetches_what_was_not_sent_to_it_is_waited_for_once() -> None:
     """Else it would be busy with fetching at each offer."""
     late = Replica(1, ready_s=40.0)
@@ -287,7 +266,6 @@ async def test_one_that_fetches_what_was_not_sent_to_it_is_waited_for_once() -> 
     await update
 
 
-@in_virtual_time
 async def test_the_wait_for_one_that_fetches_is_not_as_short_as_answers_are_usually() -> None:
     router, joiner = fleet(Replica(0)), Replica(1, update_s=10.0)
     for number in range(TAUGHT_BY):
@@ -300,7 +278,6 @@ async def test_the_wait_for_one_that_fetches_is_not_as_short_as_answers_are_usua
     await update
 
 
-@in_virtual_time
 async def test_one_that_fetches_for_longer_than_that_is_left_out_and_not_waited_for_again() -> None:
     refusing = Replica(1, update_s=100.0)
     refusing.refusal = RoomFailed("replica 1: its group broke")
@@ -314,7 +291,6 @@ async def test_one_that_fetches_for_longer_than_that_is_left_out_and_not_waited_
     await update
 
 
-@in_virtual_time
 async def test_an_epoch_begins_exactly_when_the_members_are_others() -> None:
     replicas = [Replica(i) for i in range(3)]
     router = fleet(*replicas)
@@ -351,7 +327,6 @@ async def test_an_epoch_begins_exactly_when_the_members_are_others() -> None:
 # ---- leaving
 
 
-@in_virtual_time
 async def test_a_member_leaves_when_the_version_that_is_being_sent_to_it_is_published() -> None:
     router = fleet(Replica(0), Replica(1))
     await publish(router, 0)
@@ -366,7 +341,6 @@ async def test_a_member_leaves_when_the_version_that_is_being_sent_to_it_is_publ
     assert now() == 100.0, "nothing is on its way"
 
 
-@in_virtual_time
 async def test_a_member_leaves_when_the_time_limit_of_sending_has_passed() -> None:
     router = fleet(Replica(0), Replica(1, ready_s=math.inf))
     await router.offer(offer(0))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import functools
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -25,14 +24,6 @@ from trireme.core.weights import EXACT, ROUNDED, Canary, Drift, PublishedWeights
 WEIGHTS = PublishedWeights(
     WeightsManifest(WeightIdentity(1, 3, "d"), (), Canary(np.zeros(2, np.int32), np.zeros(1, np.float32), EXACT)), ()
 )
-
-
-def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    @functools.wraps(test)
-    def run(*args: Any, **fixtures: Any) -> None:
-        asyncio.run(asyncio.wait_for(test(*args, **fixtures), 30))
-
-    return run
 
 
 def request(name: str, key: str | None = None) -> SampleRequest:
@@ -121,7 +112,6 @@ def fleet(n: int, **options: Any) -> tuple[Router, list[FakeReplica]]:
     return Router(dict(enumerate(fakes)), **options), fakes
 
 
-@in_loop
 async def test_requests_of_one_turn_travel_together_and_to_the_least_loaded() -> None:
     router, (first, second) = fleet(2)
     tasks = [asyncio.create_task(router.sample(request(f"r{i}"))) for i in range(4)]
@@ -136,7 +126,6 @@ async def test_requests_of_one_turn_travel_together_and_to_the_least_loaded() ->
     assert [text(answer) for answer in answers] == ["r0", "r1", "r2", "r3", "late"]
 
 
-@in_loop
 async def test_equal_route_keys_stay_on_one_replica() -> None:
     router, fakes = fleet(2)
     for fake in fakes:
@@ -160,7 +149,6 @@ def test_fixed_routes_follow_from_the_wave_alone(earlier: list[list[str]], repli
     """A router with a past sends a wave where a new one does: as after a resume. Equal keys still travel together."""
     keys = [*"fdbacebd", *"ffga"]
 
-    @in_loop
     async def run() -> None:
         (router, fakes), (fresh, expected) = fleet(replicas, fixed=True), fleet(replicas, fixed=True)
         for fake in (*fakes, *expected):
@@ -175,10 +163,9 @@ def test_fixed_routes_follow_from_the_wave_alone(earlier: list[list[str]], repli
         keys_at = [{name[0] for group in fake.groups for name in group} for fake in fakes]
         assert sorted(key for at in keys_at for key in at) == sorted(set(keys))
 
-    run()
+    asyncio.run(run())
 
 
-@in_loop
 async def test_what_a_failed_replica_was_asked_goes_to_the_others_and_it_is_used_no_more() -> None:
     router, (first, second) = fleet(2)
     tasks = [asyncio.create_task(router.sample(request(f"r{i}"))) for i in range(2)]
@@ -196,7 +183,6 @@ async def test_what_a_failed_replica_was_asked_goes_to_the_others_and_it_is_used
             await router.sample(request(name))
 
 
-@in_loop
 async def test_routes_do_not_depend_on_who_was_there_first() -> None:
     router, fakes = Router({}, fixed=True), [FakeReplica(f"replica {i}") for i in range(3)]
     for index in (2, 0, 1):
@@ -206,7 +192,6 @@ async def test_routes_do_not_depend_on_who_was_there_first() -> None:
     assert [fake.groups for fake in fakes] == [[["a0", "d3"]], [["b1"]], [["c2"]]]
 
 
-@in_loop
 async def test_in_deterministic_mode_a_failed_replica_fails_its_requests() -> None:
     router, (first, second) = fleet(2, fixed=True)
     tasks = [asyncio.create_task(router.sample(request(f"r{i}"))) for i in range(2)]
@@ -220,7 +205,6 @@ async def test_in_deterministic_mode_a_failed_replica_fails_its_requests() -> No
     assert second.groups == [["r1"]]
 
 
-@in_loop
 async def test_the_error_of_one_request_is_its_own() -> None:
     router, (only,) = fleet(1)
     only.refused["bad"] = RoomFailed("prompt too long")
@@ -239,7 +223,6 @@ async def turn(router: Router, number: int, extends: int = 5, key: str = "t") ->
 
 
 @pytest.mark.parametrize("fixed", [False, True])
-@in_loop
 async def test_a_turn_comes_after_the_last_one_where_the_same_replica_answered_it(fixed: bool) -> None:
     """The first two travel whole: most conversations have one turn, and are not worth holding. In deterministic mode
     all do."""
@@ -253,7 +236,6 @@ async def test_a_turn_comes_after_the_last_one_where_the_same_replica_answered_i
         assert [each.after for each in asked] == ([""] * 6 if fixed else ["", "", ids[1], "", "", ids[4]])
 
 
-@in_loop
 async def test_a_turn_comes_whole_to_a_replica_that_did_not_answer_the_last_one_or_was_replaced() -> None:
     router, (first, second) = fleet(2)
     first.go.set()
@@ -272,7 +254,6 @@ async def test_a_turn_comes_whole_to_a_replica_that_did_not_answer_the_last_one_
     assert [bool(asked.after) for fake in (first, second, successor) for asked in fake.asked] == [False, True] * 3
 
 
-@in_loop
 async def test_a_cancelled_caller_aborts_its_request() -> None:
     router, (only,) = fleet(1)
     kept, cancelled = (asyncio.create_task(router.sample(request(name))) for name in ("kept", "cancelled"))
@@ -285,7 +266,6 @@ async def test_a_cancelled_caller_aborts_its_request() -> None:
     assert cancelled.cancelled()
 
 
-@in_loop
 async def test_a_request_cancelled_before_it_left_is_never_sent() -> None:
     router, (only,) = fleet(1)
     only.go.set()
@@ -298,7 +278,6 @@ async def test_a_request_cancelled_before_it_left_is_never_sent() -> None:
     assert not any(member.requests for member in router._members.live)
 
 
-@in_loop
 async def test_an_acknowledgement_counts_the_moment_it_arrives() -> None:
     router, (first, second) = fleet(2)
     assert router.acknowledged() == {}
@@ -312,7 +291,6 @@ async def test_an_acknowledgement_counts_the_moment_it_arrives() -> None:
     assert router.acknowledged() == {0: 3, 1: 3}
 
 
-@in_loop
 async def test_in_deterministic_mode_a_refused_update_is_raised_after_the_others_finished() -> None:
     router, (first, second) = fleet(2, fixed=True)
     first.update.set_exception(WeightsRefused("replica 0: tensor w was corrupted"))
@@ -325,7 +303,6 @@ async def test_in_deterministic_mode_a_refused_update_is_raised_after_the_others
     assert router.acknowledged() == {1: 3}
 
 
-@in_loop
 async def test_replicas_take_weights_one_after_the_other_and_new_requests_avoid_the_one_that_does() -> None:
     router, fakes = fleet(3, max_updating=1)
     for fake in fakes:
@@ -345,7 +322,6 @@ async def test_replicas_take_weights_one_after_the_other_and_new_requests_avoid_
     assert await update == [report(0), report(1), report(2)]
 
 
-@in_loop
 async def test_all_replicas_take_weights_at_once_by_default_and_requests_go_to_the_least_loaded() -> None:
     router, (first, second) = fleet(2)
     update = asyncio.create_task(router.update_weights(WEIGHTS))
@@ -358,7 +334,6 @@ async def test_all_replicas_take_weights_at_once_by_default_and_requests_go_to_t
         task.cancel()
 
 
-@in_loop
 async def test_a_replica_that_failed_while_it_waited_for_its_turn_is_not_updated() -> None:
     router, (first, second) = fleet(2, max_updating=1)
     update = asyncio.create_task(router.update_weights(WEIGHTS))
@@ -384,7 +359,6 @@ async def updated_fleet(n: int, **options: Any) -> tuple[Router, list[FakeReplic
     return router, fakes
 
 
-@in_loop
 async def test_a_replica_that_names_weights_it_was_never_given_is_out_and_others_answer(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -410,7 +384,6 @@ async def test_a_replica_that_names_weights_it_was_never_given_is_out_and_others
         await router.sample(request("last"))
 
 
-@in_loop
 async def test_a_replica_that_reports_other_weights_than_it_was_sent_is_out_and_the_update_goes_on() -> None:
     router, (liar, honest) = fleet(2)
     liar.update.set_result(replace(report(0), identity=WeightIdentity(1, 2, "d")))
@@ -423,7 +396,6 @@ async def test_a_replica_that_reports_other_weights_than_it_was_sent_is_out_and_
         await router.update_weights(WEIGHTS)
 
 
-@in_loop
 async def test_tokens_of_weights_that_are_on_their_way_are_known() -> None:
     """They may come before the report does."""
     router, (only,) = fleet(1)
@@ -436,7 +408,6 @@ async def test_tokens_of_weights_that_are_on_their_way_are_known() -> None:
     await update
 
 
-@in_loop
 async def test_the_load_of_all_that_live() -> None:
     router, (first, second) = fleet(2)
     first.loaded = ReplicaStats(3, 1, 0.5, 0)
@@ -450,7 +421,6 @@ async def test_the_load_of_all_that_live() -> None:
         await router.stats()
 
 
-@in_loop
 async def test_weights_that_replicas_loaded_themselves_count_as_given() -> None:
     router, (replica,) = fleet(1)
     replica.go.set()
@@ -461,7 +431,6 @@ async def test_weights_that_replicas_loaded_themselves_count_as_given() -> None:
     assert (await router.sample(request("r"))).spans == replica.spans
 
 
-@in_loop
 async def test_a_replica_that_can_not_name_its_weights_stops_everything() -> None:
     router, (_, second) = fleet(2)
     second.failure = RoomFailed("replica 1 died")
@@ -482,7 +451,6 @@ def made(text: str, identity: WeightIdentity = WEIGHTS.identity) -> Progress:
     return Progress(0, tokens, np.zeros(len(tokens), np.float32), (VersionSpan(identity, 0, len(tokens)),))
 
 
-@in_loop
 async def test_requests_whose_answers_are_read_are_asked_for_more_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inference.router.PROGRESS_S", 0.04)
     router, (replica,) = await updated_fleet(1, progress_s=0.01)
@@ -505,7 +473,6 @@ async def test_requests_whose_answers_are_read_are_asked_for_more_often(monkeypa
 
 @pytest.mark.usefixtures("told_often")
 @pytest.mark.parametrize("one_version", [False, True])
-@in_loop
 async def test_the_other_replica_is_asked_for_what_is_missing(one_version: bool) -> None:
     router, (first, second) = await updated_fleet(2, one_version=one_version)
     first.made, first.spans, second.spans = {"abc": made("x")}, (), (VersionSpan(WEIGHTS.identity, 0, 3),)
@@ -527,7 +494,6 @@ async def test_the_other_replica_is_asked_for_what_is_missing(one_version: bool)
 
 
 @pytest.mark.usefixtures("told_often")
-@in_loop
 async def test_nothing_is_kept_of_what_a_replica_said_that_names_strange_weights() -> None:
     router, (liar, honest) = await updated_fleet(2)
     honest.spans = (VersionSpan(WEIGHTS.identity, 0, 3),)
@@ -544,7 +510,6 @@ async def test_nothing_is_kept_of_what_a_replica_said_that_names_strange_weights
     )
 
 
-@in_loop
 async def test_one_that_hangs_is_left_when_its_death_is_told_and_that_is_not_reported_again() -> None:
     router, (_, other) = fleet(2)
     tasks = [asyncio.create_task(router.sample(request(f"r{i}"))) for i in range(2)]
@@ -582,7 +547,6 @@ class Updated(FakeReplica):
         return UpdateReport(int(self.name[-1]), published.identity, Drift(0.0, 0.0), 0, 0.0)
 
 
-@in_loop
 async def test_a_joiner_takes_the_newest_weights_before_it_serves_and_no_update_waits_for_it() -> None:
     first, joiner = Updated("replica 0", 3, 4), Updated("replica 1")
     router = Router({0: first})
@@ -628,7 +592,6 @@ def rounded(number: int) -> PublishedWeights:
     return replace(of_three, manifest=replace(of_three.manifest, canary=canary))
 
 
-@in_loop
 async def test_the_drift_of_the_first_update_bounds_all_later_ones_also_of_joiners() -> None:
     first, second, joiner = (Rounding(f"replica {i}", Drift(0.02 + i / 100, 0.08 - i / 100)) for i in range(3))
     router = Router({0: first, 1: second})
@@ -639,7 +602,6 @@ async def test_the_drift_of_the_first_update_bounds_all_later_ones_also_of_joine
     assert [fake.bounds for fake in (first, second, joiner)] == [[ROUNDED, later, later]] * 2 + [[later]]
 
 
-@in_loop
 async def test_a_drift_that_grows_slowly_raises_the_bound_of_the_next_update() -> None:
     replica = Rounding("replica 0", Drift(0.012, 0.1))
     router = Router({0: replica})
@@ -649,7 +611,6 @@ async def test_a_drift_that_grows_slowly_raises_the_bound_of_the_next_update() -
     assert [round(bound.mean, 3) for bound in replica.bounds] == [ROUNDED.mean, 0.06, 0.15, 0.15, ROUNDED.mean]
 
 
-@in_loop
 async def test_a_joiner_that_updates_leave_behind_again_and_again_is_waited_for_in_the_end() -> None:
     first, joiner = Updated("replica 0", 3, 4, 5), Updated("replica 1")
     router = Router({0: first})
@@ -675,7 +636,6 @@ async def usual_updates(router: Router, number: int) -> None:
         await router.update_weights(version(each))
 
 
-@in_loop
 async def test_an_update_does_not_wait_for_one_that_takes_far_longer_than_usual(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -700,7 +660,6 @@ async def test_an_update_does_not_wait_for_one_that_takes_far_longer_than_usual(
     await requests
 
 
-@in_loop
 async def test_when_all_take_far_longer_than_usual_the_update_waits_for_the_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -716,7 +675,6 @@ async def test_when_all_take_far_longer_than_usual_the_update_waits_for_the_firs
     assert router.acknowledged() == {0: 10}
 
 
-@in_loop
 async def test_an_update_of_one_that_is_being_drained_counts() -> None:
     """The others may have died meanwhile."""
     only = Updated("replica 0", 0)
@@ -730,7 +688,6 @@ async def test_an_update_of_one_that_is_being_drained_counts() -> None:
     await asyncio.gather(busy, drain)
 
 
-@in_loop
 async def test_a_late_one_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deadline_module, "LEAST_S", 0.05)
     steady, late = Updated("replica 0", *range(9)), Updated("replica 1", *range(5))
@@ -742,7 +699,6 @@ async def test_a_late_one_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch
     assert await router.next_failure() == (1, "replica 1 died")
 
 
-@in_loop
 async def test_in_deterministic_mode_updates_wait_as_long_as_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is sampled depends on every replica."""
     monkeypatch.setattr(deadline_module, "LEAST_S", 0.05)
@@ -770,7 +726,6 @@ class Fetching(Updated):
         return taken
 
 
-@in_loop
 async def test_a_joiner_whose_version_is_gone_by_the_time_takes_the_newest_and_is_not_dismissed() -> None:
     first, joiner = Updated("replica 0", 3, 4), Fetching("replica 1", gone=(3,))
     router = Router({0: first})
@@ -783,7 +738,6 @@ async def test_a_joiner_whose_version_is_gone_by_the_time_takes_the_newest_and_i
     assert (joiner.begun, router.acknowledged()) == ([3, 4], {0: 4, 1: 4})
 
 
-@in_loop
 async def test_a_joiner_for_which_there_are_no_newer_weights_yet_gets_no_requests_and_the_next_update_waits_for_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -805,7 +759,6 @@ async def test_a_joiner_for_which_there_are_no_newer_weights_yet_gets_no_request
     await requests
 
 
-@in_loop
 async def test_a_member_that_finds_the_bytes_gone_is_left_behind_until_the_next_update() -> None:
     first, second = Updated("replica 0", 3, 4), Fetching("replica 1", 3, 4, gone=(3,))
     router = Router({0: first, 1: second})
@@ -818,7 +771,6 @@ async def test_a_member_that_finds_the_bytes_gone_is_left_behind_until_the_next_
     failure.cancel()
 
 
-@in_loop
 @pytest.mark.parametrize("fixed", [False, True])
 async def test_an_update_whose_bytes_are_gone_for_all_says_so_and_the_next_one_finds_them_all(fixed: bool) -> None:
     fakes = {i: Fetching(f"replica {i}", 3, 4, gone=(3,)) for i in range(2)}
@@ -828,7 +780,6 @@ async def test_an_update_whose_bytes_are_gone_for_all_says_so_and_the_next_one_f
     assert [report.replica for report in await router.update_weights(version(4))] == [0, 1]
 
 
-@in_loop
 async def test_nobody_waits_for_one_whose_weights_are_gone() -> None:
     """Nothing brings them before the next update."""
     first, joiner = Updated("replica 0", 3), Fetching("replica 1", 3, gone=(3,))
@@ -844,7 +795,6 @@ async def test_nobody_waits_for_one_whose_weights_are_gone() -> None:
     await join
 
 
-@in_loop
 async def test_requests_wait_for_one_that_takes_newer_weights_after_its_own_were_gone() -> None:
     only = Fetching("replica 0", 3, gone=(3,))
     router = Router({0: only}, patience_s=20.0)
@@ -861,7 +811,6 @@ async def test_requests_wait_for_one_that_takes_newer_weights_after_its_own_were
     assert text(await waiting) == "r"
 
 
-@in_loop
 async def test_a_failure_after_gone_weights_is_one() -> None:
     first, dead = Updated("replica 0", 3, 4), Fetching("replica 1", 3, gone=(3,))
     router = Router({0: first, 1: dead})
@@ -873,7 +822,6 @@ async def test_a_failure_after_gone_weights_is_one() -> None:
     assert [report.replica for report in await router.update_weights(version(4))] == [0]
 
 
-@in_loop
 async def test_a_joiner_that_fails_is_the_affair_of_who_asked_it_to_join() -> None:
     router, _ = await updated_fleet(1)
     joiner = FakeReplica("replica 1")
@@ -893,7 +841,6 @@ async def test_a_joiner_that_fails_is_the_affair_of_who_asked_it_to_join() -> No
     failure.cancel()
 
 
-@in_loop
 async def test_a_failure_of_which_there_is_a_successor_is_not_reported() -> None:
     router, (first,) = fleet(1)
     first.loaded = RoomFailed("replica 0 died")
@@ -906,7 +853,6 @@ async def test_a_failure_of_which_there_is_a_successor_is_not_reported() -> None
     failure.cancel()
 
 
-@in_loop
 async def test_requests_updates_and_questions_wait_for_a_joiner_when_nobody_is_left() -> None:
     router, (only,) = fleet(1, patience_s=20.0)
     only.update.set_exception(RoomFailed("replica 0 died"))
@@ -926,7 +872,6 @@ async def test_requests_updates_and_questions_wait_for_a_joiner_when_nobody_is_l
     assert (await load).keys() == router.acknowledged().keys() == {0}
 
 
-@in_loop
 async def test_weights_that_every_replica_refuses_are_refused() -> None:
     """However many more may join. One that refuses alone is replaced."""
     router, (first, second) = fleet(2, patience_s=20.0)
@@ -941,7 +886,6 @@ async def test_weights_that_every_replica_refuses_are_refused() -> None:
     assert await router.next_failure() == (0, "replica 0: tensor w was corrupted")
 
 
-@in_loop
 async def test_a_drained_replica_finishes_what_it_has_and_gets_nothing_new() -> None:
     router, (first, second) = fleet(2)
     task = asyncio.create_task(router.sample(request("a0", "a")))
@@ -959,7 +903,6 @@ async def test_a_drained_replica_finishes_what_it_has_and_gets_nothing_new() -> 
     await router.drain(0, 20.0)
 
 
-@in_loop
 async def test_what_a_drained_replica_does_not_finish_in_time_is_handed_over() -> None:
     router, (first, second) = fleet(2)
     second.go.set()

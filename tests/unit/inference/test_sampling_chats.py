@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -113,7 +112,7 @@ def test_a_chat_loses_its_cache_before_the_runs_requests(scheduler_of: Callable[
 
 
 @pytest.mark.parametrize(("chat", "arrival"), [(False, None), (True, NOW + CHATS_LATER_S)])
-def test_a_chat_enters_the_engine_as_if_it_had_come_later(
+async def test_a_chat_enters_the_engine_as_if_it_had_come_later(
     chat: bool, arrival: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inference.sampling, "time", SimpleNamespace(time=lambda: NOW, monotonic=lambda: 0.0))
@@ -126,11 +125,8 @@ def test_a_chat_enters_the_engine_as_if_it_had_come_later(
         def get_num_unfinished_requests(self) -> int:
             return 1
 
-    async def submit() -> None:
-        engine = SamplingEngine(small_config(), "a replica")
-        engine.engine, engine.end_ids = cast(Any, Engine()), []
-        request = types.SampleRequest("r", np.ones(2, np.int32), types.SamplingParams(), "r", chat=chat)
-        await engine._submit(request, "salt")
-
-    asyncio.run(submit())
+    engine = SamplingEngine(small_config(), "a replica")
+    engine.engine, engine.end_ids = cast(Any, Engine()), []
+    request = types.SampleRequest("r", np.ones(2, np.int32), types.SamplingParams(), "r", chat=chat)
+    await engine._submit(request, "salt")
     assert entered == [(arrival, 0)]

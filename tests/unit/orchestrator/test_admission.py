@@ -128,61 +128,50 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
-def test_one_kind_alone_has_all_the_room_and_two_come_to_half_each() -> None:
-    async def scenario() -> None:
-        gate = Gate(8)
-        training = [entered(gate, "train", 2) for _ in range(40)]
+async def test_one_kind_alone_has_all_the_room_and_two_come_to_half_each() -> None:
+    gate = Gate(8)
+    training = [entered(gate, "train", 2) for _ in range(40)]
+    await turns()
+    evaluating = [entered(gate, "eval", 1) for _ in range(40)]
+    await turns()
+    permits = deque(task.result() for task in training if task.done())
+    assert sum(permit.left for permit in permits) == gate.in_flight == 8
+    for _ in range(20):
+        permits.popleft().close()
+        known = set(map(id, permits))
         await turns()
-        evaluating = [entered(gate, "eval", 1) for _ in range(40)]
-        await turns()
-        permits = deque(task.result() for task in training if task.done())
-        assert sum(permit.left for permit in permits) == gate.in_flight == 8
-        for _ in range(20):
-            permits.popleft().close()
-            known = set(map(id, permits))
-            await turns()
-            permits += [
-                t.result()
-                for t in training + evaluating
-                if t.done() and id(t.result()) not in known and t.result().left
-            ]
-        assert {kind: sum(permit.left for permit in permits if permit.kind == kind) for kind in KINDS} == {
-            "train": 4,
-            "eval": 4,
-        }
-
-    asyncio.run(scenario())
+        permits += [
+            t.result() for t in training + evaluating if t.done() and id(t.result()) not in known and t.result().left
+        ]
+    assert {kind: sum(permit.left for permit in permits if permit.kind == kind) for kind in KINDS} == {
+        "train": 4,
+        "eval": 4,
+    }
 
 
-def test_what_is_larger_than_the_limit_gets_in_alone() -> None:
-    async def scenario() -> None:
-        gate = Gate(4)
-        small = await gate.enter("train", 1)
-        large = entered(gate, "eval", 9)
-        await turns()
-        assert not large.done()
-        small.close()
-        await turns()
-        assert large.result().left == gate.in_flight == 9
-
-    asyncio.run(scenario())
+async def test_what_is_larger_than_the_limit_gets_in_alone() -> None:
+    gate = Gate(4)
+    small = await gate.enter("train", 1)
+    large = entered(gate, "eval", 9)
+    await turns()
+    assert not large.done()
+    small.close()
+    await turns()
+    assert large.result().left == gate.in_flight == 9
 
 
-def test_without_a_limit_nobody_waits_not_even_a_turn() -> None:
-    async def scenario() -> None:
-        gate, order = Gate(None), []
+async def test_without_a_limit_nobody_waits_not_even_a_turn() -> None:
+    gate, order = Gate(None), []
 
-        async def enters() -> None:
-            await gate.enter("train", 1000)
-            order.append("entered")
+    async def enters() -> None:
+        await gate.enter("train", 1000)
+        order.append("entered")
 
-        later = asyncio.get_running_loop().create_task(enters())
-        await asyncio.sleep(0)
-        order.append("next turn")
-        await later
-        assert order == ["entered", "next turn"]
-
-    asyncio.run(scenario())
+    later = asyncio.get_running_loop().create_task(enters())
+    await asyncio.sleep(0)
+    order.append("next turn")
+    await later
+    assert order == ["entered", "next turn"]
 
 
 def load(waiting: int = 0, kv_used: float = 0.1, preemptions: int = 0) -> ReplicaStats:
@@ -225,14 +214,11 @@ FIRST = CPU_SEQUENCES + CPU_SEQUENCES // 4
         ({0: load(), 1: load(preemptions=7)}, False, int(BACK_OFF * FIRST)),
     ],
 )
-def test_the_limit_follows_the_replicas(loads: dict[int, ReplicaStats], held_back: bool, then: int) -> None:
-    async def scenario() -> None:
-        async with Looked(held_back) as looked:
-            assert looked.pressure.gate.limit == FIRST
-            looked.pressure.look(loads)
-            assert looked.pressure.gate.limit == then
-
-    asyncio.run(scenario())
+async def test_the_limit_follows_the_replicas(loads: dict[int, ReplicaStats], held_back: bool, then: int) -> None:
+    async with Looked(held_back) as looked:
+        assert looked.pressure.gate.limit == FIRST
+        looked.pressure.look(loads)
+        assert looked.pressure.gate.limit == then
 
 
 def on_gpus(**inference: int) -> Config:
@@ -264,27 +250,24 @@ def test_a_number_of_sequences_that_was_given_decides_the_limit() -> None:
     assert pressure.gate.limit == 10
 
 
-def test_only_new_preemptions_count_and_not_again_before_what_was_too_much_has_ended() -> None:
-    async def scenario() -> None:
-        async with Looked() as looked:
-            pressure, limits = looked.pressure, []
-            for preemptions, ended in [
-                (5, 0),
-                (6, 0),
-                (6, FIRST // 5),
-                (7, 0),
-                (0, 0),
-            ]:  # the last: it was started again
-                for _ in range(ended):
-                    looked.permit.leave_one()
-                pressure.look({0: load(waiting=1, preemptions=preemptions)})
-                limits.append(pressure.gate.limit)
-            assert limits == [256, 256, 256, 204, 204]
-            row = {"perf/kv_used": 0.1, "perf/kv_waiting": 0.0, "perf/rollouts_waiting": 0.0}
-            assert pressure.take() == row | {"perf/preemptions": 7.0, "perf/max_concurrent": 204.0}
-            assert pressure.take() == row | {"perf/preemptions": 0.0, "perf/max_concurrent": 204.0}
-
-    asyncio.run(scenario())
+async def test_only_new_preemptions_count_and_not_again_before_what_was_too_much_has_ended() -> None:
+    async with Looked() as looked:
+        pressure, limits = looked.pressure, []
+        for preemptions, ended in [
+            (5, 0),
+            (6, 0),
+            (6, FIRST // 5),
+            (7, 0),
+            (0, 0),
+        ]:  # the last: it was started again
+            for _ in range(ended):
+                looked.permit.leave_one()
+            pressure.look({0: load(waiting=1, preemptions=preemptions)})
+            limits.append(pressure.gate.limit)
+        assert limits == [256, 256, 256, 204, 204]
+        row = {"perf/kv_used": 0.1, "perf/kv_waiting": 0.0, "perf/rollouts_waiting": 0.0}
+        assert pressure.take() == row | {"perf/preemptions": 7.0, "perf/max_concurrent": 204.0}
+        assert pressure.take() == row | {"perf/preemptions": 0.0, "perf/max_concurrent": 204.0}
 
 
 class WaitingForTools:
@@ -320,48 +303,39 @@ class WaitingForTools:
 LARGE = 1_000_000
 
 
-def test_who_waits_for_a_tool_lends_its_place_but_not_for_a_moment() -> None:
-    async def scenario() -> None:
-        async with WaitingForTools(groups=FIRST) as waiting:
-            assert await waiting.looks(LARGE) <= 2, "nobody has waited for a second"
-            assert await waiting.looks(LARGE) >= FIRST, "as many again decode in their place"
-            assert waiting.gate.busy <= waiting.gate.limit
-            for place in waiting.places[:8]:
-                place.sample()
-            assert waiting.gate.busy > waiting.gate.limit, "they come back without asking"
-            in_flight = waiting.gate.in_flight
-            waiting.pressure.look({0: ReplicaStats(8, 9, 0.0, 0, kv_tokens=LARGE)})
-            assert waiting.gate.in_flight == in_flight, "and nobody follows until there is room"
-
-    asyncio.run(scenario())
+async def test_who_waits_for_a_tool_lends_its_place_but_not_for_a_moment() -> None:
+    async with WaitingForTools(groups=FIRST) as waiting:
+        assert await waiting.looks(LARGE) <= 2, "nobody has waited for a second"
+        assert await waiting.looks(LARGE) >= FIRST, "as many again decode in their place"
+        assert waiting.gate.busy <= waiting.gate.limit
+        for place in waiting.places[:8]:
+            place.sample()
+        assert waiting.gate.busy > waiting.gate.limit, "they come back without asking"
+        in_flight = waiting.gate.in_flight
+        waiting.pressure.look({0: ReplicaStats(8, 9, 0.0, 0, kv_tokens=LARGE)})
+        assert waiting.gate.in_flight == in_flight, "and nobody follows until there is room"
 
 
-def test_only_as_many_follow_as_the_kv_of_those_who_wait_leaves_room_for() -> None:
-    async def scenario() -> None:
-        async with WaitingForTools(groups=FIRST) as waiting:
-            capacity = int((FIRST + 40) * 100 / KV_HIGH) + 1
-            assert await waiting.looks(capacity) == 2, "the limit grows with each look: nobody waits for long yet"
-            assert await waiting.looks(capacity) == 2 + 40, "100 tokens each, as those who wait have"
-        async with WaitingForTools(groups=FIRST) as waiting:
-            assert await waiting.looks(2 * capacity, 2 * capacity, kv_used=KV_HIGH / 2) == 2 + 40
-        async with WaitingForTools(groups=FIRST) as waiting:
-            assert await waiting.looks(1000) == 2
-            assert await waiting.looks(1000, 1000, 1000) == 2, "no limit grows where KV is what lacks"
-
-    asyncio.run(scenario())
+async def test_only_as_many_follow_as_the_kv_of_those_who_wait_leaves_room_for() -> None:
+    async with WaitingForTools(groups=FIRST) as waiting:
+        capacity = int((FIRST + 40) * 100 / KV_HIGH) + 1
+        assert await waiting.looks(capacity) == 2, "the limit grows with each look: nobody waits for long yet"
+        assert await waiting.looks(capacity) == 2 + 40, "100 tokens each, as those who wait have"
+    async with WaitingForTools(groups=FIRST) as waiting:
+        assert await waiting.looks(2 * capacity, 2 * capacity, kv_used=KV_HIGH / 2) == 2 + 40
+    async with WaitingForTools(groups=FIRST) as waiting:
+        assert await waiting.looks(1000) == 2
+        assert await waiting.looks(1000, 1000, 1000) == 2, "no limit grows where KV is what lacks"
 
 
-def test_places_are_lent_only_where_capacity_is_known_and_no_limit_was_given() -> None:
-    async def scenario() -> None:
-        async with WaitingForTools(groups=9) as waiting:
-            assert await waiting.looks(None, None, None) == 3 * 2, "as the limit grows: a group with each look"
-        async with WaitingForTools(groups=9, max_concurrent=FIRST) as waiting:
-            assert await waiting.looks(LARGE, LARGE, LARGE) == 0
-            row = waiting.pressure.take()
-            assert row["perf/rollouts_waiting"] == FIRST
-            assert row["perf/kv_waiting"] == pytest.approx(FIRST * 100 / LARGE)
-
-    asyncio.run(scenario())
+async def test_places_are_lent_only_where_capacity_is_known_and_no_limit_was_given() -> None:
+    async with WaitingForTools(groups=9) as waiting:
+        assert await waiting.looks(None, None, None) == 3 * 2, "as the limit grows: a group with each look"
+    async with WaitingForTools(groups=9, max_concurrent=FIRST) as waiting:
+        assert await waiting.looks(LARGE, LARGE, LARGE) == 0
+        row = waiting.pressure.take()
+        assert row["perf/rollouts_waiting"] == FIRST
+        assert row["perf/kv_waiting"] == pytest.approx(FIRST * 100 / LARGE)
 
 
 def test_a_place_that_ends_waits_no_more_and_says_how_long_rollouts_become() -> None:
@@ -380,32 +354,25 @@ def test_a_place_that_ends_waits_no_more_and_says_how_long_rollouts_become() -> 
     assert waits.count == 0, "a new wait begins anew"
 
 
-def test_after_a_preemption_the_limit_is_a_share_of_the_most_that_was_in_flight() -> None:
+async def test_after_a_preemption_the_limit_is_a_share_of_the_most_that_was_in_flight() -> None:
     """Most of them may have ended before it is looked at."""
+    async with Looked(held_back=False) as looked:
+        looked.pressure.look({0: load()})
+        for _ in range(FIRST - 8):
+            looked.permit.leave_one()
+        looked.pressure.look({0: load(preemptions=1)})
+        assert looked.pressure.gate.limit == int(BACK_OFF * FIRST)
+        looked.pressure.look({0: load(preemptions=2)})
+        assert looked.pressure.gate.limit == int(BACK_OFF * 8), "since then there were no more than these"
 
-    async def scenario() -> None:
-        async with Looked(held_back=False) as looked:
-            looked.pressure.look({0: load()})
-            for _ in range(FIRST - 8):
+
+async def test_each_live_replica_keeps_a_group() -> None:
+    async with Looked() as looked:
+        for preemptions in range(1, 40):
+            while looked.permit.left > (looked.pressure.gate.limit or 0):
                 looked.permit.leave_one()
-            looked.pressure.look({0: load(preemptions=1)})
-            assert looked.pressure.gate.limit == int(BACK_OFF * FIRST)
-            looked.pressure.look({0: load(preemptions=2)})
-            assert looked.pressure.gate.limit == int(BACK_OFF * 8), "since then there were no more than these"
-
-    asyncio.run(scenario())
-
-
-def test_each_live_replica_keeps_a_group() -> None:
-    async def scenario() -> None:
-        async with Looked() as looked:
-            for preemptions in range(1, 40):
-                while looked.permit.left > (looked.pressure.gate.limit or 0):
-                    looked.permit.leave_one()
-                looked.pressure.look({0: load(preemptions=preemptions), 1: load()})
-            assert looked.pressure.gate.limit == 4
-
-    asyncio.run(scenario())
+            looked.pressure.look({0: load(preemptions=preemptions), 1: load()})
+        assert looked.pressure.gate.limit == 4
 
 
 def test_a_fixed_limit_stays_and_a_deterministic_run_has_none() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import openai
 import pytest
-from agents_support import KEY, MAX_LEN, Plays, ask, asynchronous, open_sessions, rollout, trained, user
+from agents_support import KEY, MAX_LEN, Plays, ask, open_sessions, rollout, trained, user
 from renderer_support import QWEN3, bpe
 
 from orchestrator.agents import NoAnswer
@@ -31,7 +31,6 @@ def needs(program: str) -> pytest.MarkDecorator:
 
 
 @needs("node")
-@asynchronous
 async def test_a_program_in_another_language_is_an_agent() -> None:
     args = {"command": ["node", str(EXAMPLE / "sums.mjs")], "problems": str(EXAMPLE / "sums.jsonl")}
     dataset = load_dataset(EnvConfig(id="agent:command", args=args), EnvContext(bpe(QWEN3), 0, 2, "train"))
@@ -60,25 +59,19 @@ def node_agent(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @needs("npm")
-def test_openais_client_for_node_is_an_agent_with_a_tool(node_agent: Path) -> None:
+async def test_openais_client_for_node_is_an_agent_with_a_tool(node_agent: Path) -> None:
     args = {"command": ["node", str(node_agent)], "problems": str(EXAMPLE / "sums.jsonl")}
     dataset = load_dataset(EnvConfig(id="agent:command", args=args), EnvContext(bpe(QWEN3), 0, 2, "train"))
     group = dataset.get_batch(0)[0]
     call = f'<tool_call>\n{{"name": "add", "arguments": {to_json(group.problem)}}}\n</tool_call>'
-
-    @asynchronous
-    async def check() -> None:
-        async with rollout(call, str(sum(group.problem.values()))) as own:
-            trajectory = await own.play_env(await group.make_env(0))
-            assert trajectory.reward == 1.0
-            assert trajectory.transitions[-1].metrics["tool_calls"] == 1
-            assert trained(trajectory) == own.sampled
-            assert trajectory.num_segments == 1
-
-    check()
+    async with rollout(call, str(sum(group.problem.values()))) as own:
+        trajectory = await own.play_env(await group.make_env(0))
+        assert trajectory.reward == 1.0
+        assert trajectory.transitions[-1].metrics["tool_calls"] == 1
+        assert trained(trajectory) == own.sampled
+        assert trajectory.num_segments == 1
 
 
-@asynchronous
 async def test_a_linear_agent_is_one_growing_sequence_sampled_as_the_run_samples() -> None:
     async def play(client: openai.AsyncOpenAI) -> Any:
         messages = [user("q0")]
@@ -101,7 +94,6 @@ async def test_a_linear_agent_is_one_growing_sequence_sampled_as_the_run_samples
         assert open_sessions() == 0
 
 
-@asynchronous
 async def test_a_sub_agent_and_calls_at_once_are_branches_and_each_token_is_trained_once() -> None:
     async def play(client: openai.AsyncOpenAI) -> float:
         first = await ask(client, user("q"))
@@ -122,7 +114,6 @@ async def test_a_sub_agent_and_calls_at_once_are_branches_and_each_token_is_trai
         assert trajectory.reward == 1.0
 
 
-@asynchronous
 async def test_an_answer_that_the_agent_gave_up_is_masked() -> None:
     async with rollout("one", "two") as run:
         run.sampler.hold = asyncio.Event()
@@ -141,7 +132,6 @@ async def test_an_answer_that_the_agent_gave_up_is_masked() -> None:
         assert trained(trajectory) == run.record[1].tokens.tolist()
 
 
-@asynchronous
 async def test_the_error_of_an_agent_is_that_of_its_rollout_and_its_session_is_closed() -> None:
     async def play(client: openai.AsyncOpenAI) -> float:
         await ask(client, user("q"))
@@ -157,7 +147,6 @@ async def test_the_error_of_an_agent_is_that_of_its_rollout_and_its_session_is_c
         assert gone.value.status_code == 410
 
 
-@asynchronous
 async def test_the_error_of_a_room_is_raised_whatever_the_agent_makes_of_it() -> None:
     async def play(client: openai.AsyncOpenAI) -> float:
         with pytest.raises(openai.InternalServerError):
@@ -173,22 +162,17 @@ async def test_the_error_of_a_room_is_raised_whatever_the_agent_makes_of_it() ->
     ("texts", "result", "error", "why"),
     [([], 1.0, NoAnswer, "nothing to train on"), (["one"], "much", BadReward, "expected a number")],
 )
-def test_what_an_agent_must_give(texts: list[str], result: Any, error: type[Exception], why: str) -> None:
+async def test_what_an_agent_must_give(texts: list[str], result: Any, error: type[Exception], why: str) -> None:
     async def play(client: openai.AsyncOpenAI) -> Any:
         for _ in texts:
             await ask(client, user("q"))
         return result
 
-    @asynchronous
-    async def check() -> None:
-        async with rollout("one") as run:
-            with pytest.raises(error, match=why):
-                await run.play(play)
-
-    check()
+    async with rollout("one") as run:
+        with pytest.raises(error, match=why):
+            await run.play(play)
 
 
-@asynchronous
 async def test_a_conversation_that_is_too_long_is_refused_to_the_agent_alone() -> None:
     async def play(client: openai.AsyncOpenAI) -> float:
         await ask(client, user("q"))
@@ -202,7 +186,6 @@ async def test_a_conversation_that_is_too_long_is_refused_to_the_agent_alone() -
         assert trajectory.reward == 0.25
 
 
-@asynchronous
 async def test_a_cancelled_rollout_ends_what_is_sampled_and_its_session() -> None:
     async with rollout("one") as run:
         run.sampler.hold = asyncio.Event()
@@ -230,7 +213,6 @@ def test_the_example_plays_with_its_tool(monkeypatch: pytest.MonkeyPatch) -> Non
     (a, b), env = found.get_batch(0)[0].problem, asyncio.run(found.get_batch(0)[0].make_env(0))
     call = f'<tool_call>\n{{"name": "multiply", "arguments": {{"a": {a}, "b": {b}}}}}\n</tool_call>'
 
-    @asynchronous
     async def check() -> None:
         async with rollout(call, str(a * b)) as run:
             trajectory = await run.play_env(env)
@@ -240,7 +222,7 @@ def test_the_example_plays_with_its_tool(monkeypatch: pytest.MonkeyPatch) -> Non
             asked = run.sampler.tokenizer.decode(run.sampler.requests[1].prompt)
             assert str(a * b) in asked
 
-    check()
+    asyncio.run(check())
 
 
 def test_the_example_asks_helpers_and_shortens_its_history(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +237,6 @@ def test_the_example_asks_helpers_and_shortens_its_history(monkeypatch: pytest.M
 
     texts = [calls("q1", "q2"), "h1", "h2", calls("q3"), "h3", calls(""), "h4", "my notes", f" {area}"]
 
-    @asynchronous
     async def check() -> None:
         async with rollout(*texts) as run:
             trajectory = await run.play_env(env)
@@ -269,7 +250,7 @@ def test_the_example_asks_helpers_and_shortens_its_history(monkeypatch: pytest.M
             assert "Your notes: my notes" in asked
             assert "h1" not in asked
 
-    check()
+    asyncio.run(check())
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from agents_support import KEY, Plays, ask, asynchronous, rollout, trained, user
+from agents_support import KEY, Plays, ask, rollout, trained, user
 
 from orchestrator.env import AgentEnv
 from orchestrator.rollout import AnswerTimeout, BadReward
@@ -33,7 +33,6 @@ class QuickAgent(AgentEnv):
         return 1.0
 
 
-@asynchronous
 async def test_the_last_answer_counts_however_quickly_the_agent_ends() -> None:
     async with rollout("one") as run:
         trajectory = await run.play_env(QuickAgent())
@@ -41,7 +40,6 @@ async def test_the_last_answer_counts_however_quickly_the_agent_ends() -> None:
         assert trajectory.turns[-1].metrics["session/undelivered"] == 0
 
 
-@asynchronous
 async def test_the_last_answer_says_how_the_rollout_ended_in_whatever_branch_it_is() -> None:
     async def play(client: openai.AsyncOpenAI) -> float:
         first = await ask(client, user("q"))
@@ -59,7 +57,6 @@ async def test_the_last_answer_says_how_the_rollout_ended_in_whatever_branch_it_
         assert "session/roots" in trajectory.turns[1].metrics
 
 
-@asynchronous
 async def test_an_agent_cannot_reward_itself_with_the_key_that_it_has() -> None:
     """Nor does it open, export or forget sessions: the port has no such routes, whatever the key."""
     async with rollout("one") as run:
@@ -87,7 +84,6 @@ async def test_an_agent_cannot_reward_itself_with_the_key_that_it_has() -> None:
         assert not [name for turn in trajectory.turns for name in turn.metrics if "reward" in name]
 
 
-@asynchronous
 async def test_a_reward_that_is_too_large_fails_the_rollout() -> None:
     async def play(client: openai.AsyncOpenAI) -> float:
         await ask(client, user("q"))
@@ -98,7 +94,6 @@ async def test_a_reward_that_is_too_large_fails_the_rollout() -> None:
             await run.play(play)
 
 
-@asynchronous
 async def test_an_agent_is_told_why_it_gets_no_answer_and_may_ask_again() -> None:
     late = AnswerTimeout(f"{KEY}: an answer took longer than 9 s")
 
@@ -125,7 +120,6 @@ async def test_an_agent_is_told_why_it_gets_no_answer_and_may_ask_again() -> Non
             await run.play(gives_up)
 
 
-@asynchronous
 async def test_the_error_of_a_room_is_raised_although_the_deadline_came_before_the_agent_gave_up() -> None:
     async def play(client: openai.AsyncOpenAI) -> float:
         with pytest.raises(openai.InternalServerError):
@@ -159,7 +153,6 @@ class AskingWith(Plays):
         return 1.0
 
 
-@asynchronous
 async def test_an_agent_whose_orchestrator_was_lost_gets_no_answer_of_the_next_one() -> None:
     """Its program may live longer, and find another orchestrator at the same port: it must not begin a session anew."""
     before = AskingWith(None)

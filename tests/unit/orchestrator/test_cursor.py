@@ -184,7 +184,9 @@ def test_the_first_failure_is_shown_with_its_environment() -> None:
 
 @pytest.mark.parametrize("policy", ["drop", "wait"])
 @pytest.mark.parametrize("seed", range(3))
-def test_every_problem_ends_once_however_often_the_run_is_interrupted(policy: str, seed: int, tmp_path: Path) -> None:
+async def test_every_problem_ends_once_however_often_the_run_is_interrupted(
+    policy: str, seed: int, tmp_path: Path
+) -> None:
     rng = random.Random(seed)
 
     async def reward(problem: Problem, sample: int) -> float:
@@ -216,14 +218,10 @@ def test_every_problem_ends_once_however_often_the_run_is_interrupted(policy: st
             fresh.pipeline.load(OrchestratorState.read(tmp_path / str(run.start)))
             return fresh
 
-    async def scenario() -> list[MixedRun]:
-        runs = [MixedRun(config, datasets(config, reward))]
-        for _ in range(3):
-            runs.append(await interrupted(runs[-1]))
-        await runs[-1].whole()
-        return runs
-
-    runs = asyncio.run(scenario())
+    runs = [MixedRun(config, datasets(config, reward))]
+    for _ in range(3):
+        runs.append(await interrupted(runs[-1]))
+    await runs[-1].whole()
     row, ledger = runs[-1].rows[-1], runs[-1].pipeline.snapshot().ledger
     trained_on = [problem for run in runs for problems in run.trained for problem in problems]
     assert len(trained_on) == len(set(trained_on)) == row["ledger/trained"] == 30

@@ -160,28 +160,25 @@ def test_only_so_many_problems_are_taken_and_always_the_same() -> None:
 # ---- beside training
 
 
-def test_training_goes_on_but_the_next_version_waits() -> None:
-    async def scenario() -> None:
-        run = EvalRun(with_evaluation(small_config(2, 6)))
-        last = run.sampler.hold(FIRST + 5)
-        async with run:
-            await run.pipeline.next_minibatch(0, 0)
-            await quiesce()
-            assert len(run.sampler.requests) == 6 + 8, "all slots of training are sampled beside it"
-            update = asyncio.create_task(run.pipeline.update_weights(published(1)))
-            await quiesce()
-            assert not update.done()
-            assert run.sampler.version == 0
-            last.set()
-            await update
-            await quiesce()
-            assert run.sampler.version == 1
-            row = run.pipeline.release(0).metrics
-            assert row["eval/fake/version"] == 0
-            assert row["eval/fake/n"] == 6
-            assert row["time/wait_for_evaluation"] >= 0
-
-    asyncio.run(scenario())
+async def test_training_goes_on_but_the_next_version_waits() -> None:
+    run = EvalRun(with_evaluation(small_config(2, 6)))
+    last = run.sampler.hold(FIRST + 5)
+    async with run:
+        await run.pipeline.next_minibatch(0, 0)
+        await quiesce()
+        assert len(run.sampler.requests) == 6 + 8, "all slots of training are sampled beside it"
+        update = asyncio.create_task(run.pipeline.update_weights(published(1)))
+        await quiesce()
+        assert not update.done()
+        assert run.sampler.version == 0
+        last.set()
+        await update
+        await quiesce()
+        assert run.sampler.version == 1
+        row = run.pipeline.release(0).metrics
+        assert row["eval/fake/version"] == 0
+        assert row["eval/fake/n"] == 6
+        assert row["time/wait_for_evaluation"] >= 0
 
 
 class Busy(FakeSampler):
@@ -202,19 +199,16 @@ class Busy(FakeSampler):
         return await super().sample(request)
 
 
-def test_neither_starves_the_other_at_the_gate() -> None:
-    async def scenario() -> None:
-        run = EvalRun(with_evaluation(small_config(3, 6, max_concurrent=4), samples=2), sampler=Busy())
-        async with run:
-            await run.pipeline.next_minibatch(0, 0)
-            assert 4 <= len(run.asked()) < 12, "a batch does not wait for the whole evaluation, nor holds it up"
-            assert isinstance(run.sampler, Busy)
-            assert max(map(sum, run.sampler.seen)) == 4
-            assert (2, 2) in run.sampler.seen
-            await run.pipeline.update_weights(published(1))
-            assert len(run.asked()) == 12
-
-    asyncio.run(scenario())
+async def test_neither_starves_the_other_at_the_gate() -> None:
+    run = EvalRun(with_evaluation(small_config(3, 6, max_concurrent=4), samples=2), sampler=Busy())
+    async with run:
+        await run.pipeline.next_minibatch(0, 0)
+        assert 4 <= len(run.asked()) < 12, "a batch does not wait for the whole evaluation, nor holds it up"
+        assert isinstance(run.sampler, Busy)
+        assert max(map(sum, run.sampler.seen)) == 4
+        assert (2, 2) in run.sampler.seen
+        await run.pipeline.update_weights(published(1))
+        assert len(run.asked()) == 12
 
 
 def test_training_is_what_it_is_without() -> None:
@@ -342,37 +336,31 @@ def test_a_token_of_another_version_is_an_error() -> None:
         asyncio.run(whole_run(run))
 
 
-def test_one_that_does_not_end_is_named() -> None:
-    async def scenario() -> None:
-        run = EvalRun(with_evaluation(small_config(2, 6, timeout_s=2.0)))  # also for the batch, on a busy machine
-        run.sampler.hold(FIRST + 1)
-        run.sampler.hold(FIRST + 4)
-        async with run:
-            await run.pipeline.next_minibatch(0, 0)
-            with pytest.raises(RoomFailed, match=r"evaluation of version 0: 2 of 6 problems of environment fake"):
-                await run.pipeline.update_weights(published(1))
-
-    asyncio.run(scenario())
+async def test_one_that_does_not_end_is_named() -> None:
+    run = EvalRun(with_evaluation(small_config(2, 6, timeout_s=2.0)))  # also for the batch, on a busy machine
+    run.sampler.hold(FIRST + 1)
+    run.sampler.hold(FIRST + 4)
+    async with run:
+        await run.pipeline.next_minibatch(0, 0)
+        with pytest.raises(RoomFailed, match=r"evaluation of version 0: 2 of 6 problems of environment fake"):
+            await run.pipeline.update_weights(published(1))
 
 
 # ---- state
 
 
-def test_a_killed_one_is_done_again_and_a_finished_one_is_not(tmp_path: Path) -> None:
-    async def scenario() -> tuple[EvalRun, EvalRun]:
-        run = EvalRun(with_evaluation(small_config(2, 6)))
-        async with run:
-            await run.step(0)
-            held = run.sampler.hold(FIRST + 3)
-            await run.step(1)
-            await quiesce()
-            again = run.resumed(tmp_path / "during", start=2)
-            held.set()
-            await quiesce()
-            late = run.resumed(tmp_path / "after", start=2)
-        return await whole_run(again), await whole_run(late)  # type: ignore[return-value]
-
-    during, after = asyncio.run(scenario())
+async def test_a_killed_one_is_done_again_and_a_finished_one_is_not(tmp_path: Path) -> None:
+    run = EvalRun(with_evaluation(small_config(2, 6)))
+    async with run:
+        await run.step(0)
+        held = run.sampler.hold(FIRST + 3)
+        await run.step(1)
+        await quiesce()
+        again = run.resumed(tmp_path / "during", start=2)
+        held.set()
+        await quiesce()
+        late = run.resumed(tmp_path / "after", start=2)
+    (during, after) = await whole_run(again), await whole_run(late)  # type: ignore[return-value]
     assert during.evaluated == after.evaluated == {2: 2, 4: 4, 5: 6}
     assert len(during.asked()) == 3 * 6
     assert len(after.asked()) == 2 * 6, "its metrics were kept until there was a row for them"
@@ -460,18 +448,15 @@ def test_a_resume_repeats_what_was_under_way(turns: int, tmp_path: Path) -> None
     assert outcome(interrupted) + outcome(resumed) == outcome(asyncio.run(whole_run(EvalGames(3))))
 
 
-def test_weights_that_are_there_can_be_evaluated_without_training() -> None:
-    async def evaluated() -> tuple[dict[str, float], EvalRun]:
-        run = EvalRun(with_evaluation(small_config(2, 6)))
-        return await run.pipeline.evaluate(WeightIdentity(2, 40, "loaded")), run
-
-    row, run = asyncio.run(evaluated())
+async def test_weights_that_are_there_can_be_evaluated_without_training() -> None:
+    run = EvalRun(with_evaluation(small_config(2, 6)))
+    (row, run) = await run.pipeline.evaluate(WeightIdentity(2, 40, "loaded")), run
     assert row["eval/fake/version"] == 40
     assert row["eval/fake/failed"] == 0, {k: v for k, v in row.items() if "errors" in k}
     assert run.asked() == run.sampler.requests, "no problem of training was sampled"
 
 
-def test_a_long_evaluation_says_how_far_it_is() -> None:
+async def test_a_long_evaluation_says_how_far_it_is() -> None:
     class Asks(FakeSampler):
         async def sample(self, request: SampleRequest) -> SampledSequence:
             said.append(run.pipeline.progress())
@@ -479,11 +464,7 @@ def test_a_long_evaluation_says_how_far_it_is() -> None:
 
     said: list[str] = []
     run = EvalRun(with_evaluation(small_config(2, 6)), sampler=Asks())
-
-    async def scenario() -> None:
-        await run.pipeline.evaluate(WeightIdentity(2, 40, "loaded"))
-
-    asyncio.run(scenario())
+    await run.pipeline.evaluate(WeightIdentity(2, 40, "loaded"))
     assert said[0] == "0 of 6 problems of fake are evaluated"
     assert run.pipeline.progress() == "0 groups are finished, and 0 are being sampled"
 
@@ -516,19 +497,15 @@ def test_reserved_replicas_take_all_of_an_evaluation_and_only_the_versions_that_
     assert sorted(run.evaluated.values()) == [0, 2, 4, 6]
 
 
-def test_training_and_updates_go_on_while_reserved_replicas_evaluate() -> None:
-    async def played() -> OnReserved:
-        run = OnReserved()
-        held = run.reserved.hold_update(0)
-        async with run:
-            await asyncio.wait_for(run.step(0), 10)
-            assert run.sampler.version == 1
-            held.set()
-            for step in range(1, 6):
-                await run.step(step)
-        return run
-
-    run = asyncio.run(played())
+async def test_training_and_updates_go_on_while_reserved_replicas_evaluate() -> None:
+    run = OnReserved()
+    held = run.reserved.hold_update(0)
+    async with run:
+        await asyncio.wait_for(run.step(0), 10)
+        assert run.sampler.version == 1
+        held.set()
+        for step in range(1, 6):
+            await run.step(step)
     assert 0 not in run.evaluated
     assert run.evaluated[1] == 0, "it stands in the row of the step during which it ended"
     assert sorted(run.evaluated.values()) == [0, 2, 4, 6]
@@ -547,38 +524,29 @@ def test_the_next_evaluation_waits_for_reserved_replicas_that_are_busy() -> None
     assert asyncio.run(played()) == 1, "version 2 is due, and version 0 is not done"
 
 
-def test_when_the_bytes_of_a_version_are_gone_the_next_one_is_evaluated_instead() -> None:
-    async def played() -> OnReserved:
-        run = OnReserved()
-        held = run.reserved.hold_update(0)
-        run.reserved.update_error = WeightsGone("the trainer no longer keeps version 0")
-        async with run:
-            await run.step(0)
-            held.set()
-            await quiesce()
-            run.reserved.update_error = None
-            for step in range(1, 6):
-                await run.step(step)
-        return run
-
-    run = asyncio.run(played())
+async def test_when_the_bytes_of_a_version_are_gone_the_next_one_is_evaluated_instead() -> None:
+    run = OnReserved()
+    held = run.reserved.hold_update(0)
+    run.reserved.update_error = WeightsGone("the trainer no longer keeps version 0")
+    async with run:
+        await run.step(0)
+        held.set()
+        await quiesce()
+        run.reserved.update_error = None
+        for step in range(1, 6):
+            await run.step(step)
     assert sorted(run.evaluated.values()) == [2, 4, 6]
 
 
-def test_an_evaluation_is_owed_until_it_was_done() -> None:
+async def test_an_evaluation_is_owed_until_it_was_done() -> None:
     """Of a version that is not due by itself."""
-
-    async def played() -> OnReserved:
-        run = OnReserved()
-        run.reserved.update_error = WeightsGone("the trainer no longer keeps version 2")
-        async with run:
-            for step in range(2):
-                await run.step(step)
-            await quiesce()
-            run.reserved.update_error = None
-            for step in range(2, 6):
-                await run.step(step)
-        return run
-
-    run = asyncio.run(played())
+    run = OnReserved()
+    run.reserved.update_error = WeightsGone("the trainer no longer keeps version 2")
+    async with run:
+        for step in range(2):
+            await run.step(step)
+        await quiesce()
+        run.reserved.update_error = None
+        for step in range(2, 6):
+            await run.step(step)
     assert sorted(run.evaluated.values()) == [3, 4, 6]

@@ -248,13 +248,10 @@ def test_what_a_failed_rollout_had_is_gone_at_once_not_when_the_cycle_collector_
         gc.enable()
 
 
-def test_a_batch_that_environments_hold_for_too_long_is_said_to_be_theirs() -> None:
-    async def scenario() -> None:
-        async with Run(small_config(4, timeout_s=0.3, max_steps_off_policy=0), Faulty(Fault(step=hangs))) as run:
-            with pytest.raises(RoomFailed, match="the environments hold it: no request is with a replica"):
-                await run.pipeline.next_minibatch(0, 0)
-
-    asyncio.run(scenario())
+async def test_a_batch_that_environments_hold_for_too_long_is_said_to_be_theirs() -> None:
+    async with Run(small_config(4, timeout_s=0.3, max_steps_off_policy=0), Faulty(Fault(step=hangs))) as run:
+        with pytest.raises(RoomFailed, match="the environments hold it: no request is with a replica"):
+            await run.pipeline.next_minibatch(0, 0)
 
 
 @pytest.mark.parametrize("one_by_one", [False, True], ids=["make_envs", "make_env"])
@@ -368,17 +365,12 @@ def test_what_always_fails_stops_the_run_with_the_first_traceback(name: str) -> 
         asyncio.run(whole_run(run))
 
 
-def test_tasks_that_a_group_leaves_are_cancelled_and_counted() -> None:
+async def test_tasks_that_a_group_leaves_are_cancelled_and_counted() -> None:
     LEFT.clear()
-
-    async def scenario() -> Run:
-        run = await whole_run(Run(small_config(max_steps=3), Faulty(Fault(step=leaks))))
-        await quiesce()
-        assert len(LEFT) == 2
-        assert all(task.cancelled() for task in LEFT)
-        return run
-
-    run = asyncio.run(scenario())
+    run = await whole_run(Run(small_config(max_steps=3), Faulty(Fault(step=leaks))))
+    await quiesce()
+    assert len(LEFT) == 2
+    assert all(task.cancelled() for task in LEFT)
     assert errors(run, "LeakedTasks") == 1
     assert BAD in trained(run), "its rollouts are whole"
 
@@ -394,21 +386,16 @@ def test_tasks_that_are_ended_in_cleaning_up_are_not_leaked() -> None:
     assert errors(played(Fault(step=leaks, clean=ends_them)), "LeakedTasks") == 0
 
 
-def test_an_evicted_group_leaves_no_task_behind() -> None:
+async def test_an_evicted_group_leaves_no_task_behind() -> None:
     LEFT.clear()
-
-    async def scenario() -> Run:
-        run = Run(small_config(1, 4, stale_policy="drop"), Faulty(Fault(step=leaks_and_hangs)))
-        async with run:
-            await run.step(0)
-            await run.step(1)
-            await run.step(2)
-            await quiesce()
-            assert LEFT
-            assert all(task.cancelled() for task in LEFT)
-        return run
-
-    run = asyncio.run(scenario())
+    run = Run(small_config(1, 4, stale_policy="drop"), Faulty(Fault(step=leaks_and_hangs)))
+    async with run:
+        await run.step(0)
+        await run.step(1)
+        await run.step(2)
+        await quiesce()
+        assert LEFT
+        assert all(task.cancelled() for task in LEFT)
     assert sum(row["off_policy/expired_running"] for row in run.rows) >= 1
     assert errors(run, "LeakedTasks") == 1
 

@@ -35,17 +35,14 @@ def test_the_loop_turns_while_a_minibatch_is_built():
     assert threads[0] is threads[1] is not threading.main_thread()
 
 
-def test_an_error_of_the_thread_reaches_who_asked():
+async def test_an_error_of_the_thread_reaches_who_asked():
     def build(keep):
         raise ValueError("a turn has an empty observation")
 
-    async def main():
-        layout = LayoutThread(keep_whole)
-        with pytest.raises(ValueError, match="empty observation"):
-            await layout(build)
-        layout.close()
-
-    asyncio.run(main())
+    layout = LayoutThread(keep_whole)
+    with pytest.raises(ValueError, match="empty observation"):
+        await layout(build)
+    layout.close()
 
 
 def test_without_an_actor_a_minibatch_is_built_here():

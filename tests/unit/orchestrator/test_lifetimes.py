@@ -62,17 +62,15 @@ def test_a_retry_makes_one_environment_or_takes_one_that_was_made_with_others(
 
 
 @pytest.mark.parametrize("builder", BUILDERS)
-def test_an_environment_is_closed_when_its_rollout_ends_not_when_its_group_does(builder: Any) -> None:
-    async def scenario() -> None:
-        dataset = WatchedProblems(at("step", asyncio.Event().wait, sample=1), builder=builder)
-        async with Run(config_of(), dataset):
-            await quiesce()
-            assert dict(dataset.closed) == {0: 1}
-            assert not dataset.cleaned
-        dataset.assert_each_closed_once()
-        assert dataset.cleaned == {0: 1}
-
-    virtual_time.run(scenario())
+@pytest.mark.virtual_time
+async def test_an_environment_is_closed_when_its_rollout_ends_not_when_its_group_does(builder: Any) -> None:
+    dataset = WatchedProblems(at("step", asyncio.Event().wait, sample=1), builder=builder)
+    async with Run(config_of(), dataset):
+        await quiesce()
+        assert dict(dataset.closed) == {0: 1}
+        assert not dataset.cleaned
+    dataset.assert_each_closed_once()
+    assert dataset.cleaned == {0: 1}
 
 
 def test_before_a_retry_the_environment_of_the_failed_try_is_closed() -> None:
@@ -153,22 +151,20 @@ def test_a_stop_closes_all_and_waits_for_it(builder: Any, method: str) -> None:
     virtual_time.run(scenario()).assert_each_closed_once()
 
 
-def test_a_stop_waits_for_a_group_that_was_just_evicted() -> None:
+@pytest.mark.virtual_time
+async def test_a_stop_waits_for_a_group_that_was_just_evicted() -> None:
     async def slowly() -> None:
         await asyncio.sleep(3)
 
-    async def scenario() -> None:
-        dataset = WatchedProblems(at("close", slowly))
-        run = Run(config_of(max_steps=3, max_steps_off_policy=1, stale_policy="drop"), dataset)
-        run.sampler.hold(0)
-        async with run:
-            await run.step(0)
-            await run.step(1)
-            assert run.rows[1]["off_policy/expired_running"] == 1
-        assert dataset.whole_closes == dataset.made
-        dataset.assert_each_closed_once()
-
-    virtual_time.run(scenario())
+    dataset = WatchedProblems(at("close", slowly))
+    run = Run(config_of(max_steps=3, max_steps_off_policy=1, stale_policy="drop"), dataset)
+    run.sampler.hold(0)
+    async with run:
+        await run.step(0)
+        await run.step(1)
+        assert run.rows[1]["off_policy/expired_running"] == 1
+    assert dataset.whole_closes == dataset.made
+    dataset.assert_each_closed_once()
 
 
 def test_a_stop_is_over_in_time_though_nothing_can_be_closed_or_cleaned_up() -> None:
@@ -187,21 +183,19 @@ def test_a_stop_is_over_in_time_though_nothing_can_be_closed_or_cleaned_up() -> 
     assert virtual_time.run(scenario()) <= 10, "once for environments, once for cleanup()"
 
 
-def test_a_stop_ends_an_evaluation_without_training_too() -> None:
-    async def scenario() -> None:
-        held_out, sampler = WatchedProblems(), FakeSampler()
-        sampler.hold(0)
-        config = config_of().model_copy(update={"eval": EvalConfig(every=1, samples=2)})
-        pipeline = Pipeline(config, [WatchedProblems()], sampler, RolloutLimits(1000, 100), [held_out])
-        evaluation = asyncio.create_task(pipeline.evaluate(WeightIdentity(0, 3, "d3")))
-        await quiesce()
-        assert held_out.made > len(held_out.closed), "some are being played"
-        await pipeline.stop()
-        held_out.assert_each_closed_once()
-        with pytest.raises(asyncio.CancelledError):
-            await evaluation
-
-    virtual_time.run(scenario())
+@pytest.mark.virtual_time
+async def test_a_stop_ends_an_evaluation_without_training_too() -> None:
+    held_out, sampler = WatchedProblems(), FakeSampler()
+    sampler.hold(0)
+    config = config_of().model_copy(update={"eval": EvalConfig(every=1, samples=2)})
+    pipeline = Pipeline(config, [WatchedProblems()], sampler, RolloutLimits(1000, 100), [held_out])
+    evaluation = asyncio.create_task(pipeline.evaluate(WeightIdentity(0, 3, "d3")))
+    await quiesce()
+    assert held_out.made > len(held_out.closed), "some are being played"
+    await pipeline.stop()
+    held_out.assert_each_closed_once()
+    with pytest.raises(asyncio.CancelledError):
+        await evaluation
 
 
 def test_the_driver_waits_for_as_long_as_the_slowest_environment_may_take_also_in_evaluations() -> None:
@@ -353,28 +347,23 @@ def test_nor_does_it_in_a_builder(act: Any, counted: str, name: str) -> None:
     dataset.assert_each_closed_once()
 
 
-def test_a_dataset_that_interrupts_ends_the_run_with_an_error_not_the_loop() -> None:
+@pytest.mark.virtual_time
+async def test_a_dataset_that_interrupts_ends_the_run_with_an_error_not_the_loop() -> None:
     class Interrupting(WatchedProblems):
         def get_batch(self, index: int) -> Any:
             interrupt()
 
-    async def scenario() -> None:
-        run = Run(config_of(), Interrupting())
-        async with run:
-            with pytest.raises(EnvExited, match="KeyboardInterrupt"):
-                await run.pipeline.next_minibatch(0, 0)
-
-    virtual_time.run(scenario())
+    run = Run(config_of(), Interrupting())
+    async with run:
+        with pytest.raises(EnvExited, match="KeyboardInterrupt"):
+            await run.pipeline.next_minibatch(0, 0)
 
 
-def test_work_that_is_thrown_away_is_no_exit() -> None:
-    async def scenario() -> None:
-        work = contained(hangs())
-        task = asyncio.ensure_future(work)
-        await quiesce()
-        work.close()  # raises GeneratorExit in it
-        assert work.cr_frame is None
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-    asyncio.run(scenario())
+async def test_work_that_is_thrown_away_is_no_exit() -> None:
+    work = contained(hangs())
+    task = asyncio.ensure_future(work)
+    await quiesce()
+    work.close()  # raises GeneratorExit in it
+    assert work.cr_frame is None
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

@@ -59,40 +59,33 @@ def test_a_limit_is_reached_at_the_same_place() -> None:
     assert all(other == first for other in others)
 
 
-def test_a_rollout_that_was_cancelled_is_not_waited_for() -> None:
-    async def scenario() -> None:
-        lockstep = Lockstep(lambda: False)
-        lockstep.enter(0, rollouts=1)
-        lockstep.enter(1, rollouts=1)
-        with lockstep.limit(60) as deadline:
-            waiting = asyncio.create_task(lockstep.before_sample(0, 0, deadline))
-            await asyncio.sleep(0)
-            waiting.cancel()
-            lockstep.leave(1)
-            with pytest.raises(asyncio.CancelledError):
-                await waiting
-
-    asyncio.run(scenario())
+async def test_a_rollout_that_was_cancelled_is_not_waited_for() -> None:
+    lockstep = Lockstep(lambda: False)
+    lockstep.enter(0, rollouts=1)
+    lockstep.enter(1, rollouts=1)
+    with lockstep.limit(60) as deadline:
+        waiting = asyncio.create_task(lockstep.before_sample(0, 0, deadline))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        lockstep.leave(1)
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
 
 
-def test_a_request_that_ends_alone_leaves_its_rollout_its_deadline() -> None:
+async def test_a_request_that_ends_alone_leaves_its_rollout_its_deadline() -> None:
     """An agent may give up one request, and then send another."""
-
-    async def scenario() -> None:
-        lockstep = Lockstep(lambda: False)
-        lockstep.enter(0, rollouts=2)
-        with lockstep.limit(60) as deadline, lockstep.limit(60) as other:
-            waiting = asyncio.create_task(lockstep.before_sample(0, 0, deadline))
-            await asyncio.sleep(0)
-            waiting.cancel()
-            await asyncio.wait([waiting])
-            assert deadline.when() == pytest.approx(asyncio.get_running_loop().time() + 60, abs=5)
-            both = enumerate((deadline, other))
-            again = [asyncio.create_task(lockstep.before_sample(0, sample, own)) for sample, own in both]
-            await asyncio.wait(again, timeout=5)
-            assert all(task.done() and not task.exception() for task in again)
-
-    asyncio.run(scenario())
+    lockstep = Lockstep(lambda: False)
+    lockstep.enter(0, rollouts=2)
+    with lockstep.limit(60) as deadline, lockstep.limit(60) as other:
+        waiting = asyncio.create_task(lockstep.before_sample(0, 0, deadline))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        assert deadline.when() == pytest.approx(asyncio.get_running_loop().time() + 60, abs=5)
+        both = enumerate((deadline, other))
+        again = [asyncio.create_task(lockstep.before_sample(0, sample, own)) for sample, own in both]
+        await asyncio.wait(again, timeout=5)
+        assert all(task.done() and not task.exception() for task in again)
 
 
 @pytest.mark.parametrize("boundary", [0, 1, 3])

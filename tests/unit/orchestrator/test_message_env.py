@@ -124,23 +124,19 @@ def test_tools_are_in_the_prompt() -> None:
     assert '"name": "look"' in bpe().decode(policy.requests[0].prompt)
 
 
-def test_a_chat_says_only_what_is_new_and_keeps_its_tokens_once() -> None:
+async def test_a_chat_says_only_what_is_new_and_keeps_its_tokens_once() -> None:
     """Prompts of long chats would be made, compared and held once for each turn."""
     env, made = Questions(4), renderer(**KEEPING)
     rendered = RenderedEnv(env, made)
-
-    async def turns() -> None:
-        first, _ = await rendered.initial_observation()
-        so_far = list(first)
-        for turn in range(3):
-            action = ended("4", made, turn)
-            observation = (await rendered.step(action)).next_observation
-            assert isinstance(observation, Continuation)
-            so_far += [*action, *observation.tokens]
-            assert rendered._prompt.tolist() == so_far
-        assert not any("prompt" in message for message in rendered._messages)
-
-    asyncio.run(turns())
+    first, _ = await rendered.initial_observation()
+    so_far = list(first)
+    for turn in range(3):
+        action = ended("4", made, turn)
+        observation = (await rendered.step(action)).next_observation
+        assert isinstance(observation, Continuation)
+        so_far += [*action, *observation.tokens]
+        assert rendered._prompt.tolist() == so_far
+    assert not any("prompt" in message for message in rendered._messages)
 
 
 def test_a_group_is_as_many_chats_and_can_be_pickled() -> None:

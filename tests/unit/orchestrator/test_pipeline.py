@@ -48,20 +48,17 @@ def test_group_rewards_are_centred_into_advantages() -> None:
     assert batch.columns["advantages"][batch.columns["mask"] == 1].tolist() == [-0.5, 0.5, -0.5, 0.5]
 
 
-def test_synchronous_run_dispatches_nothing_before_release() -> None:
-    async def scenario() -> None:
-        async with Run(small_config(max_steps_off_policy=0)) as run:
-            for step in range(3):
-                await run.pipeline.next_minibatch(step, 0)
-                await run.pipeline.update_weights(published(step + 1))
-                await quiesce()
-                assert len(run.sampler.requests) == 4 * (step + 1)
-                row = run.pipeline.release(step).metrics
-                assert row["off_policy/max"] == row["off_policy/token_mean"] == 0
-                await quiesce()
-                assert len(run.sampler.requests) == 4 * (step + 2)
-
-    asyncio.run(scenario())
+async def test_synchronous_run_dispatches_nothing_before_release() -> None:
+    async with Run(small_config(max_steps_off_policy=0)) as run:
+        for step in range(3):
+            await run.pipeline.next_minibatch(step, 0)
+            await run.pipeline.update_weights(published(step + 1))
+            await quiesce()
+            assert len(run.sampler.requests) == 4 * (step + 1)
+            row = run.pipeline.release(step).metrics
+            assert row["off_policy/max"] == row["off_policy/token_mean"] == 0
+            await quiesce()
+            assert len(run.sampler.requests) == 4 * (step + 2)
 
 
 @pytest.mark.parametrize(("substeps", "minibatches"), [(1, 4), (2, 1), (2, 2), (4, 1)])
@@ -77,97 +74,83 @@ def test_streamed_minibatches_hold_the_same_groups(substeps: int, minibatches: i
         assert sum(m.divisor for m in many) == one.divisor
 
 
-def test_a_streamed_minibatch_does_not_wait_for_the_batch() -> None:
-    async def scenario() -> None:
-        run = Run(small_config(2, minibatches=2, max_steps_off_policy=0))
-        straggler = run.sampler.hold(0)
-        async with run:
-            first = await run.pipeline.next_minibatch(0, 0)
-            assert (problems_of([first]), first.last) == ([1, 1], False)
-            straggler.set()
-            second = await run.pipeline.next_minibatch(0, 0)
-            assert (problems_of([second]), second.last) == ([0, 0], True)
-
-    asyncio.run(scenario())
+async def test_a_streamed_minibatch_does_not_wait_for_the_batch() -> None:
+    run = Run(small_config(2, minibatches=2, max_steps_off_policy=0))
+    straggler = run.sampler.hold(0)
+    async with run:
+        first = await run.pipeline.next_minibatch(0, 0)
+        assert (problems_of([first]), first.last) == ([1, 1], False)
+        straggler.set()
+        second = await run.pipeline.next_minibatch(0, 0)
+        assert (problems_of([second]), second.last) == ([0, 0], True)
 
 
-def test_a_trainer_that_is_free_gets_all_groups_that_have_finished() -> None:
+async def test_a_trainer_that_is_free_gets_all_groups_that_have_finished() -> None:
     """Of 32 groups of 2 rollouts a part has at least 8, so that a shard has 16 rollouts."""
-
-    async def scenario() -> None:
-        run = Run(small_config(32, minibatches="auto", max_steps_off_policy=0))
-        held = [run.sampler.hold(problem) for problem in range(25)]
-        async with run:
-            first = asyncio.create_task(run.pipeline.next_minibatch(0, 0))
-            await quiesce()
-            assert not first.done(), "seven have finished"
-            held[24].set()
-            assert problems_of([await first]) == [n for n in range(24, 32) for _ in range(2)]
-            for straggler in held[1:24]:
-                straggler.set()
-            await quiesce()
-            second = await run.pipeline.next_minibatch(0, 0)
-            assert problems_of([second]) == [n for n in range(1, 24) for _ in range(2)]
-            last = asyncio.create_task(run.pipeline.next_minibatch(0, 0))
-            await quiesce()
-            assert not last.done()
-            held[0].set()
-            assert problems_of([await last]) == [0, 0], "the last part is what lacks"
-            assert [each.last for each in (await first, second, await last)] == [False, False, True]
-
-    asyncio.run(scenario())
+    run = Run(small_config(32, minibatches="auto", max_steps_off_policy=0))
+    held = [run.sampler.hold(problem) for problem in range(25)]
+    async with run:
+        first = asyncio.create_task(run.pipeline.next_minibatch(0, 0))
+        await quiesce()
+        assert not first.done(), "seven have finished"
+        held[24].set()
+        assert problems_of([await first]) == [n for n in range(24, 32) for _ in range(2)]
+        for straggler in held[1:24]:
+            straggler.set()
+        await quiesce()
+        second = await run.pipeline.next_minibatch(0, 0)
+        assert problems_of([second]) == [n for n in range(1, 24) for _ in range(2)]
+        last = asyncio.create_task(run.pipeline.next_minibatch(0, 0))
+        await quiesce()
+        assert not last.done()
+        held[0].set()
+        assert problems_of([await last]) == [0, 0], "the last part is what lacks"
+        assert [each.last for each in (await first, second, await last)] == [False, False, True]
 
 
 @pytest.mark.parametrize("substeps", [1, 2])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_a_batch_that_is_there_comes_whole_and_in_deterministic_mode_always(substeps: int, deterministic: bool) -> None:
-    async def scenario() -> Run:
-        options = {"minibatches": "auto", "deterministic": deterministic, "max_steps_off_policy": 0}
-        run = Run(small_config(16, 2, substeps, **options))
-        async with run:
-            for step in range(2):
-                if not deterministic:
-                    await quiesce()
-                await run.step(step)
-        return run
-
-    run = asyncio.run(scenario())
+async def test_a_batch_that_is_there_comes_whole_and_in_deterministic_mode_always(
+    substeps: int, deterministic: bool
+) -> None:
+    options = {"minibatches": "auto", "deterministic": deterministic, "max_steps_off_policy": 0}
+    run = Run(small_config(16, 2, substeps, **options))
+    async with run:
+        for step in range(2):
+            if not deterministic:
+                await quiesce()
+            await run.step(step)
     assert [len(minibatches) for minibatches in run.batches] == [substeps, substeps]
 
 
 @pytest.mark.parametrize("policy", ["drop", "wait"])
 @pytest.mark.parametrize("max_steps_off_policy", [0, 1, 3])
 @pytest.mark.parametrize("max_concurrent", [4, "auto"])
-def test_age_stays_within_the_bound_whoever_straggles(
+async def test_age_stays_within_the_bound_whoever_straggles(
     policy: str, max_steps_off_policy: int, max_concurrent: int | str
 ) -> None:
     """Every third problem is held until two later steps are over, or until the run cannot go on without it."""
-
-    async def scenario() -> Run:
-        options = {
-            "stale_policy": policy,
-            "max_steps_off_policy": max_steps_off_policy,
-            "max_concurrent": max_concurrent,
-        }
-        config = small_config(3, 9, **options)
-        run = Run(config)
-        for problem in range(0, 90, 3):
-            run.sampler.hold(problem)
-        async with run:
-            for step in range(config.max_steps):
-                waiting = asyncio.create_task(run.step(step))
+    options = {
+        "stale_policy": policy,
+        "max_steps_off_policy": max_steps_off_policy,
+        "max_concurrent": max_concurrent,
+    }
+    config = small_config(3, 9, **options)
+    run = Run(config)
+    for problem in range(0, 90, 3):
+        run.sampler.hold(problem)
+    async with run:
+        for step in range(config.max_steps):
+            waiting = asyncio.create_task(run.step(step))
+            await quiesce()
+            for problem in range(0, 3 * step - 3, 3):
+                run.sampler.held[problem].set()
+            await quiesce()
+            while not waiting.done():
+                for request in run.sampler.requests:
+                    run.sampler.hold(request.prompt[0]).set()
                 await quiesce()
-                for problem in range(0, 3 * step - 3, 3):
-                    run.sampler.held[problem].set()
-                await quiesce()
-                while not waiting.done():
-                    for request in run.sampler.requests:
-                        run.sampler.hold(request.prompt[0]).set()
-                    await quiesce()
-                await waiting
-        return run
-
-    run = asyncio.run(scenario())
+            await waiting
     for step, (minibatch,) in enumerate(run.batches):
         ages = step - minibatch.provenance.floors
         assert 0 <= ages.min() <= ages.max() <= max_steps_off_policy
@@ -178,7 +161,7 @@ def test_age_stays_within_the_bound_whoever_straggles(
         assert max(row["off_policy/mean"] for row in run.rows) > 0
 
 
-def test_no_more_rollouts_are_in_flight_than_may_be_and_each_that_ends_makes_room() -> None:
+async def test_no_more_rollouts_are_in_flight_than_may_be_and_each_that_ends_makes_room() -> None:
     second_may_end = asyncio.Event()
 
     async def waits(problem: Problem, sample: int) -> float:
@@ -186,31 +169,24 @@ def test_no_more_rollouts_are_in_flight_than_may_be_and_each_that_ends_makes_roo
             await second_may_end.wait()
         return float(sample)
 
-    async def scenario() -> None:
-        async with Run(small_config(4, max_concurrent=3), Problems(waits)) as run:
-            asked: list[list[int]] = []
-            for _ in range(2):
-                await quiesce()
-                asked.append([request.prompt[0] for request in run.sampler.requests])
-                second_may_end.set()
-            assert asked[0] == [0, 0, 1, 1], "one of the first two has ended, and two fit again"
-            assert set(asked[1]) == set(range(8))
-
-    asyncio.run(scenario())
-
-
-def test_a_group_that_waits_for_room_gets_the_floor_of_its_start() -> None:
-    async def scenario() -> Run:
-        run = Run(small_config(2, 3, max_concurrent=2, stale_policy="wait"))
-        second = run.sampler.hold(2)
-        async with run:
-            await run.step(0)
+    async with Run(small_config(4, max_concurrent=3), Problems(waits)) as run:
+        asked: list[list[int]] = []
+        for _ in range(2):
             await quiesce()
-            second.set()
-            await run.step(1)
-        return run
+            asked.append([request.prompt[0] for request in run.sampler.requests])
+            second_may_end.set()
+        assert asked[0] == [0, 0, 1, 1], "one of the first two has ended, and two fit again"
+        assert set(asked[1]) == set(range(8))
 
-    run = asyncio.run(scenario())
+
+async def test_a_group_that_waits_for_room_gets_the_floor_of_its_start() -> None:
+    run = Run(small_config(2, 3, max_concurrent=2, stale_policy="wait"))
+    second = run.sampler.hold(2)
+    async with run:
+        await run.step(0)
+        await quiesce()
+        second.set()
+        await run.step(1)
     assert [group["floor"] for released in run.released for group in released.trained] == [0, 0, 0, 1]
 
 
@@ -239,19 +215,16 @@ def test_waiting_for_room_does_not_count_as_time_of_a_rollout_but_all_its_turns_
     assert run.rows[0]["rollout_errors/TimeoutError"] == 2, "the first problem took twice 6 s"
 
 
-def test_a_source_of_load_that_fails_ends_the_run() -> None:
+async def test_a_source_of_load_that_fails_ends_the_run() -> None:
     class Unwell(FakeSampler):
         async def stats(self) -> dict[int, ReplicaStats]:
             raise RoomFailed("inference replica 0 does not say what it has to do")
 
-    async def scenario() -> None:
-        run = Run(small_config(), sampler=Unwell())
-        run.sampler.hold(0)
-        async with run:
-            with pytest.raises(RoomFailed, match="does not say"):
-                await run.step(0)
-
-    asyncio.run(scenario())
+    run = Run(small_config(), sampler=Unwell())
+    run.sampler.hold(0)
+    async with run:
+        with pytest.raises(RoomFailed, match="does not say"):
+            await run.step(0)
 
 
 def test_the_limit_follows_the_load_and_stands_in_the_row() -> None:
@@ -275,17 +248,13 @@ def test_the_limit_follows_the_load_and_stands_in_the_row() -> None:
     assert run.rows[1]["perf/max_concurrent"] < run.rows[0]["perf/max_concurrent"]
 
 
-def test_tokens_know_their_versions_over_an_update() -> None:
-    async def scenario() -> Run:
-        run = Run(small_config(2, 2, stale_policy="wait"))
-        straggler = run.sampler.hold(2)
-        async with run:
-            await run.step(0)
-            straggler.set()
-            await run.step(1)
-        return run
-
-    run = asyncio.run(scenario())
+async def test_tokens_know_their_versions_over_an_update() -> None:
+    run = Run(small_config(2, 2, stale_policy="wait"))
+    straggler = run.sampler.hold(2)
+    async with run:
+        await run.step(0)
+        straggler.set()
+        await run.step(1)
     (minibatch,) = run.batches[1]
     first = minibatch.batch.datum(0)
     assert first.loss_fn_inputs["versions"].tolist() == [-1, 0, 1]
@@ -294,18 +263,14 @@ def test_tokens_know_their_versions_over_an_update() -> None:
     assert run.rows[1]["off_policy/mixed_frac"] == 0.0
 
 
-def test_the_share_of_mixed_tokens_is_in_the_row() -> None:
-    async def scenario() -> Run:
-        run = Run(small_config(2, 2, stale_policy="wait"))
-        run.sampler.mixes = True
-        straggler = run.sampler.hold(2)
-        async with run:
-            await run.step(0)
-            straggler.set()
-            await run.step(1)
-        return run
-
-    run = asyncio.run(scenario())
+async def test_the_share_of_mixed_tokens_is_in_the_row() -> None:
+    run = Run(small_config(2, 2, stale_policy="wait"))
+    run.sampler.mixes = True
+    straggler = run.sampler.hold(2)
+    async with run:
+        await run.step(0)
+        straggler.set()
+        await run.step(1)
     (minibatch,) = run.batches[1]
     versions = minibatch.batch.columns["versions"]
     sampled = (versions >= 0).sum()
@@ -313,51 +278,40 @@ def test_the_share_of_mixed_tokens_is_in_the_row() -> None:
     assert run.rows[1]["off_policy/mixed_frac"] == (sampled - minibatch.batch.temperatures.size) / sampled > 0
 
 
-def test_an_update_does_not_hold_up_the_driver() -> None:
+async def test_an_update_does_not_hold_up_the_driver() -> None:
     """Back-pressure is in the slots: they are free once the update has ended."""
-
-    async def scenario() -> None:
-        async with Run(small_config(2, 5)) as run:
-            update = run.sampler.hold_update(1)
-            await run.step(0)
-            await quiesce()
-            assert (run.sampler.version, len(run.sampler.requests)) == (0, 8), "two batches' worth, no slot is free"
-            await run.pipeline.next_minibatch(1, 0)
-            update.set()
-            await quiesce()
-            assert (run.sampler.version, len(run.sampler.requests)) == (1, 12)
-
-    asyncio.run(scenario())
+    async with Run(small_config(2, 5)) as run:
+        update = run.sampler.hold_update(1)
+        await run.step(0)
+        await quiesce()
+        assert (run.sampler.version, len(run.sampler.requests)) == (0, 8), "two batches' worth, no slot is free"
+        await run.pipeline.next_minibatch(1, 0)
+        update.set()
+        await quiesce()
+        assert (run.sampler.version, len(run.sampler.requests)) == (1, 12)
 
 
-def test_the_next_update_waits_for_the_one_before() -> None:
-    async def scenario() -> None:
-        async with Run(small_config(2, 5)) as run:
-            update = run.sampler.hold_update(1)
-            await run.step(0)
-            second = asyncio.create_task(run.step(1))
-            await quiesce()
-            assert (run.sampler.version, second.done()) == (0, False)
-            update.set()
-            await second
-            await quiesce()
-            assert run.sampler.version == 2
-
-    asyncio.run(scenario())
+async def test_the_next_update_waits_for_the_one_before() -> None:
+    async with Run(small_config(2, 5)) as run:
+        update = run.sampler.hold_update(1)
+        await run.step(0)
+        second = asyncio.create_task(run.step(1))
+        await quiesce()
+        assert (run.sampler.version, second.done()) == (0, False)
+        update.set()
+        await second
+        await quiesce()
+        assert run.sampler.version == 2
 
 
-def test_an_update_that_does_not_end_names_the_replicas_that_lack_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_update_that_does_not_end_names_the_replicas_that_lack_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("orchestrator.replicas.ANSWER_S", 0.0)
     monkeypatch.setattr("trireme.config.Config.patience_s", 0.0)
-
-    async def scenario() -> None:
-        async with Run(small_config(2, 5, update_s=0.05)) as run:
-            run.sampler.hold_update(1)
-            await run.step(0)
-            with pytest.raises(RoomFailed, match=r"timeouts.update_s.* update to version 1; .*replicas: \{0: 0\}"):
-                await run.step(1)
-
-    asyncio.run(scenario())
+    async with Run(small_config(2, 5, update_s=0.05)) as run:
+        run.sampler.hold_update(1)
+        await run.step(0)
+        with pytest.raises(RoomFailed, match=r"timeouts.update_s.* update to version 1; .*replicas: \{0: 0\}"):
+            await run.step(1)
 
 
 @pytest.mark.parametrize(
@@ -365,22 +319,19 @@ def test_an_update_that_does_not_end_names_the_replicas_that_lack_it(monkeypatch
     [(0, 5, 1), (1, 1, 1), (1, 5, 0)],
     ids=["first", "last", "synchronous"],
 )
-def test_where_nothing_goes_on_without_it_an_update_ends_before_the_verb_returns(
+async def test_where_nothing_goes_on_without_it_an_update_ends_before_the_verb_returns(
     held: int, max_steps: int, max_steps_off_policy: int
 ) -> None:
-    async def scenario() -> None:
-        run = Run(small_config(2, max_steps, max_steps_off_policy=max_steps_off_policy))
-        update = run.sampler.hold_update(held)
-        async with run if held else nullcontext():
-            verb = asyncio.create_task(run.step(0) if held else run.pipeline.update_weights(published(0)))
-            await quiesce()
-            assert (run.sampler.version, verb.done()) == (held - 1, False)
-            update.set()
-            await verb
-            assert run.sampler.version == held
-        await run.pipeline.stop()
-
-    asyncio.run(scenario())
+    run = Run(small_config(2, max_steps, max_steps_off_policy=max_steps_off_policy))
+    update = run.sampler.hold_update(held)
+    async with run if held else nullcontext():
+        verb = asyncio.create_task(run.step(0) if held else run.pipeline.update_weights(published(0)))
+        await quiesce()
+        assert (run.sampler.version, verb.done()) == (held - 1, False)
+        update.set()
+        await verb
+        assert run.sampler.version == held
+    await run.pipeline.stop()
 
 
 async def release(pipeline: Pipeline) -> None:
@@ -388,17 +339,14 @@ async def release(pipeline: Pipeline) -> None:
 
 
 @pytest.mark.parametrize("verb", [release, lambda p: p.next_minibatch(1, 0), lambda p: p.update_weights(published(2))])
-def test_a_failed_update_is_raised_by_the_next_verb(verb: Callable[[Pipeline], Coroutine[Any, Any, Any]]) -> None:
-    async def scenario() -> None:
-        async with Run(small_config(2, 5)) as run:
-            await run.pipeline.next_minibatch(0, 0)
-            run.sampler.update_error = WeightsRefused("canary of version 1")
-            await run.pipeline.update_weights(published(1))
-            await quiesce()
-            with pytest.raises(WeightsRefused, match="canary of version 1"):
-                await verb(run.pipeline)
-
-    asyncio.run(scenario())
+async def test_a_failed_update_is_raised_by_the_next_verb(verb: Callable[[Pipeline], Coroutine[Any, Any, Any]]) -> None:
+    async with Run(small_config(2, 5)) as run:
+        await run.pipeline.next_minibatch(0, 0)
+        run.sampler.update_error = WeightsRefused("canary of version 1")
+        await run.pipeline.update_weights(published(1))
+        await quiesce()
+        with pytest.raises(WeightsRefused, match="canary of version 1"):
+            await verb(run.pipeline)
 
 
 def test_a_row_tells_of_the_update_to_the_version_that_was_trained_on() -> None:
@@ -409,23 +357,19 @@ def test_a_row_tells_of_the_update_to_the_version_that_was_trained_on() -> None:
     assert all(row["time/update"] >= row["time/update_pause"] >= 0 for row in run.rows)
 
 
-def test_dropped_rollouts_are_cancelled_and_cleaned_up() -> None:
-    async def scenario() -> Run:
-        run = Run(small_config(1, 3, stale_policy="drop"))
-        run.sampler.hold(0)
-        async with run:
-            await run.step(0)
-            await run.step(1)
-            await quiesce()
-            assert run.dataset.cleaned[0] == 1  # type: ignore[attr-defined]
-        return run
-
-    run = asyncio.run(scenario())
+async def test_dropped_rollouts_are_cancelled_and_cleaned_up() -> None:
+    run = Run(small_config(1, 3, stale_policy="drop"))
+    run.sampler.hold(0)
+    async with run:
+        await run.step(0)
+        await run.step(1)
+        await quiesce()
+        assert run.dataset.cleaned[0] == 1  # type: ignore[attr-defined]
     assert run.rows[1]["off_policy/expired_running"] == run.rows[1]["off_policy/dropped"] == 1
     assert len([r for r in run.sampler.requests if r.prompt[0] == 0]) == 2, "its problem is not sampled again"
 
 
-def test_cleaning_up_is_not_interrupted_by_a_drop() -> None:
+async def test_cleaning_up_is_not_interrupted_by_a_drop() -> None:
     class Slow(Problem):
         async def cleanup(self) -> None:
             await cleaning_may_end.wait()
@@ -436,22 +380,18 @@ def test_cleaning_up_is_not_interrupted_by_a_drop() -> None:
             return [Problem(self, 3 * index + i) if index or i else Slow(self, 0) for i in range(3)]
 
     cleaning_may_end = asyncio.Event()
-
-    async def scenario() -> None:
-        run = Run(small_config(1, 4, stale_policy="drop"), OneSlow())
-        async with run:
-            await run.step(0)
-            await run.step(1)
-            assert run.rows[1]["off_policy/expired_running"] == 1
-            await quiesce()
-            assert run.dataset.cleaned[0] == 0  # type: ignore[attr-defined]
-            cleaning_may_end.set()
-            await quiesce()
-            assert run.dataset.cleaned[0] == 1, "it has ended"  # type: ignore[attr-defined]
-            await run.step(2)
-            await run.step(3)
-
-    asyncio.run(scenario())
+    run = Run(small_config(1, 4, stale_policy="drop"), OneSlow())
+    async with run:
+        await run.step(0)
+        await run.step(1)
+        assert run.rows[1]["off_policy/expired_running"] == 1
+        await quiesce()
+        assert run.dataset.cleaned[0] == 0  # type: ignore[attr-defined]
+        cleaning_may_end.set()
+        await quiesce()
+        assert run.dataset.cleaned[0] == 1, "it has ended"  # type: ignore[attr-defined]
+        await run.step(2)
+        await run.step(3)
 
 
 def test_failed_rollouts_are_retried() -> None:
@@ -554,7 +494,7 @@ def test_nothing_but_equal_rewards_stops_the_run() -> None:
         asyncio.run(whole_run(run))
 
 
-def test_a_limit_reached_while_training_waits_for_the_end_of_the_step() -> None:
+async def test_a_limit_reached_while_training_waits_for_the_end_of_the_step() -> None:
     """So that the run stops, and can be committed, at a boundary."""
 
     class SlowTrainer(Run):
@@ -565,15 +505,12 @@ def test_a_limit_reached_while_training_waits_for_the_end_of_the_step() -> None:
     async def equal_from_two_on(problem: Problem, sample: int) -> float:
         return float(sample) if problem.number < 2 else 1.0
 
-    async def run() -> Run:
-        config = small_config(remove_constant_reward_groups=True, max_filtered_batches=1)
-        async with SlowTrainer(config, Problems(equal_from_two_on)) as run:
-            await run.step(0)
-            with pytest.raises(LimitReached, match="last 2 groups"):
-                await run.step(1)
-        return run
-
-    ended = asyncio.run(run())
+    config = small_config(remove_constant_reward_groups=True, max_filtered_batches=1)
+    async with SlowTrainer(config, Problems(equal_from_two_on)) as run:
+        await run.step(0)
+        with pytest.raises(LimitReached, match="last 2 groups"):
+            await run.step(1)
+    ended = run
     assert len(ended.rows) == 1
     assert ended.pipeline.snapshot().ledger["released"] == 1
 
@@ -590,74 +527,59 @@ def test_errors_of_a_loop_surface_in_the_call_that_waits() -> None:
         asyncio.run(whole_run(run))
 
 
-def test_a_lost_room_is_no_failed_rollout() -> None:
+async def test_a_lost_room_is_no_failed_rollout() -> None:
     class Lost(FakeSampler):
         async def sample(self, request: SampleRequest) -> SampledSequence:
             raise RoomFailed("all replicas are gone")
 
-    async def scenario() -> None:
-        run = Run(small_config())
-        run.sampler = Lost()
-        run.pipeline = Pipeline(run.config, [run.dataset], run.sampler, RolloutLimits(1000, 100))
-        async with run:
-            for _ in range(2):
-                with pytest.raises(RoomFailed, match="all replicas"):
-                    await run.pipeline.next_minibatch(0, 0)
+    run = Run(small_config())
+    run.sampler = Lost()
+    run.pipeline = Pipeline(run.config, [run.dataset], run.sampler, RolloutLimits(1000, 100))
+    async with run:
+        for _ in range(2):
             with pytest.raises(RoomFailed, match="all replicas"):
-                await run.pipeline.update_weights(published(1))
-
-    asyncio.run(scenario())
-
-
-def test_a_token_older_than_the_floor_is_an_error() -> None:
-    async def scenario() -> None:
-        async with Run(small_config(max_steps_off_policy=0)) as run:
-            await run.step(0)
-            run.sampler.label_with = 0
-            with pytest.raises(ProvenanceError, match="had version 1, but a token of it was sampled by version 0"):
-                await run.step(1)
-
-    asyncio.run(scenario())
-
-
-def test_the_deadline_says_what_is_missing() -> None:
-    async def scenario() -> None:
-        run = Run(small_config(2, timeout_s=1.0))
-        for problem in range(1, 5):
-            run.sampler.hold(problem)
-        async with run:
-            with pytest.raises(
-                RoomFailed,
-                match=r"for 2 finished groups of batch 0; the inference replicas hold it, with 6 requests.*"
-                r"'running': 3.*'finished': 1.*problem .*0\.0\.1 .*\{0: 0\}",
-            ):
                 await run.pipeline.next_minibatch(0, 0)
-
-    asyncio.run(scenario())
-
-
-def test_a_batch_that_comes_late_while_no_replica_serves_is_said_to_wait_for_one() -> None:
-    async def scenario() -> None:
-        run = Run(small_config(4, timeout_s=0.5))
-        for problem in range(8):
-            run.sampler.hold(problem)
-        async with run:
-            await quiesce()
-            run.sampler.acknowledged = dict  # type: ignore[method-assign]
-            with pytest.raises(RoomFailed, match="no inference replica serves, and 16 requests wait for one"):
-                await run.pipeline.next_minibatch(0, 0)
-
-    asyncio.run(scenario())
+        with pytest.raises(RoomFailed, match="all replicas"):
+            await run.pipeline.update_weights(published(1))
 
 
-def test_minibatches_are_asked_for_in_order() -> None:
-    async def scenario() -> None:
-        async with Run(small_config(4, substeps=2)) as run:
-            for step, substep in ((1, 0), (0, 1)):
-                with pytest.raises(ValueError, match="next is 0, 0"):
-                    await run.pipeline.next_minibatch(step, substep)
+async def test_a_token_older_than_the_floor_is_an_error() -> None:
+    async with Run(small_config(max_steps_off_policy=0)) as run:
+        await run.step(0)
+        run.sampler.label_with = 0
+        with pytest.raises(ProvenanceError, match="had version 1, but a token of it was sampled by version 0"):
+            await run.step(1)
 
-    asyncio.run(scenario())
+
+async def test_the_deadline_says_what_is_missing() -> None:
+    run = Run(small_config(2, timeout_s=1.0))
+    for problem in range(1, 5):
+        run.sampler.hold(problem)
+    async with run:
+        with pytest.raises(
+            RoomFailed,
+            match=r"for 2 finished groups of batch 0; the inference replicas hold it, with 6 requests.*"
+            r"'running': 3.*'finished': 1.*problem .*0\.0\.1 .*\{0: 0\}",
+        ):
+            await run.pipeline.next_minibatch(0, 0)
+
+
+async def test_a_batch_that_comes_late_while_no_replica_serves_is_said_to_wait_for_one() -> None:
+    run = Run(small_config(4, timeout_s=0.5))
+    for problem in range(8):
+        run.sampler.hold(problem)
+    async with run:
+        await quiesce()
+        run.sampler.acknowledged = dict  # type: ignore[method-assign]
+        with pytest.raises(RoomFailed, match="no inference replica serves, and 16 requests wait for one"):
+            await run.pipeline.next_minibatch(0, 0)
+
+
+async def test_minibatches_are_asked_for_in_order() -> None:
+    async with Run(small_config(4, substeps=2)) as run:
+        for step, substep in ((1, 0), (0, 1)):
+            with pytest.raises(ValueError, match="next is 0, 0"):
+                await run.pipeline.next_minibatch(step, substep)
 
 
 def test_the_row_of_a_step() -> None:
@@ -698,57 +620,47 @@ def test_fault_points(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("verb", ["leave", "drain", "next_failure"])
-def test_who_has_left_holds_no_slots_any_more(verb: str) -> None:
+async def test_who_has_left_holds_no_slots_any_more(verb: str) -> None:
     """Replica 1 never takes version 1; so nothing of batch 2 is begun as long as it is there."""
-
-    async def scenario() -> None:
-        fleet = Fleet(0, 1)
-        async with Run(small_config(2, 5, max_steps_off_policy=0), sampler=fleet) as run:
-            fleet.late = {1}
-            await run.step(0)
-            await quiesce()
-            assert len(fleet.requests) == 4, "batch 0 alone"
-            if verb == "leave":
-                run.pipeline.replicas.leave(1, "killed")
-            elif verb == "drain":
-                await run.pipeline.replicas.drain(1, 5.0)
-            else:
-                fleet.versions.pop(1)
-                fleet.failures.put_nowait((1, "killed"))
-                assert await run.pipeline.replicas.next_failure() == (1, "killed")
-            await run.step(1)
-
-    asyncio.run(scenario())
-
-
-def test_a_joiner_counts_from_the_moment_that_it_has_the_newest_weights() -> None:
-    async def scenario() -> None:
-        fleet = Fleet()
-        async with Run(small_config(2, 5), sampler=fleet) as run:
-            await quiesce()
-            assert fleet.requests == [], "nobody is there to sample"
-            await run.pipeline.replicas.join(7, "its client", reserved=False)
-            assert fleet.said == [("join", 7, "its client")]
-            await run.step(0)
-            assert run.rows[0]["off_policy/max"] == 0
-
-    asyncio.run(scenario())
-
-
-def test_reserved_replicas_join_and_fail_apart_from_the_others() -> None:
-    async def scenario() -> None:
-        fleet, reserved = Fleet(0), Fleet()
-        pipeline = Pipeline(small_config(2, 5), [Problems()], fleet, RolloutLimits(1000, 100), reserved=reserved)
-        await pipeline.replicas.join(3, "its client", reserved=True)
-        assert (fleet.said, reserved.said) == ([], [("join", 3, "its client")])
-        waiting = asyncio.create_task(pipeline.replicas.next_failure())
+    fleet = Fleet(0, 1)
+    async with Run(small_config(2, 5, max_steps_off_policy=0), sampler=fleet) as run:
+        fleet.late = {1}
+        await run.step(0)
         await quiesce()
-        reserved.failures.put_nowait((3, "died"))
-        fleet.failures.put_nowait((0, "died too"))
-        assert sorted([await waiting, await pipeline.replicas.next_failure()]) == [(0, "died too"), (3, "died")]
-        pipeline.replicas.leave(3, "died")
-        await pipeline.replicas.drain(0, 5.0)
-        assert [said[:2] for said in reserved.said] == [("join", 3), ("leave", 3), ("drain", 0)]
-        await pipeline.stop()
+        assert len(fleet.requests) == 4, "batch 0 alone"
+        if verb == "leave":
+            run.pipeline.replicas.leave(1, "killed")
+        elif verb == "drain":
+            await run.pipeline.replicas.drain(1, 5.0)
+        else:
+            fleet.versions.pop(1)
+            fleet.failures.put_nowait((1, "killed"))
+            assert await run.pipeline.replicas.next_failure() == (1, "killed")
+        await run.step(1)
 
-    asyncio.run(scenario())
+
+async def test_a_joiner_counts_from_the_moment_that_it_has_the_newest_weights() -> None:
+    fleet = Fleet()
+    async with Run(small_config(2, 5), sampler=fleet) as run:
+        await quiesce()
+        assert fleet.requests == [], "nobody is there to sample"
+        await run.pipeline.replicas.join(7, "its client", reserved=False)
+        assert fleet.said == [("join", 7, "its client")]
+        await run.step(0)
+        assert run.rows[0]["off_policy/max"] == 0
+
+
+async def test_reserved_replicas_join_and_fail_apart_from_the_others() -> None:
+    fleet, reserved = Fleet(0), Fleet()
+    pipeline = Pipeline(small_config(2, 5), [Problems()], fleet, RolloutLimits(1000, 100), reserved=reserved)
+    await pipeline.replicas.join(3, "its client", reserved=True)
+    assert (fleet.said, reserved.said) == ([], [("join", 3, "its client")])
+    waiting = asyncio.create_task(pipeline.replicas.next_failure())
+    await quiesce()
+    reserved.failures.put_nowait((3, "died"))
+    fleet.failures.put_nowait((0, "died too"))
+    assert sorted([await waiting, await pipeline.replicas.next_failure()]) == [(0, "died too"), (3, "died")]
+    pipeline.replicas.leave(3, "died")
+    await pipeline.replicas.drain(0, 5.0)
+    assert [said[:2] for said in reserved.said] == [("join", 3), ("leave", 3), ("drain", 0)]
+    await pipeline.stop()

@@ -43,25 +43,22 @@ def replicas_of(trained: Any, reserved: Any = None) -> Replicas:
     return Replicas(small_config(), trained, reserved, lambda: None)
 
 
-def test_replicas_for_training_and_reserved_ones_take_part_in_one_session() -> None:
-    async def offers() -> None:
-        trained, reserved = Members(0, 3), Members(2)
-        replicas = replicas_of(trained, reserved)
-        assert await replicas.offer(OFFER) == Session(3, 1, dict.fromkeys((0, 2, 3), 0))
-        assert (await replicas.offer(OFFER)).epoch == 1
-        trained.become(0, 3)  # a successor
-        assert await replicas.offer(OFFER) == Session(3, 2, dict.fromkeys((0, 2, 3), 0))
-        reserved.become(2)
-        assert await replicas.offer(OFFER) == Session(3, 3, dict.fromkeys((0, 2, 3), 0))
-        trained.become(0)
-        reserved.become(2, 5)
-        assert await replicas.offer(OFFER) == Session(3, 4, dict.fromkeys((0, 2, 5), 0))
-        assert (await replicas.offer(OFFER)).epoch == 4
-        trained.become()
-        reserved.become()
-        assert await replicas.offer(OFFER) == Session(3, 5, {})
-
-    asyncio.run(offers())
+async def test_replicas_for_training_and_reserved_ones_take_part_in_one_session() -> None:
+    trained, reserved = Members(0, 3), Members(2)
+    replicas = replicas_of(trained, reserved)
+    assert await replicas.offer(OFFER) == Session(3, 1, dict.fromkeys((0, 2, 3), 0))
+    assert (await replicas.offer(OFFER)).epoch == 1
+    trained.become(0, 3)  # a successor
+    assert await replicas.offer(OFFER) == Session(3, 2, dict.fromkeys((0, 2, 3), 0))
+    reserved.become(2)
+    assert await replicas.offer(OFFER) == Session(3, 3, dict.fromkeys((0, 2, 3), 0))
+    trained.become(0)
+    reserved.become(2, 5)
+    assert await replicas.offer(OFFER) == Session(3, 4, dict.fromkeys((0, 2, 5), 0))
+    assert (await replicas.offer(OFFER)).epoch == 4
+    trained.become()
+    reserved.become()
+    assert await replicas.offer(OFFER) == Session(3, 5, {})
 
 
 def test_without_reserved_ones_the_session_is_that_of_the_others() -> None:
@@ -75,34 +72,28 @@ def test_without_reserved_ones_the_session_is_that_of_the_others() -> None:
     assert asyncio.run(offers()) == [1, 1, 2]
 
 
-def test_reserved_ones_are_not_asked_while_an_update_is_in_progress_that_they_may_be_next_to_take() -> None:
-    async def offers() -> None:
-        trained, reserved = Members(0), Members(1)
-        replicas = replicas_of(trained, reserved)
-        assert (await replicas.offer(OFFER)).members == (0, 1)
-        ended = asyncio.Event()
+async def test_reserved_ones_are_not_asked_while_an_update_is_in_progress_that_they_may_be_next_to_take() -> None:
+    trained, reserved = Members(0), Members(1)
+    replicas = replicas_of(trained, reserved)
+    assert (await replicas.offer(OFFER)).members == (0, 1)
+    ended = asyncio.Event()
 
-        async def update() -> None:
-            await ended.wait()
+    async def update() -> None:
+        await ended.wait()
 
-        replicas.update = asyncio.create_task(update())
-        assert await replicas.offer(OFFER) == Session(3, 2, dict.fromkeys((0,), 0))
-        assert (await replicas.offer(OFFER)).epoch == 2
-        assert reserved.offers == 1
-        ended.set()
-        await replicas.update
-        assert await replicas.offer(OFFER) == Session(3, 3, dict.fromkeys((0, 1), 0))
-
-    asyncio.run(offers())
+    replicas.update = asyncio.create_task(update())
+    assert await replicas.offer(OFFER) == Session(3, 2, dict.fromkeys((0,), 0))
+    assert (await replicas.offer(OFFER)).epoch == 2
+    assert reserved.offers == 1
+    ended.set()
+    await replicas.update
+    assert await replicas.offer(OFFER) == Session(3, 3, dict.fromkeys((0, 1), 0))
 
 
-def test_reserved_ones_that_took_no_part_begin_no_epoch_when_they_are_not_asked() -> None:
-    async def offers() -> None:
-        replicas = replicas_of(Members(0), Members())
-        assert await replicas.offer(OFFER) == Session(3, 1, dict.fromkeys((0,), 0))
-        replicas.update = asyncio.create_task(asyncio.sleep(30.0))
-        await asyncio.sleep(0)
-        assert await replicas.offer(OFFER) == Session(3, 1, dict.fromkeys((0,), 0))
-        replicas.update.cancel()
-
-    asyncio.run(offers())
+async def test_reserved_ones_that_took_no_part_begin_no_epoch_when_they_are_not_asked() -> None:
+    replicas = replicas_of(Members(0), Members())
+    assert await replicas.offer(OFFER) == Session(3, 1, dict.fromkeys((0,), 0))
+    replicas.update = asyncio.create_task(asyncio.sleep(30.0))
+    await asyncio.sleep(0)
+    assert await replicas.offer(OFFER) == Session(3, 1, dict.fromkeys((0,), 0))
+    replicas.update.cancel()

@@ -163,54 +163,48 @@ def trained(run: Run) -> list[list[str]]:
     return [[group["problem"] for group in released.trained] for released in run.released]
 
 
-def test_groups_that_were_taken_are_there_again_and_not_sampled_again(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with Run(small_config(2, minibatches=2)) as run:
-            await run.step(0)
-            await quiesce()
-            run.sampler.hold(5)
-            first = await run.pipeline.next_minibatch(1, 0)
-            before = run.pipeline.snapshot()
-            second = await run.pipeline.next_minibatch(1, 0)
-            assert second.last
-            assert {s.group.problem for s in run.pipeline.snapshot().finished} >= {"0.0.2", "0.1.0"}, "cut, not trained"
-            before.write(tmp_path / "o")
-        again = Run(run.config, start=1)
-        again.pipeline.load(OrchestratorState.read(tmp_path / "o"))
-        async with again:
-            for expected in (first, second):
-                assert same(await again.pipeline.next_minibatch(1, 0), expected)
-            assert not {2, 3} & {request.prompt[0] for request in again.sampler.requests}
-
-    asyncio.run(scenario())
+async def test_groups_that_were_taken_are_there_again_and_not_sampled_again(tmp_path: Path) -> None:
+    async with Run(small_config(2, minibatches=2)) as run:
+        await run.step(0)
+        await quiesce()
+        run.sampler.hold(5)
+        first = await run.pipeline.next_minibatch(1, 0)
+        before = run.pipeline.snapshot()
+        second = await run.pipeline.next_minibatch(1, 0)
+        assert second.last
+        assert {s.group.problem for s in run.pipeline.snapshot().finished} >= {"0.0.2", "0.1.0"}, "cut, not trained"
+        before.write(tmp_path / "o")
+    again = Run(run.config, start=1)
+    again.pipeline.load(OrchestratorState.read(tmp_path / "o"))
+    async with again:
+        for expected in (first, second):
+            assert same(await again.pipeline.next_minibatch(1, 0), expected)
+        assert not {2, 3} & {request.prompt[0] for request in again.sampler.requests}
 
 
-def test_what_was_running_is_sampled_again_with_its_identity_and_the_new_floor(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        run = Run(small_config(1, 4, stale_policy="wait", max_steps_off_policy=2))
-        run.sampler.hold(1)
-        async with run:
-            await run.step(0)
-            await quiesce()
-            again = resumed(run, tmp_path / "o")
-            asked = [(request.request_id, request.params) for request in run.sampler.requests if request.prompt[0] == 1]
-        async with again:
-            await again.step(1)
-            await quiesce()
-            asked_again = [request for request in again.sampler.requests if request.prompt[0] == 1]
-            assert [(request.request_id, request.params) for request in asked_again] == asked
-            assert again.released[0].trained == [{"problem": "0.0.2", "index": 2, "floor": 0}], "it had finished"
-            assert again.rows[0]["ledger/dispatched"] == 4, "not counted twice"
-            await again.step(2)
-            assert again.released[1].trained == [{"problem": "0.0.1", "index": 1, "floor": 1}]
-
-    asyncio.run(scenario())
+async def test_what_was_running_is_sampled_again_with_its_identity_and_the_new_floor(tmp_path: Path) -> None:
+    run = Run(small_config(1, 4, stale_policy="wait", max_steps_off_policy=2))
+    run.sampler.hold(1)
+    async with run:
+        await run.step(0)
+        await quiesce()
+        again = resumed(run, tmp_path / "o")
+        asked = [(request.request_id, request.params) for request in run.sampler.requests if request.prompt[0] == 1]
+    async with again:
+        await again.step(1)
+        await quiesce()
+        asked_again = [request for request in again.sampler.requests if request.prompt[0] == 1]
+        assert [(request.request_id, request.params) for request in asked_again] == asked
+        assert again.released[0].trained == [{"problem": "0.0.2", "index": 2, "floor": 0}], "it had finished"
+        assert again.rows[0]["ledger/dispatched"] == 4, "not counted twice"
+        await again.step(2)
+        assert again.released[1].trained == [{"problem": "0.0.1", "index": 1, "floor": 1}]
 
 
 @pytest.mark.parametrize("policy", ["drop", "wait"])
 @pytest.mark.parametrize("max_steps_off_policy", [0, 1, 3])
 @pytest.mark.parametrize("seed", range(4))
-def test_every_problem_ends_once_however_often_the_run_is_interrupted(
+async def test_every_problem_ends_once_however_often_the_run_is_interrupted(
     policy: str, max_steps_off_policy: int, seed: int, tmp_path: Path
 ) -> None:
     """Problems straggle, fail and are filtered at random; the run is interrupted at random moments within steps."""
@@ -243,14 +237,10 @@ def test_every_problem_ends_once_however_often_the_run_is_interrupted(
             await asyncio.wait([doing])
             return resumed(run, tmp_path / str(run.start), dataset=Problems(reward))
 
-    async def scenario() -> list[Run]:
-        runs = [Run(config, Problems(reward))]
-        for _ in range(3):
-            runs.append(await interrupted(runs[-1]))
-        await whole_run(runs[-1])
-        return runs
-
-    runs = asyncio.run(scenario())
+    runs = [Run(config, Problems(reward))]
+    for _ in range(3):
+        runs.append(await interrupted(runs[-1]))
+    await whole_run(runs[-1])
     row, ledger = runs[-1].rows[-1], runs[-1].pipeline.snapshot().ledger
     assert all(row["off_policy/max"] <= max_steps_off_policy for run in runs for row in run.rows)
     trained_on = [problem for run in runs for problems in trained(run) for problem in problems]
@@ -319,15 +309,12 @@ def test_kept_groups_keep_the_temperature_they_were_sampled_at(tmp_path: Path) -
     assert asyncio.run(scenario()) == {0: 1.0, 1: 0.5, 2: 1.0, 3: 1.0}
 
 
-def test_a_smaller_bound_gives_back_what_is_too_old(tmp_path: Path) -> None:
-    async def scenario() -> Run:
-        async with Run(small_config(2, 6, max_steps_off_policy=2, stale_policy="wait")) as run:
-            await run.step(0)
-            await quiesce()
-            again = resumed(run, tmp_path / "o", small_config(2, 6, max_steps_off_policy=0))
-        return await whole_run(again)
-
-    run = asyncio.run(scenario())
+async def test_a_smaller_bound_gives_back_what_is_too_old(tmp_path: Path) -> None:
+    async with Run(small_config(2, 6, max_steps_off_policy=2, stale_policy="wait")) as run:
+        await run.step(0)
+        await quiesce()
+        again = resumed(run, tmp_path / "o", small_config(2, 6, max_steps_off_policy=0))
+    run = await whole_run(again)
     assert trained(run)[0] == ["0.2.0", "0.2.1"], "sampled at this version: their floor is young enough"
     assert trained(run)[1:3] == [["0.0.2", "0.1.0"], ["0.1.1", "0.1.2"]], "given back, in their order"
     assert run.rows[-1]["ledger/resampled"] == 4
@@ -343,53 +330,43 @@ async def never_differs(problem: Problem, sample: int) -> float:
 
 
 @pytest.mark.parametrize(("reward", "named"), [(always_fails, "100% of"), (never_differs, "last 20 groups")])
-def test_after_a_limit_a_resume_counts_anew_but_goes_on_counting_otherwise(
+async def test_after_a_limit_a_resume_counts_anew_but_goes_on_counting_otherwise(
     reward: Any, named: str, tmp_path: Path
 ) -> None:
     config = small_config(2, 6, retries=0, remove_constant_reward_groups=True)
-
-    async def scenario() -> None:
-        async with Run(config, Problems(reward)) as stopped:
-            with pytest.raises(LimitReached, match=named):
-                await stopped.step(0)
-            again = resumed(stopped, tmp_path / "stopped", dataset=Problems(batches=30))
-        await whole_run(again)
-        interrupted = Run(config, Problems(reward))
-        for problem in range(8, 20):
-            interrupted.sampler.hold(problem)
-        async with interrupted:
-            await quiesce()
-            again = resumed(interrupted, tmp_path / "interrupted", dataset=Problems(reward))
-        async with again:
-            with pytest.raises(LimitReached, match=named):
-                await again.step(0)
-        assert len(again.sampler.requests) < len(stopped.sampler.requests)
-
-    asyncio.run(scenario())
+    async with Run(config, Problems(reward)) as stopped:
+        with pytest.raises(LimitReached, match=named):
+            await stopped.step(0)
+        again = resumed(stopped, tmp_path / "stopped", dataset=Problems(batches=30))
+    await whole_run(again)
+    interrupted = Run(config, Problems(reward))
+    for problem in range(8, 20):
+        interrupted.sampler.hold(problem)
+    async with interrupted:
+        await quiesce()
+        again = resumed(interrupted, tmp_path / "interrupted", dataset=Problems(reward))
+    async with again:
+        with pytest.raises(LimitReached, match=named):
+            await again.step(0)
+    assert len(again.sampler.requests) < len(stopped.sampler.requests)
 
 
-def test_data_that_lack_the_place_are_refused(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with Run(small_config(4)) as run:
-            await run.step(0)
-            with pytest.raises(BadInput, match=r"problem 0\.\d\.\d .* not in Problems, which has 2 batches"):
-                resumed(run, tmp_path / "o", dataset=Problems(batches=2))
-
-    asyncio.run(scenario())
+async def test_data_that_lack_the_place_are_refused(tmp_path: Path) -> None:
+    async with Run(small_config(4)) as run:
+        await run.step(0)
+        with pytest.raises(BadInput, match=r"problem 0\.\d\.\d .* not in Problems, which has 2 batches"):
+            resumed(run, tmp_path / "o", dataset=Problems(batches=2))
 
 
-def test_no_snapshot_between_two_versions() -> None:
-    async def scenario() -> None:
-        async with Run(small_config()) as run:
-            run.sampler.hold_update(1)
-            await run.pipeline.next_minibatch(0, 0)
-            await run.pipeline.update_weights(published(1))
-            with pytest.raises(ValueError, match="0 batches are released, but the update to 1 has begun"):
-                run.pipeline.snapshot()
-            run.pipeline.release(0)
-            assert run.pipeline.snapshot().ledger["released"] == 1, "not all replicas are there yet"
-
-    asyncio.run(scenario())
+async def test_no_snapshot_between_two_versions() -> None:
+    async with Run(small_config()) as run:
+        run.sampler.hold_update(1)
+        await run.pipeline.next_minibatch(0, 0)
+        await run.pipeline.update_weights(published(1))
+        with pytest.raises(ValueError, match="0 batches are released, but the update to 1 has begun"):
+            run.pipeline.snapshot()
+        run.pipeline.release(0)
+        assert run.pipeline.snapshot().ledger["released"] == 1, "not all replicas are there yet"
 
 
 def test_a_boundary_whose_update_has_not_ended_is_gone_on_from_like_any_other(tmp_path: Path) -> None:

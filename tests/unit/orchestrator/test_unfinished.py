@@ -135,7 +135,7 @@ def test_a_rollout_continues_where_it_was(breaks: bool, turn: int, later: bool) 
     asyncio.run(scenario())
 
 
-def test_while_a_step_runs_its_environment_is_not_asked() -> None:
+async def test_while_a_step_runs_its_environment_is_not_asked() -> None:
     """What was before the step is kept; the answer that it was given is sampled again."""
 
     class Waits(Talk):
@@ -153,34 +153,28 @@ def test_while_a_step_runs_its_environment_is_not_asked() -> None:
             assert not self.stepping
             return super().state_dict()
 
-    async def scenario() -> None:
-        progress = RolloutProgress()
-        playing = asyncio.create_task(play(Waits(Talks(), 1, 1), Slow(), progress))
-        await quiesce()
-        taken = progress.take()
-        assert taken is not None
-        assert (len(taken.trajectory.turns), taken.env_state["last"]) == (1, 5)
-        playing.cancel()
-
-    asyncio.run(scenario())
+    progress = RolloutProgress()
+    playing = asyncio.create_task(play(Waits(Talks(), 1, 1), Slow(), progress))
+    await quiesce()
+    taken = progress.take()
+    assert taken is not None
+    assert (len(taken.trajectory.turns), taken.env_state["last"]) == (1, 5)
+    playing.cancel()
 
 
-def test_a_state_that_cannot_be_had_costs_the_rollout_and_not_the_commit() -> None:
+async def test_a_state_that_cannot_be_had_costs_the_rollout_and_not_the_commit() -> None:
     class Broken(Talk):
         def state_dict(self) -> Mapping[str, Any] | None:
             raise KeyError("gone")
 
-    async def scenario() -> None:
-        sampler, progress = Slow(), RolloutProgress()
-        playing = asyncio.create_task(play(Broken(Talks(), 1, 1), sampler, progress))
-        sampler.gate(1, 1, 1)
-        await quiesce()
-        assert progress.take() is None
-        sampler.gates[1, 1, 1].set()
-        with pytest.raises(KeyError):
-            await playing
-
-    asyncio.run(scenario())
+    sampler, progress = Slow(), RolloutProgress()
+    playing = asyncio.create_task(play(Broken(Talks(), 1, 1), sampler, progress))
+    sampler.gate(1, 1, 1)
+    await quiesce()
+    assert progress.take() is None
+    sampler.gates[1, 1, 1].set()
+    with pytest.raises(KeyError):
+        await playing
 
 
 @pytest.mark.parametrize("base", [Env, MessageEnv])
@@ -215,69 +209,59 @@ class Letters:
         return "".join("0123456789$"[token] for token in tokens)
 
 
-def test_a_game_of_guesses_continues() -> None:
+async def test_a_game_of_guesses_continues() -> None:
     def game() -> GuessEnv:
         return GuessEnv(Letters(), "7", 3, [1, 2], {">": [3], "<": [4], "?": [5]})
 
-    async def scenario() -> None:
-        first, second = game(), game()
-        await first.initial_observation()
-        await first.step([4, 10])
-        await second.load_state_dict(first.state_dict())
-        hints = [(await each.step([8, 10])).next_observation for each in (first, second)]
-        assert [hint.tokens for hint in hints if isinstance(hint, Continuation)] == [[4], [4]]
-        assert (await second.step([7, 10])).reward == (await first.step([7, 10])).reward == pytest.approx(0.8)
-
-    asyncio.run(scenario())
+    first, second = game(), game()
+    await first.initial_observation()
+    await first.step([4, 10])
+    await second.load_state_dict(first.state_dict())
+    hints = [(await each.step([8, 10])).next_observation for each in (first, second)]
+    assert [hint.tokens for hint in hints if isinstance(hint, Continuation)] == [[4], [4]]
+    assert (await second.step([7, 10])).reward == (await first.step([7, 10])).reward == pytest.approx(0.8)
 
 
 # ---- whole runs
 
 
-def test_a_run_killed_in_the_middle_of_turns_continues_there(tmp_path: Path) -> None:
+async def test_a_run_killed_in_the_middle_of_turns_continues_there(tmp_path: Path) -> None:
     """Of group 1 rollout 0 has two turns and rollout 1 is finished; group 2 waits for its first answer."""
-
-    async def scenario() -> None:
-        run = Run(small_config(1, 3, stale_policy="wait", max_steps_off_policy=2), Talks(), sampler=Slow())
-        sampler: Any = run.sampler
-        sampler.gate(1, 0, 2)
-        sampler.gate(2, 0, 0)
-        sampler.gate(2, 1, 0)
-        async with run:
-            await run.step(0)
-            await quiesce()
-            dataset = Talks()
-            again = resumed(run, tmp_path / "o", dataset)
-        assert str(again.share) == "2 of 4 unfinished rollouts were kept"  # type: ignore[attr-defined]
-        async with again:
-            await again.step(1)
-            await again.step(2)
-        assert dataset.begun == {(2, 0): 1, (2, 1): 1}
-        assert {turn for number, sample, turn in dataset.turns if number == 1} == {3, 4}
-        floors = [group["floor"] for released in again.released for group in released.trained]
-        assert floors == [0, 1], "the group with tokens keeps its floor, the other gets a new one"
-        batch = again.batches[0][0].batch
-        versions = batch.columns["versions"][batch.columns["mask"] > 0].tolist()
-        assert versions == [0, 0, 1, 1, 0, 0, 0, 0]
-
-    asyncio.run(scenario())
+    run = Run(small_config(1, 3, stale_policy="wait", max_steps_off_policy=2), Talks(), sampler=Slow())
+    sampler: Any = run.sampler
+    sampler.gate(1, 0, 2)
+    sampler.gate(2, 0, 0)
+    sampler.gate(2, 1, 0)
+    async with run:
+        await run.step(0)
+        await quiesce()
+        dataset = Talks()
+        again = resumed(run, tmp_path / "o", dataset)
+    assert str(again.share) == "2 of 4 unfinished rollouts were kept"  # type: ignore[attr-defined]
+    async with again:
+        await again.step(1)
+        await again.step(2)
+    assert dataset.begun == {(2, 0): 1, (2, 1): 1}
+    assert {turn for number, sample, turn in dataset.turns if number == 1} == {3, 4}
+    floors = [group["floor"] for released in again.released for group in released.trained]
+    assert floors == [0, 1], "the group with tokens keeps its floor, the other gets a new one"
+    batch = again.batches[0][0].batch
+    versions = batch.columns["versions"][batch.columns["mask"] > 0].tolist()
+    assert versions == [0, 0, 1, 1, 0, 0, 0, 0]
 
 
-def test_environments_that_say_nothing_start_again_but_finished_rollouts_are_kept(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        run = Run(small_config(1, 2, stale_policy="wait"), Talks(keeps=False), sampler=Slow())
-        run.sampler.gate(1, 0, 2)  # type: ignore[attr-defined]
-        async with run:
-            await run.step(0)
-            await quiesce()
-            dataset = Talks(keeps=False)
-            again = resumed(run, tmp_path / "o", dataset)
-        async with again:
-            await again.step(1)
-        assert dataset.begun == {(1, 0): 1}
-        assert not (tmp_path / "o" / RUNNING).exists(), "there is no array to write"
-
-    asyncio.run(scenario())
+async def test_environments_that_say_nothing_start_again_but_finished_rollouts_are_kept(tmp_path: Path) -> None:
+    run = Run(small_config(1, 2, stale_policy="wait"), Talks(keeps=False), sampler=Slow())
+    run.sampler.gate(1, 0, 2)  # type: ignore[attr-defined]
+    async with run:
+        await run.step(0)
+        await quiesce()
+        dataset = Talks(keeps=False)
+        again = resumed(run, tmp_path / "o", dataset)
+    async with again:
+        await again.step(1)
+    assert dataset.begun == {(1, 0): 1}
+    assert not (tmp_path / "o" / RUNNING).exists(), "there is no array to write"
 
 
 def test_rollouts_whose_scores_need_their_own_process_start_again() -> None:
@@ -302,50 +286,44 @@ def test_rollouts_whose_scores_need_their_own_process_start_again() -> None:
 
 
 @pytest.mark.parametrize("change", [{"temperature": 0.5}, {"deterministic": True, "max_steps_off_policy": 0}])
-def test_what_was_sampled_in_another_way_starts_again(tmp_path: Path, change: dict[str, Any]) -> None:
-    async def scenario() -> None:
-        run = Run(small_config(1, 2, stale_policy="wait", max_steps_off_policy=1), Talks(), sampler=Slow())
-        run.sampler.gate(1, 0, 2)  # type: ignore[attr-defined]
-        async with run:
-            await run.step(0)
-            await quiesce()
-            dataset = Talks()
-            other = small_config(1, 2, **({"stale_policy": "wait", "max_steps_off_policy": 1} | change))
-            again = resumed(run, tmp_path / "o", dataset, other)
-        async with again:
-            await again.step(1)
-        assert dataset.begun == {(1, 0): 1, (1, 1): 1}
-        assert again.released[0].trained[0]["floor"] == 1
-
-    asyncio.run(scenario())
+async def test_what_was_sampled_in_another_way_starts_again(tmp_path: Path, change: dict[str, Any]) -> None:
+    run = Run(small_config(1, 2, stale_policy="wait", max_steps_off_policy=1), Talks(), sampler=Slow())
+    run.sampler.gate(1, 0, 2)  # type: ignore[attr-defined]
+    async with run:
+        await run.step(0)
+        await quiesce()
+        dataset = Talks()
+        other = small_config(1, 2, **({"stale_policy": "wait", "max_steps_off_policy": 1} | change))
+        again = resumed(run, tmp_path / "o", dataset, other)
+    async with again:
+        await again.step(1)
+    assert dataset.begun == {(1, 0): 1, (1, 1): 1}
+    assert again.released[0].trained[0]["floor"] == 1
 
 
-def test_a_commit_holds_groups_that_wait_for_their_place_after_a_resume(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        run = Run(small_config(1, 2, stale_policy="wait"), Talks(), sampler=Slow())
-        run.sampler.gate(1, 0, 2)  # type: ignore[attr-defined]
-        async with run:
-            await run.step(0)
-            await quiesce()
-            first = run.pipeline.snapshot()
-        first.write(tmp_path / "first")
-        again = Run(run.config, Talks(), sampler=Slow(), start=1)
-        again.pipeline.load(OrchestratorState.read(tmp_path / "first"))
-        (kept,), (before,) = again.pipeline.snapshot().running, first.running
-        assert kept.group == before.group
-        for one, other in zip(kept.rollouts_G, before.rollouts_G, strict=True):
-            assert type(one) is type(other)
-            if isinstance(one, UnfinishedRollout) and isinstance(other, UnfinishedRollout):
-                assert columns(one.trajectory) == columns(other.trajectory)
-                np.testing.assert_equal(one.env_state, other.env_state)
-
-    asyncio.run(scenario())
+async def test_a_commit_holds_groups_that_wait_for_their_place_after_a_resume(tmp_path: Path) -> None:
+    run = Run(small_config(1, 2, stale_policy="wait"), Talks(), sampler=Slow())
+    run.sampler.gate(1, 0, 2)  # type: ignore[attr-defined]
+    async with run:
+        await run.step(0)
+        await quiesce()
+        first = run.pipeline.snapshot()
+    first.write(tmp_path / "first")
+    again = Run(run.config, Talks(), sampler=Slow(), start=1)
+    again.pipeline.load(OrchestratorState.read(tmp_path / "first"))
+    (kept,), (before,) = again.pipeline.snapshot().running, first.running
+    assert kept.group == before.group
+    for one, other in zip(kept.rollouts_G, before.rollouts_G, strict=True):
+        assert type(one) is type(other)
+        if isinstance(one, UnfinishedRollout) and isinstance(other, UnfinishedRollout):
+            assert columns(one.trajectory) == columns(other.trajectory)
+            np.testing.assert_equal(one.env_state, other.env_state)
 
 
 @pytest.mark.parametrize("policy", ["drop", "wait"])
 @pytest.mark.parametrize("max_steps_off_policy", [0, 1, 3])
 @pytest.mark.parametrize("seed", range(3))
-def test_every_problem_ends_once_however_often_turns_are_interrupted(
+async def test_every_problem_ends_once_however_often_turns_are_interrupted(
     policy: str, max_steps_off_policy: int, seed: int, tmp_path: Path
 ) -> None:
     """The run is interrupted three times at random moments. No token is older than its group's floor."""
@@ -367,15 +345,11 @@ def test_every_problem_ends_once_however_often_turns_are_interrupted(
         return again
 
     runs = [Run(config, Talks(seed=seed), sampler=Slow(rng))]
-
-    async def scenario() -> None:
-        for _ in range(3):
-            runs.append(await interrupted(runs[-1]))
-        async with runs[-1] as last:
-            for step in range(last.start, config.max_steps):
-                await last.step(step)
-
-    asyncio.run(scenario())
+    for _ in range(3):
+        runs.append(await interrupted(runs[-1]))
+    async with runs[-1] as last:
+        for step in range(last.start, config.max_steps):
+            await last.step(step)
     row = runs[-1].rows[-1]
     trained = [group for run in runs for released in run.released for group in released.trained]
     assert len({group["problem"] for group in trained}) == len(trained) == row["ledger/trained"] == 18

@@ -206,18 +206,15 @@ def test_it_sees_what_code_needs_and_no_credentials(monkeypatch: pytest.MonkeyPa
     assert not seen.keys() & set(kept_back)
 
 
-def test_closing_ends_calls_under_way() -> None:
-    async def scenario() -> None:
-        pool = Workers(1)
-        process = await pool.run(pid, timeout_s=60)
-        call = asyncio.ensure_future(pool.run(hang, timeout_s=600))
-        await asyncio.sleep(0.05)
-        await pool.close()
-        with pytest.raises(WorkerDied):
-            await call
-        assert gone(process)
-
-    asyncio.run(scenario())
+async def test_closing_ends_calls_under_way() -> None:
+    pool = Workers(1)
+    process = await pool.run(pid, timeout_s=60)
+    call = asyncio.ensure_future(pool.run(hang, timeout_s=600))
+    await asyncio.sleep(0.05)
+    await pool.close()
+    with pytest.raises(WorkerDied):
+        await call
+    assert gone(process)
 
 
 def test_a_worker_does_not_outlive_whoever_started_it() -> None:

@@ -44,54 +44,46 @@ def started(replicas: Replicas) -> ServiceActor:
     return own
 
 
-def test_a_replica_that_joins_again_gives_up_the_chats_that_it_has() -> None:
+async def test_a_replica_that_joins_again_gives_up_the_chats_that_it_has() -> None:
     """Else they would be sampled to their end in its engine, beside those that take their places."""
-
-    async def play() -> None:
-        replicas = Replicas()
-        own = started(replicas)
-        await own.join(0, "first", [])
-        await own.join(0, "again", [])
-        assert replicas.told == [("join", 0, "first"), ("drain", 0, 0.0), ("join", 0, "again")]
-        await own.leave(0, "dead")
-        await own.join(0, "successor", [])
-        assert replicas.told[3:] == [("leave", 0), ("join", 0, "successor")]
-
-    asyncio.run(play())
+    replicas = Replicas()
+    own = started(replicas)
+    await own.join(0, "first", [])
+    await own.join(0, "again", [])
+    assert replicas.told == [("join", 0, "first"), ("drain", 0, 0.0), ("join", 0, "again")]
+    await own.leave(0, "dead")
+    await own.join(0, "successor", [])
+    assert replicas.told[3:] == [("leave", 0), ("join", 0, "successor")]
 
 
-def test_a_replica_that_failed_a_chat_comes_back_unless_another_client_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def play() -> None:
-        replicas = Replicas()
-        own = started(replicas)
-        monkeypatch.setattr(actor, "AGAIN_S", 0.01)
-        await own.join(0, "first", [])
-        task = asyncio.create_task(own._bring_back())
-        replicas.failures.put_nowait((0, "it failed"))
-        while replicas.looks < 2:  # noqa: ASYNC110  the task makes it true
-            await asyncio.sleep(0.001)
-        assert replicas.told == [("join", 0, "first")] * 2
-        replicas.failures.put_nowait((0, "it died"))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        await own.leave(0, "dead")
-        await own.join(0, "successor", [])
-        while replicas.looks < 3:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-        assert replicas.told[2:] == [("leave", 0), ("join", 0, "successor")]
-        task.cancel()
+async def test_a_replica_that_failed_a_chat_comes_back_unless_another_client_joined(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    replicas = Replicas()
+    own = started(replicas)
+    monkeypatch.setattr(actor, "AGAIN_S", 0.01)
+    await own.join(0, "first", [])
+    task = asyncio.create_task(own._bring_back())
+    replicas.failures.put_nowait((0, "it failed"))
+    while replicas.looks < 2:  # noqa: ASYNC110  the task makes it true
+        await asyncio.sleep(0.001)
+    assert replicas.told == [("join", 0, "first")] * 2
+    replicas.failures.put_nowait((0, "it died"))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    await own.leave(0, "dead")
+    await own.join(0, "successor", [])
+    while replicas.looks < 3:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    assert replicas.told[2:] == [("leave", 0), ("join", 0, "successor")]
+    task.cancel()
 
-    asyncio.run(play())
 
-
-def test_without_a_replica_that_serves_a_session_is_to_be_opened_later(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_a_replica_that_serves_a_session_is_to_be_opened_later(monkeypatch: pytest.MonkeyPatch) -> None:
     class Starting(Replicas):
         async def stats(self) -> Any:
             return await asyncio.Future()  # as a router does until one serves
 
-    async def play() -> None:
-        monkeypatch.setattr(actor, "LOOK_S", 0.01)
-        with pytest.raises(RoomFailed, match=r"within 0.01 s .* none serves yet"):
-            await started(Starting())._floor()
-
-    asyncio.run(play())
+    monkeypatch.setattr(actor, "LOOK_S", 0.01)
+    with pytest.raises(RoomFailed, match=r"within 0.01 s .* none serves yet"):
+        await started(Starting())._floor()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import wraps
 from typing import Any
 
 import httpx
@@ -28,14 +27,6 @@ QUESTION: Any = [{"role": "user", "content": "What is 2 + 2?"}]
 TOOL: Any = {"type": "function", "function": dict(CALCULATOR)}
 CALLS = 'I look.\n<tool_call>\n{"name": "calculator", "arguments": {"expression": "2 + 2"}}\n</tool_call>'
 THOUGHT = "<think>\nLet me think.\n</think>\n\nThe answer is 4."
-
-
-def asynchronous(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    @wraps(test)
-    def run(**given: Any) -> None:
-        asyncio.run(asyncio.wait_for(test(**given), 60))  # type: ignore[arg-type]
-
-    return run
 
 
 def of(service: Served, **options: Any) -> openai.AsyncOpenAI:
@@ -68,7 +59,6 @@ async def until(true: Callable[[], bool]) -> None:
         await asyncio.sleep(0.001)
 
 
-@asynchronous
 async def test_models() -> None:
     async with served("4") as service, of(service) as client:
         assert [model.id async for model in client.models.list()] == ["policy", "step-000020"]
@@ -77,7 +67,6 @@ async def test_models() -> None:
             await client.models.retrieve("step-000010")
 
 
-@asynchronous
 async def test_a_chat_completion() -> None:
     async with served(THOUGHT) as service, of(service) as client:
         raw = await client.chat.completions.with_raw_response.create(
@@ -102,7 +91,6 @@ async def test_a_chat_completion() -> None:
         assert raw.headers["x-trireme-version"] == str(VERSION + 1)
 
 
-@asynchronous
 async def test_a_stream_has_the_same_text_as_the_whole_answer() -> None:
     async with served("Let me think about it: the number was 4. 🤖!") as service:
         stream = await ask(service, stream=True, stream_options={"include_usage": True})
@@ -116,7 +104,6 @@ async def test_a_stream_has_the_same_text_as_the_whole_answer() -> None:
         assert stream.response.headers["x-trireme-version"] == str(VERSION)
 
 
-@asynchronous
 async def test_the_first_piece_comes_before_the_answer_is_whole() -> None:
     async with served("Let me think about it.") as service:
         service.sampler.hold_within = asyncio.Event()
@@ -128,39 +115,34 @@ async def test_the_first_piece_comes_before_the_answer_is_whole() -> None:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_tool_calls_both_ways(streamed: bool) -> None:
-    @asynchronous
-    async def play() -> None:
-        async with served(CALLS, "It is 4.") as service:
-            found = await ask(service, tools=[TOOL], stream=streamed)
-            choice = await whole_choice(found) if streamed else found.choices[0]
-            assert choice.finish_reason == "tool_calls"
-            assert choice.message.content == "I look."
-            (call,) = choice.message.tool_calls
-            assert call.function.name == "calculator"
-            assert json.loads(call.function.arguments) == {"expression": "2 + 2"}
-            said = choice.message.model_dump(exclude_none=True)
-            told = {"role": "tool", "tool_call_id": call.id, "content": "4"}
-            answer = await ask(service, messages=[*QUESTION, said, told], tools=[TOOL])
-            assert answer.choices[0].message.content == "It is 4."
-            expected = service.renderer.generation_prompt(
-                [
-                    *QUESTION,
-                    {
-                        "role": "assistant",
-                        "content": "I look.",
-                        "tool_calls": [{**CALL, "arguments": {"expression": "2 + 2"}}],
-                    },
-                    {"role": "tool", "content": "4", "name": "calculator"},
-                ],
-                [CALCULATOR],
-            )
-            assert service.sampler.requests[-1].prompt.tolist() == expected
-
-    play()
+async def test_tool_calls_both_ways(streamed: bool) -> None:
+    async with served(CALLS, "It is 4.") as service:
+        found = await ask(service, tools=[TOOL], stream=streamed)
+        choice = await whole_choice(found) if streamed else found.choices[0]
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content == "I look."
+        (call,) = choice.message.tool_calls
+        assert call.function.name == "calculator"
+        assert json.loads(call.function.arguments) == {"expression": "2 + 2"}
+        said = choice.message.model_dump(exclude_none=True)
+        told = {"role": "tool", "tool_call_id": call.id, "content": "4"}
+        answer = await ask(service, messages=[*QUESTION, said, told], tools=[TOOL])
+        assert answer.choices[0].message.content == "It is 4."
+        expected = service.renderer.generation_prompt(
+            [
+                *QUESTION,
+                {
+                    "role": "assistant",
+                    "content": "I look.",
+                    "tool_calls": [{**CALL, "arguments": {"expression": "2 + 2"}}],
+                },
+                {"role": "tool", "content": "4", "name": "calculator"},
+            ],
+            [CALCULATOR],
+        )
+        assert service.sampler.requests[-1].prompt.tolist() == expected
 
 
-@asynchronous
 async def test_sampled_tokens_are_not_tokenised_again() -> None:
     """A message that comes back with its token ids is continued from these very tokens."""
     async with served("It is 4.") as service:
@@ -175,7 +157,6 @@ async def test_sampled_tokens_are_not_tokenised_again() -> None:
         assert spans[-1]["end"] == len(ids)
 
 
-@asynchronous
 async def test_several_answers_have_seeds_of_their_own() -> None:
     async with served("a", "b", "c") as service:
         answer = await ask(service, n=3, seed=5)
@@ -187,20 +168,15 @@ async def test_several_answers_have_seeds_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_stop_strings_are_no_part_of_the_answer(streamed: bool) -> None:
-    @asynchronous
-    async def play() -> None:
-        async with served("one two three four") as service:
-            found = await ask(service, stop=[" three", "zzz"], stream=streamed)
-            text = await text_of(found) if streamed else found.choices[0].message.content
-            assert text == "one two"
-            words = await of(service).completions.create(model="policy", prompt="0", stop="wo", max_tokens=50)
-            assert (words.choices[0].text, words.choices[0].finish_reason) == ("one t", "stop")
-
-    play()
+async def test_stop_strings_are_no_part_of_the_answer(streamed: bool) -> None:
+    async with served("one two three four") as service:
+        found = await ask(service, stop=[" three", "zzz"], stream=streamed)
+        text = await text_of(found) if streamed else found.choices[0].message.content
+        assert text == "one two"
+        words = await of(service).completions.create(model="policy", prompt="0", stop="wo", max_tokens=50)
+        assert (words.choices[0].text, words.choices[0].finish_reason) == ("one t", "stop")
 
 
-@asynchronous
 async def test_completions_take_texts_and_token_ids() -> None:
     async with served("1", "2", "3") as service, of(service) as client:
         two = await client.completions.create(model="policy", prompt=["a b", "c"], logprobs=0)
@@ -215,7 +191,6 @@ async def test_completions_take_texts_and_token_ids() -> None:
         assert "".join([chunk.choices[0].text async for chunk in stream]) == "1"
 
 
-@asynchronous
 async def test_a_cut_answer_says_so() -> None:
     async with served("Let me think about it.") as service:
         choice = (await ask(service, max_tokens=3)).choices[0]
@@ -246,21 +221,16 @@ async def test_a_cut_answer_says_so() -> None:
         ({"messages": None}, "messages"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(body: dict[str, Any], named: str) -> None:
-    @asynchronous
-    async def play() -> None:
-        async with served("4") as service:
-            refused = await service.post("/v1/chat/completions", {"model": "policy", "messages": QUESTION, **body})
-            assert refused.status_code == 400
-            error = refused.json()["error"]
-            assert error["type"] == "invalid_request_error"
-            assert named in f"{error['param']} {error['message']}"
-            assert service.sampler.requests == []
-
-    play()
+async def test_what_is_not_supported_is_refused_by_name(body: dict[str, Any], named: str) -> None:
+    async with served("4") as service:
+        refused = await service.post("/v1/chat/completions", {"model": "policy", "messages": QUESTION, **body})
+        assert refused.status_code == 400
+        error = refused.json()["error"]
+        assert error["type"] == "invalid_request_error"
+        assert named in f"{error['param']} {error['message']}"
+        assert service.sampler.requests == []
 
 
-@asynchronous
 async def test_neutral_values_of_what_is_not_supported_are_taken() -> None:
     async with served("4") as service:
         neutral = {
@@ -273,7 +243,6 @@ async def test_neutral_values_of_what_is_not_supported_are_taken() -> None:
         assert answer.choices[0].message.content == "4"
 
 
-@asynchronous
 async def test_prompts_that_do_not_fit_are_refused() -> None:
     async with served("4") as service, of(service) as client:
         with pytest.raises(openai.BadRequestError) as refused:
@@ -290,7 +259,6 @@ async def test_prompts_that_do_not_fit_are_refused() -> None:
         assert service.sampler.requests[-1].params.max_tokens == 5
 
 
-@asynchronous
 async def test_tokens_that_the_tokenizer_has_and_the_model_has_not_are_refused() -> None:
     """They would lie beyond its embedding, and could end the engine."""
     async with served("4") as service, of(service) as client:
@@ -299,7 +267,6 @@ async def test_tokens_that_the_tokenizer_has_and_the_model_has_not_are_refused()
             await client.completions.create(model="policy", prompt=[1, 100])
 
 
-@asynchronous
 async def test_texts_that_are_far_too_long_are_refused_before_they_are_tokenised() -> None:
     """Tokenising a megabyte takes seconds, in which no other answer would continue."""
     async with served("4", limits=Limits(2**24, 5.0, None)) as service, of(service) as client:
@@ -326,7 +293,6 @@ async def test_texts_that_are_far_too_long_are_refused_before_they_are_tokenised
         assert max(lengths) <= 8 * MAX_LEN
 
 
-@asynchronous
 async def test_bodies_of_a_million_errors_are_refused_by_the_first() -> None:
     many = 20_000
     bodies: list[dict[str, Any]] = [
@@ -345,7 +311,6 @@ async def test_bodies_of_a_million_errors_are_refused_by_the_first() -> None:
         assert (refused.status_code, len(refused.content) < 2000) == (400, True)
 
 
-@asynchronous
 async def test_the_bytes_of_a_part_of_a_letter_are_not_told() -> None:
     async with served("\U0001f9ff") as service:
         rows = (await ask(service, logprobs=True)).choices[0].logprobs.content
@@ -353,7 +318,6 @@ async def test_the_bytes_of_a_part_of_a_letter_are_not_told() -> None:
         assert rows[0].bytes is None
 
 
-@asynchronous
 async def test_a_failure_of_the_replicas_is_told() -> None:
     async with served(RoomFailed("no replica is left")) as service:
         with pytest.raises(openai.InternalServerError, match="no replica is left") as failed:
@@ -364,7 +328,6 @@ async def test_a_failure_of_the_replicas_is_told() -> None:
             await ask(service, stream=True)
 
 
-@asynchronous
 async def test_what_is_being_answered_when_the_service_ends_is_told_so() -> None:
     async with served("Let me think about it.") as service:
         service.sampler.hold_within = asyncio.Event()
@@ -381,7 +344,6 @@ async def test_what_is_being_answered_when_the_service_ends_is_told_so() -> None
         assert service.sampler.cancelled == 2
 
 
-@asynchronous
 async def test_an_error_of_the_service_within_a_stream_ends_it_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     async with served("Let me think about it.") as service:
 
@@ -406,7 +368,6 @@ async def test_an_error_of_the_service_within_a_stream_ends_it_with_an_error(mon
             await text_of(stream)
 
 
-@asynchronous
 async def test_a_full_queue_refuses_before_prompts_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     async with served("4", places=Places(places=1, waiting=0, wait_s=30.0)) as service:
         service.sampler.hold = asyncio.Event()
@@ -423,7 +384,6 @@ async def test_a_full_queue_refuses_before_prompts_are_made(monkeypatch: pytest.
         await first
 
 
-@asynchronous
 async def test_a_client_that_leaves_ends_the_sampling() -> None:
     async with served("Let me think about it.") as service:
         service.sampler.hold_within = asyncio.Event()
@@ -440,7 +400,6 @@ async def test_a_client_that_leaves_ends_the_sampling() -> None:
 # ---- who may call, and how much
 
 
-@asynchronous
 async def test_only_keys_open_it() -> None:
     async with served("4") as service:
         for headers in ({"Authorization": "Bearer wrong"}, {"Authorization": "Basic x"}, {"Authorization": ""}):
@@ -454,7 +413,6 @@ async def test_only_keys_open_it() -> None:
         assert (await service.client.get("/nothing")).status_code == 404
 
 
-@asynchronous
 async def test_metrics_are_for_the_administrator_and_this_machine() -> None:
     async with served("4") as service:
         await ask(service)
@@ -472,7 +430,6 @@ async def test_metrics_are_for_the_administrator_and_this_machine() -> None:
         assert (await service.client.get("/health", headers=elsewhere)).json() == {"status": "ok"}
 
 
-@asynchronous
 async def test_the_table_has_every_route() -> None:
     async with served("4") as service:
         routes = [route for route in service.app.routes if hasattr(route, "methods")]
@@ -480,7 +437,6 @@ async def test_the_table_has_every_route() -> None:
         assert there == {(route.method, route.path) for route in ROUTES}
 
 
-@asynchronous
 async def test_a_large_body_is_refused_unread() -> None:
     async with served("4", limits=Limits(1000, 5.0, None)) as service:
         refused = await service.post("/v1/completions", {"model": "policy", "prompt": "a" * 2000})
@@ -497,14 +453,12 @@ async def test_a_large_body_is_refused_unread() -> None:
         assert counted in (await service.client.get("/metrics")).text
 
 
-@asynchronous
 async def test_what_is_open_without_a_key_takes_no_body() -> None:
     async with served("4") as service:
         refused = await service.client.request("GET", "/health", headers={"Authorization": ""}, content=b"a")
         assert refused.status_code == 413
 
 
-@asynchronous
 async def test_a_body_that_does_not_come_is_given_up() -> None:
     async with served("4", limits=Limits(1000, 0.05, None)) as service:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(service.url.rpartition(":")[2]))
@@ -516,7 +470,6 @@ async def test_a_body_that_does_not_come_is_given_up() -> None:
         writer.close()
 
 
-@asynchronous
 async def test_a_key_has_so_many_requests_in_a_minute() -> None:
     async with served("4", limits=Limits(LIMITS.body_bytes, 5.0, 2)) as service:
         codes = [(await service.client.get("/v1/models")) for _ in range(3)]
@@ -526,7 +479,6 @@ async def test_a_key_has_so_many_requests_in_a_minute() -> None:
         assert (await service.client.get("/v1/models", headers=admin)).status_code == 200
 
 
-@asynchronous
 async def test_chats_wait_for_their_share_of_the_engine() -> None:
     places = Places(places=1, waiting=1, wait_s=30.0)
     async with served("4", places=places) as service:

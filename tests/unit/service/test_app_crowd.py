@@ -72,29 +72,26 @@ async def hang(port: int) -> tuple[int, str]:
     return found
 
 
-def test_200_clients_are_all_answered_rightly() -> None:
-    async def play() -> None:
-        limits = replace(LIMITS, body_s=BODY_S)
-        async with served("4", places=Places(16, CLIENTS, 60.0), limits=limits) as service:
-            port = int(service.url.rpartition(":")[2])
-            asked = {
-                "good": [ask(port, number) for number in range(CLIENTS - 3 * BAD)],
-                "wrong key": [ask(port, 0, "tr-client-of-somebody-else") for _ in range(BAD)],
-                "100 MB": [send_100_mb(port, number % 2 == 0) for number in range(BAD)],
-                "hangs": [hang(port) for _ in range(BAD)],
-            }
-            answers = await asyncio.gather(*(each for kind in asked.values() for each in kind))
-            names = [name for name, kind in asked.items() for _ in kind]
-            found = [(name, status) for name, (status, _) in zip(names, answers, strict=True)]
-            expected = {"good": 200, "wrong key": 401, "100 MB": 413, "hangs": 408}
-            assert found == [(name, expected[name]) for name in names]
-            for name, (_, text) in zip(names, answers, strict=True):
-                if name == "good":
-                    assert json.loads(text)["choices"][0]["message"]["content"] == "4"
-            assert len(service.sampler.requests) == CLIENTS - 3 * BAD, "each good one was sampled once, and no other"
-            prompts = {service.front.tokenizer.decode(each.prompt) for each in service.sampler.requests}
-            assert len(prompts) == CLIENTS - 3 * BAD
-            assert (service.front.places.taken, service.front.places.waiting, service.sampler.cancelled) == (0, 0, 0)
-            assert (await ask(port, 1))[0] == 200
-
-    asyncio.run(asyncio.wait_for(play(), 120))
+async def test_200_clients_are_all_answered_rightly() -> None:
+    limits = replace(LIMITS, body_s=BODY_S)
+    async with served("4", places=Places(16, CLIENTS, 60.0), limits=limits) as service:
+        port = int(service.url.rpartition(":")[2])
+        asked = {
+            "good": [ask(port, number) for number in range(CLIENTS - 3 * BAD)],
+            "wrong key": [ask(port, 0, "tr-client-of-somebody-else") for _ in range(BAD)],
+            "100 MB": [send_100_mb(port, number % 2 == 0) for number in range(BAD)],
+            "hangs": [hang(port) for _ in range(BAD)],
+        }
+        answers = await asyncio.gather(*(each for kind in asked.values() for each in kind))
+        names = [name for name, kind in asked.items() for _ in kind]
+        found = [(name, status) for name, (status, _) in zip(names, answers, strict=True)]
+        expected = {"good": 200, "wrong key": 401, "100 MB": 413, "hangs": 408}
+        assert found == [(name, expected[name]) for name in names]
+        for name, (_, text) in zip(names, answers, strict=True):
+            if name == "good":
+                assert json.loads(text)["choices"][0]["message"]["content"] == "4"
+        assert len(service.sampler.requests) == CLIENTS - 3 * BAD, "each good one was sampled once, and no other"
+        prompts = {service.front.tokenizer.decode(each.prompt) for each in service.sampler.requests}
+        assert len(prompts) == CLIENTS - 3 * BAD
+        assert (service.front.places.taken, service.front.places.waiting, service.sampler.cancelled) == (0, 0, 0)
+        assert (await ask(port, 1))[0] == 200

@@ -106,17 +106,13 @@ def changed(body: dict[str, Any], steps: list[tuple[int, str, Any]]) -> Any:
     return body
 
 
-def test_whole_bodies_are_served() -> None:
+async def test_whole_bodies_are_served() -> None:
     """Else the strange ones would all be refused for the same reason."""
-
-    async def play() -> None:
-        async with served("4") as service:
-            for path, body in WHOLE.items():
-                for streamed in (False, True):
-                    answer = await service.post(path, {**body, "stream": streamed})
-                    assert answer.status_code == 200, (path, answer.text)
-
-    asyncio.run(play())
+    async with served("4") as service:
+        for path, body in WHOLE.items():
+            for streamed in (False, True):
+                answer = await service.post(path, {**body, "stream": streamed})
+                assert answer.status_code == 200, (path, answer.text)
 
 
 @settings(max_examples=4, suppress_health_check=[HealthCheck.too_slow, HealthCheck.large_base_example])

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from functools import wraps
 from typing import Any
 
 import openai
@@ -88,14 +86,6 @@ async def rollout(*texts: str | Exception) -> AsyncIterator[Rollout]:
         async with agent_sessions(lambda: LoopbackSessions(config, models)):
             limits = RolloutLimits(len(tokenizer), MAX_LEN, decode=tokenizer.decode)
             yield Rollout(ScriptedSampler(*texts, tokenizer=tokenizer), limits)
-
-
-def asynchronous(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    @wraps(test)
-    def run(**given: Any) -> None:
-        asyncio.run(asyncio.wait_for(test(**given), 60))
-
-    return run
 
 
 def user(text: str) -> Any:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 from session_support import (
     said,
@@ -20,16 +17,6 @@ from trireme.core.types import SampledSequence
 from trireme.renderers import Message
 
 SYSTEM, FIRST = said("system", "s"), said("user", "q0")
-
-
-def runs(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """Runs a test in an event loop."""
-
-    def run(self: Any, tmp_path: Path) -> None:
-        asyncio.run(asyncio.wait_for(test(self, tmp_path), 30))
-
-    run.__name__, run.__doc__ = test.__name__, test.__doc__
-    return run
 
 
 async def ask(service: SessionRegistry, request: TurnRequest, name: str = "s") -> ServedTurn:

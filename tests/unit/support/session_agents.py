@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
-from functools import wraps
 from typing import Any
 
 import openai
@@ -12,14 +9,6 @@ import pytest
 from service_support import ADMIN, Served
 
 QUESTION: Any = {"role": "user", "content": "What is 2 + 2?"}
-
-
-def asynchronous(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    @wraps(test)
-    def run(**given: Any) -> None:
-        asyncio.run(asyncio.wait_for(test(**given), 60))  # type: ignore[arg-type]
-
-    return run
 
 
 def bearer(key: str) -> dict[str, str]:

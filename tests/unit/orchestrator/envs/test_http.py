@@ -113,33 +113,27 @@ def call(a: int, b: int) -> str:
     return f'<tool_call>\n{{"name": "add", "arguments": {{"a": {a}, "b": {b}}}}}\n</tool_call>'
 
 
-def test_an_episode_with_a_tool_of_the_server() -> None:
-    async def scenario() -> None:
-        async with sessions() as (url, seen):
-            make = maker(url)
-            env = make()
-            trajectory, prompts = await play(env, call(4, 38), "I do not know.")
-            assert "Adds two whole numbers." in prompts[0]
-            assert "What is " in prompts[0]
-            assert "<tool_response>\n42\n</tool_response>" in prompts[1]
-            assert trajectory.reward == 0
-            assert trajectory.transitions[-1].metrics == {"parse_error": 0.0, "success": 0.0}
-            a, b = prompts[0].partition("What is ")[2].partition("?")[0].split(" + ")
-            right, _ = await play(make(), str(int(a) + int(b)))
-            assert right.reward == 1, "the same task again"
-            assert seen == {"reset": 2, "step": 3, "close": 2}
-
-    asyncio.run(scenario())
+async def test_an_episode_with_a_tool_of_the_server() -> None:
+    async with sessions() as (url, seen):
+        make = maker(url)
+        env = make()
+        trajectory, prompts = await play(env, call(4, 38), "I do not know.")
+        assert "Adds two whole numbers." in prompts[0]
+        assert "What is " in prompts[0]
+        assert "<tool_response>\n42\n</tool_response>" in prompts[1]
+        assert trajectory.reward == 0
+        assert trajectory.transitions[-1].metrics == {"parse_error": 0.0, "success": 0.0}
+        a, b = prompts[0].partition("What is ")[2].partition("?")[0].split(" + ")
+        right, _ = await play(make(), str(int(a) + int(b)))
+        assert right.reward == 1, "the same task again"
+        assert seen == {"reset": 2, "step": 3, "close": 2}
 
 
-def test_what_cannot_be_read_is_told_to_the_server() -> None:
-    async def scenario() -> None:
-        async with sessions() as (url, _):
-            trajectory, _ = await play(maker(url)(), "<tool_call>\nno json\n</tool_call>")
-            assert trajectory.reward == 0
-            assert trajectory.transitions[0].metrics == {"parse_error": 1.0, "success": 0.0}
-
-    asyncio.run(scenario())
+async def test_what_cannot_be_read_is_told_to_the_server() -> None:
+    async with sessions() as (url, _):
+        trajectory, _ = await play(maker(url)(), "<tool_call>\nno json\n</tool_call>")
+        assert trajectory.reward == 0
+        assert trajectory.transitions[0].metrics == {"parse_error": 1.0, "success": 0.0}
 
 
 def test_tasks_depend_on_seed_split_and_number_alone_and_spread_over_servers() -> None:
@@ -157,7 +151,9 @@ def test_tasks_depend_on_seed_split_and_number_alone_and_spread_over_servers() -
     assert min(urls.values()) > 40
 
 
-def test_an_answer_that_is_lost_is_asked_for_again_and_the_turn_is_played_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_answer_that_is_lost_is_asked_for_again_and_the_turn_is_played_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Each request is worked on, and its connection is cut before the answer; the second try gets it."""
     monkeypatch.setattr(http, "PAUSES_S", (0.01,))
     lost: Counter[str] = Counter()
@@ -171,17 +167,14 @@ def test_an_answer_that_is_lost_is_asked_for_again_and_the_turn_is_played_once(m
             request.transport.abort()
         return answer
 
-    async def scenario() -> None:
-        async with sessions(middleware=cut) as (url, seen):
-            trajectory, _ = await play(maker(url)(), "7")
-            assert len(trajectory.transitions) == 1
-            assert seen == {"reset": 1, "step": 1, "close": 1}
-        assert set(lost.values()) == {2}
-
-    asyncio.run(scenario())
+    async with sessions(middleware=cut) as (url, seen):
+        trajectory, _ = await play(maker(url)(), "7")
+        assert len(trajectory.transitions) == 1
+        assert seen == {"reset": 1, "step": 1, "close": 1}
+    assert set(lost.values()) == {2}
 
 
-def test_a_server_that_is_busy_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_that_is_busy_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "PAUSES_S", (0.01,))
     asked: Counter[str] = Counter()
 
@@ -192,45 +185,31 @@ def test_a_server_that_is_busy_is_asked_again(monkeypatch: pytest.MonkeyPatch) -
             raise web.HTTPServiceUnavailable
         return await handler(request)
 
-    async def scenario() -> None:
-        async with sessions(middleware=busy) as (url, seen):
-            await play(maker(url)(), "7")
-            assert seen == {"reset": 1, "step": 1, "close": 1}
-
-    asyncio.run(scenario())
+    async with sessions(middleware=busy) as (url, seen):
+        await play(maker(url)(), "7")
+        assert seen == {"reset": 1, "step": 1, "close": 1}
 
 
-def test_a_turn_that_takes_too_long_names_the_url_and_the_session_is_ended() -> None:
-    async def scenario() -> None:
-        async with sessions(tool_s=60) as (url, seen):
-            with pytest.raises(
-                http.EnvServerDown, match=rf"POST {url}/sessions/\w+/step .*within 0.3 s .*env.args.step_s"
-            ):
-                await play(maker(url, step_s=0.3)(), call(1, 2))
-            assert seen["close"] == 1
-
-    asyncio.run(scenario())
+async def test_a_turn_that_takes_too_long_names_the_url_and_the_session_is_ended() -> None:
+    async with sessions(tool_s=60) as (url, seen):
+        with pytest.raises(http.EnvServerDown, match=rf"POST {url}/sessions/\w+/step .*within 0.3 s .*env.args.step_s"):
+            await play(maker(url, step_s=0.3)(), call(1, 2))
+        assert seen["close"] == 1
 
 
-def test_a_server_that_is_not_there_is_named() -> None:
-    async def scenario() -> None:
-        with pytest.raises(http.EnvServerDown, match=r"http://127.0.0.1:9/sessions/\w+/reset .*ClientConnectorError"):
-            await maker("http://127.0.0.1:9", reset_s=0.1)().initial_messages()
-
-    asyncio.run(scenario())
+async def test_a_server_that_is_not_there_is_named() -> None:
+    with pytest.raises(http.EnvServerDown, match=r"http://127.0.0.1:9/sessions/\w+/reset .*ClientConnectorError"):
+        await maker("http://127.0.0.1:9", reset_s=0.1)().initial_messages()
 
 
-def test_a_session_that_is_gone_fails_the_rollout_with_what_the_server_says() -> None:
-    async def scenario() -> None:
-        async with sessions(lease_s=0.05) as (url, _):
-            env = maker(url)()
-            await env.initial_messages()
-            await Watched.closed.wait()
-            with pytest.raises(http.EnvServerRefused, match=r"/step was refused with status 404: there is no session"):
-                await env.step({"role": "assistant", "content": "7"})
-            await env.close()
-
-    asyncio.run(scenario())
+async def test_a_session_that_is_gone_fails_the_rollout_with_what_the_server_says() -> None:
+    async with sessions(lease_s=0.05) as (url, _):
+        env = maker(url)()
+        await env.initial_messages()
+        await Watched.closed.wait()
+        with pytest.raises(http.EnvServerRefused, match=r"/step was refused with status 404: there is no session"):
+            await env.step({"role": "assistant", "content": "7"})
+        await env.close()
 
 
 def answers(value: Any) -> Handler:
@@ -256,66 +235,57 @@ GOOD = {"observation": {"messages": [{"role": "user", "content": "?"}]}}
         (GOOD, {"done": False, "reward": 1}, "expected `observation`"),
     ],
 )
-def test_an_answer_that_is_none_is_said_to_be_the_server_s(reset: Any, step: Any, expected: str) -> None:
-    async def scenario() -> None:
-        app = web.Application()
-        app.router.add_post("/sessions/{name}/reset", answers(reset))
-        app.router.add_post("/sessions/{name}/step", answers(step))
-        app.router.add_delete("/sessions/{name}", answers({}))
-        async with serving(app) as url:
-            with pytest.raises(http.BadEnvAnswer, match=expected) as bad:
-                await play(maker(url)(), "7")
-            assert url in str(bad.value)
-
-    asyncio.run(scenario())
+async def test_an_answer_that_is_none_is_said_to_be_the_server_s(reset: Any, step: Any, expected: str) -> None:
+    app = web.Application()
+    app.router.add_post("/sessions/{name}/reset", answers(reset))
+    app.router.add_post("/sessions/{name}/step", answers(step))
+    app.router.add_delete("/sessions/{name}", answers({}))
+    async with serving(app) as url:
+        with pytest.raises(http.BadEnvAnswer, match=expected) as bad:
+            await play(maker(url)(), "7")
+        assert url in str(bad.value)
 
 
-def test_hundreds_of_sessions_wait_for_slow_tools_at_the_same_time() -> None:
-    async def scenario() -> None:
-        async with sessions(tool_s=1.0) as (url, seen):
-            loop = asyncio.get_running_loop()
-            envs = [maker(url)() for _ in range(200)]
-            await asyncio.gather(*(env.initial_messages() for env in envs))
-            before = loop.time()
-            tool_call: Any = {
-                "role": "assistant",
-                "content": "",
-                "tool_calls": [{"name": "add", "arguments": {"a": 1, "b": 2}}],
-            }
-            steps = await asyncio.gather(*(env.step(tool_call) for env in envs))
-            assert loop.time() - before < 100, "one after the other would take 200 s"
-            assert {step.next_messages[0]["content"] for step in steps} == {"3"}
-            await asyncio.gather(*(env.close() for env in envs))
-            assert seen == {"reset": 200, "step": 200, "close": 200}
-
-    asyncio.run(scenario())
+async def test_hundreds_of_sessions_wait_for_slow_tools_at_the_same_time() -> None:
+    async with sessions(tool_s=1.0) as (url, seen):
+        loop = asyncio.get_running_loop()
+        envs = [maker(url)() for _ in range(200)]
+        await asyncio.gather(*(env.initial_messages() for env in envs))
+        before = loop.time()
+        tool_call: Any = {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"name": "add", "arguments": {"a": 1, "b": 2}}],
+        }
+        steps = await asyncio.gather(*(env.step(tool_call) for env in envs))
+        assert loop.time() - before < 100, "one after the other would take 200 s"
+        assert {step.next_messages[0]["content"] for step in steps} == {"3"}
+        await asyncio.gather(*(env.close() for env in envs))
+        assert seen == {"reset": 200, "step": 200, "close": 200}
 
 
-def test_a_session_that_was_not_begun_asks_nothing_and_one_whose_start_is_cancelled_is_ended() -> None:
-    async def scenario() -> None:
-        begun = asyncio.Event()
+async def test_a_session_that_was_not_begun_asks_nothing_and_one_whose_start_is_cancelled_is_ended() -> None:
+    begun = asyncio.Event()
 
-        class Slow(Watched):
-            async def reset(self, task: dict[str, Any]) -> Any:
-                begun.set()
-                await asyncio.sleep(60)
+    class Slow(Watched):
+        async def reset(self, task: dict[str, Any]) -> Any:
+            begun.set()
+            await asyncio.sleep(60)
 
-        Watched.seen, Watched.closed = Counter(), asyncio.Event()
-        async with serving(EXAMPLE.Sessions(lambda: Slow(0.0)).app()) as url:
-            make = maker(url)
-            await make().close()
-            env = make()
-            start = asyncio.ensure_future(env.initial_messages())
-            await begun.wait()
-            start.cancel()
-            await asyncio.wait([start])
-            await env.close()
-            assert Watched.seen == {"close": 1}
-
-    asyncio.run(scenario())
+    Watched.seen, Watched.closed = Counter(), asyncio.Event()
+    async with serving(EXAMPLE.Sessions(lambda: Slow(0.0)).app()) as url:
+        make = maker(url)
+        await make().close()
+        env = make()
+        start = asyncio.ensure_future(env.initial_messages())
+        await begun.wait()
+        start.cancel()
+        await asyncio.wait([start])
+        await env.close()
+        assert Watched.seen == {"close": 1}
 
 
-def test_an_episode_continues_in_another_session_from_the_state_that_its_server_gave() -> None:
+async def test_an_episode_continues_in_another_session_from_the_state_that_its_server_gave() -> None:
     class Counting:
         """Says how many turns it has seen."""
 
@@ -331,28 +301,25 @@ def test_an_episode_continues_in_another_session_from_the_state_that_its_server_
         async def close(self) -> None:
             pass
 
-    async def scenario() -> None:
-        async with serving(EXAMPLE.Sessions(Counting).app()) as url:
-            make, said = maker(url), {"role": "assistant", "content": "and"}
-            first, second = make(), make()
-            await first.initial_messages()
-            assert first.state_dict() is None, "this server gives no state before the first turn"
-            for _ in range(2):
-                await first.step(said)
-            state = json.loads(json.dumps(first.state_dict()))
-            third = asyncio.ensure_future(first.step(said))
-            await asyncio.sleep(0)
-            assert first.state_dict() is None, "within a turn there is no state"
-            assert (await third).episode_done
-            await second.load_state_dict(state)
-            assert second.state_dict() == state, "nothing was played since"
-            assert second.tools == [EXAMPLE.ADD]
-            assert (await second.step(said)).episode_done, "it was the third turn of the episode"
-            assert second.state_dict() == {"turn": 3, "tools": [EXAMPLE.ADD], "state": [3]}
-            await first.close()
-            await second.close()
-
-    asyncio.run(scenario())
+    async with serving(EXAMPLE.Sessions(Counting).app()) as url:
+        make, said = maker(url), {"role": "assistant", "content": "and"}
+        first, second = make(), make()
+        await first.initial_messages()
+        assert first.state_dict() is None, "this server gives no state before the first turn"
+        for _ in range(2):
+            await first.step(said)
+        state = json.loads(json.dumps(first.state_dict()))
+        third = asyncio.ensure_future(first.step(said))
+        await asyncio.sleep(0)
+        assert first.state_dict() is None, "within a turn there is no state"
+        assert (await third).episode_done
+        await second.load_state_dict(state)
+        assert second.state_dict() == state, "nothing was played since"
+        assert second.tools == [EXAMPLE.ADD]
+        assert (await second.step(said)).episode_done, "it was the third turn of the episode"
+        assert second.state_dict() == {"turn": 3, "tools": [EXAMPLE.ADD], "state": [3]}
+        await first.close()
+        await second.close()
 
 
 @pytest.mark.parametrize(

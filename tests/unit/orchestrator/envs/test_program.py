@@ -146,22 +146,18 @@ print(1, flush=True)
     assert left_of(tmp_path) == []
 
 
-def test_one_whose_rollout_is_given_up_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_whose_rollout_is_given_up_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MARK", str(tmp_path))
     begun = tmp_path / "begun"
-
-    async def scenario() -> None:
-        code = f"import pathlib, time; pathlib.Path({str(begun)!r}).touch(); time.sleep(600)"
-        env = await dataset(tmp_path, code, variables=["MARK"]).get_batch(0)[0].make_env(0)
-        playing = asyncio.ensure_future(env.play(ACCESS))
-        async with asyncio.timeout(30):
-            while not begun.exists():  # noqa: ASYNC110  another process makes the file
-                await asyncio.sleep(0.01)
-        playing.cancel()
-        await asyncio.wait([playing])
-        assert playing.cancelled()
-
-    asyncio.run(scenario())
+    code = f"import pathlib, time; pathlib.Path({str(begun)!r}).touch(); time.sleep(600)"
+    env = await dataset(tmp_path, code, variables=["MARK"]).get_batch(0)[0].make_env(0)
+    playing = asyncio.ensure_future(env.play(ACCESS))
+    async with asyncio.timeout(30):
+        while not begun.exists():  # noqa: ASYNC110  another process makes the file
+            await asyncio.sleep(0.01)
+    playing.cancel()
+    await asyncio.wait([playing])
+    assert playing.cancelled()
     assert left_of(tmp_path) == []
 
 

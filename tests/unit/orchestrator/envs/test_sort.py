@@ -1,6 +1,5 @@
 """The sort environment: which problems there are, what an answer is worth, and its place behind the interfaces."""
 
-import asyncio
 import pickle
 from functools import cache
 from pathlib import Path
@@ -102,17 +101,13 @@ def test_an_unknown_id_takes_a_place_and_matches_nothing(tokenizer):
     assert score(tokenizer, "52413", tokens)[0] == pytest.approx(0.5 * 2 / 6)
 
 
-def test_an_episode(tokenizer):
+async def test_an_episode(tokenizer):
     dataset = SortDataset(EnvContext(tokenizer, seed=3, group_size=4), batch_size=2, num_batches=5)
     builder = pickle.loads(pickle.dumps(dataset.get_batch(1)[0]))
-
-    async def play():
-        envs = await builder.make_envs()
-        prompt, stop = await envs[0].initial_observation()
-        result = await envs[0].step(answer(tokenizer, "".join(sorted(digits_asked(builder)))))
-        return len(envs), prompt, stop, result
-
-    count, prompt, stop, result = asyncio.run(play())
+    envs = await builder.make_envs()
+    prompt, stop = await envs[0].initial_observation()
+    result = await envs[0].step(answer(tokenizer, "".join(sorted(digits_asked(builder)))))
+    (count, prompt, stop, result) = len(envs), prompt, stop, result
     assert count == 4
     assert tokenizer.decode(prompt) == f"Sort: {digits_asked(builder)}\n"
     assert stop == ()

@@ -215,7 +215,7 @@ def test_plugged_rewards_and_judges(written: Written) -> None:
     assert turn.reward == pytest.approx(0.0 + 4.0 * 0.5 + 0.1 * 4)
 
 
-def test_an_answer_that_is_cut_off_or_malformed_is_scored_as_what_it_is(written: Written) -> None:
+async def test_an_answer_that_is_cut_off_or_malformed_is_scored_as_what_it_is(written: Written) -> None:
     name = written("""
         @vf.reward
         async def said(self, trace: vf.Trace) -> float:
@@ -227,15 +227,10 @@ def test_an_answer_that_is_cut_off_or_malformed_is_scored_as_what_it_is(written:
     """)
     env = TaskEnv(tasks(opened(name))[0], context().renderer, "loop", 10.0)
     whole = ended("<think>\nand thinks", context().renderer)
-
-    async def both() -> list[Trajectory]:
-        await env.initial_observation()
-        return [
-            await answered(env, Policy([tokens], reason))
-            for tokens, reason in [(whole[:-1], "length"), (whole, "stop")]
-        ]
-
-    cut_off, malformed = asyncio.run(both())
+    await env.initial_observation()
+    (cut_off, malformed) = [
+        await answered(env, Policy([tokens], reason)) for tokens, reason in [(whole[:-1], "length"), (whole, "stop")]
+    ]
     assert (cut_off.reward, malformed.reward) == (0.0, 0.0)  # no reply: it was still thinking
     assert cut_off.transitions[0].metrics == {"parse_error": 0.0, "cut": 1.0, "score/said": 0.0}
     assert malformed.transitions[0].metrics == {"parse_error": 1.0, "cut": 0.0, "score/said": 0.0}

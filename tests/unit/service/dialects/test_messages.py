@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import anthropic
@@ -26,79 +25,70 @@ def of(service: Served, key: str = CLIENT) -> anthropic.AsyncAnthropic:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_thinking_text_and_calls_both_ways(streamed: bool) -> None:
-    async def play() -> None:
-        async with served(CALLS, "It is 4.") as service, of(service) as client:
-            asked: Any = {"model": "policy", "max_tokens": 99, "messages": QUESTION, "tools": [TOOL]}
-            if streamed:
-                async with client.messages.stream(**asked) as stream:
-                    texts = [text async for text in stream.text_stream]
-                    message: Any = await stream.get_final_message()
-                assert len(texts) > 1
-                assert "".join(texts) == "I look."
-            else:
-                message = await client.messages.create(**asked)
-                assert (message.usage.version, message.usage.oldest_version) == (VERSION + 1, VERSION)
-            thinking, text, call = message.content
-            assert (thinking.thinking, text.text) == ("hm", "I look.")
-            assert (call.name, call.input) == ("calculator", {"expression": "2 + 2"})
-            assert message.stop_reason == "tool_use"
-            assert message.usage.input_tokens == len(service.sampler.requests[0].prompt)
-            said = {"role": "assistant", "content": [block.model_dump() for block in message.content]}
-            told = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "4"}]}
-            asked["messages"] = [
-                *QUESTION,
-                said,
-                {"role": "user", "content": [told, {"type": "text", "text": "Go on."}]},
-            ]
-            answer = await client.messages.create(**asked, system="Be brief.")
-            assert [block.text for block in answer.content] == ["It is 4."]  # type: ignore[union-attr]
-            calls = [{"name": "calculator", "arguments": {"expression": "2 + 2"}}]
-            expected: Any = [
-                {"role": "system", "content": "Be brief."},
-                *QUESTION,
-                {"role": "assistant", "content": "I look.", "thinking": "hm", "tool_calls": calls},
-                {"role": "tool", "content": "4", "name": "calculator"},
-                {"role": "user", "content": "Go on."},
-            ]
-            prompt = service.renderer.generation_prompt(expected, [CALCULATOR])
-            assert service.sampler.requests[-1].prompt.tolist() == prompt
-
-    asyncio.run(play())
-
-
-def test_a_stop_sequence_is_named() -> None:
-    async def play() -> None:
-        async with served("one two three") as service, of(service) as client:
-            asked: Any = {"model": "policy", "max_tokens": 99, "messages": QUESTION, "stop_sequences": [" three"]}
-            answer = await client.messages.create(**asked)
-            assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", " three")
+async def test_thinking_text_and_calls_both_ways(streamed: bool) -> None:
+    async with served(CALLS, "It is 4.") as service, of(service) as client:
+        asked: Any = {"model": "policy", "max_tokens": 99, "messages": QUESTION, "tools": [TOOL]}
+        if streamed:
             async with client.messages.stream(**asked) as stream:
-                streamed = await stream.get_final_message()
-            assert (streamed.stop_reason, streamed.stop_sequence) == ("stop_sequence", " three")
-            assert [block.text for block in streamed.content] == ["one two"]  # type: ignore[union-attr]
-            asked["max_tokens"] = 2
-            assert (await client.messages.create(**asked)).stop_reason == "max_tokens"
+                texts = [text async for text in stream.text_stream]
+                message: Any = await stream.get_final_message()
+            assert len(texts) > 1
+            assert "".join(texts) == "I look."
+        else:
+            message = await client.messages.create(**asked)
+            assert (message.usage.version, message.usage.oldest_version) == (VERSION + 1, VERSION)
+        thinking, text, call = message.content
+        assert (thinking.thinking, text.text) == ("hm", "I look.")
+        assert (call.name, call.input) == ("calculator", {"expression": "2 + 2"})
+        assert message.stop_reason == "tool_use"
+        assert message.usage.input_tokens == len(service.sampler.requests[0].prompt)
+        said = {"role": "assistant", "content": [block.model_dump() for block in message.content]}
+        told = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "4"}]}
+        asked["messages"] = [
+            *QUESTION,
+            said,
+            {"role": "user", "content": [told, {"type": "text", "text": "Go on."}]},
+        ]
+        answer = await client.messages.create(**asked, system="Be brief.")
+        assert [block.text for block in answer.content] == ["It is 4."]  # type: ignore[union-attr]
+        calls = [{"name": "calculator", "arguments": {"expression": "2 + 2"}}]
+        expected: Any = [
+            {"role": "system", "content": "Be brief."},
+            *QUESTION,
+            {"role": "assistant", "content": "I look.", "thinking": "hm", "tool_calls": calls},
+            {"role": "tool", "content": "4", "name": "calculator"},
+            {"role": "user", "content": "Go on."},
+        ]
+        prompt = service.renderer.generation_prompt(expected, [CALCULATOR])
+        assert service.sampler.requests[-1].prompt.tolist() == prompt
 
-    asyncio.run(play())
+
+async def test_a_stop_sequence_is_named() -> None:
+    async with served("one two three") as service, of(service) as client:
+        asked: Any = {"model": "policy", "max_tokens": 99, "messages": QUESTION, "stop_sequences": [" three"]}
+        answer = await client.messages.create(**asked)
+        assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", " three")
+        async with client.messages.stream(**asked) as stream:
+            streamed = await stream.get_final_message()
+        assert (streamed.stop_reason, streamed.stop_sequence) == ("stop_sequence", " three")
+        assert [block.text for block in streamed.content] == ["one two"]  # type: ignore[union-attr]
+        asked["max_tokens"] = 2
+        assert (await client.messages.create(**asked)).stop_reason == "max_tokens"
 
 
-def test_refusals_have_the_dialects_body() -> None:
-    async def play() -> None:
-        async with served("4") as service, of(service) as client, of(service, "wrong") as stranger:
-            asked: Any = {"model": "policy", "max_tokens": 9, "messages": QUESTION}
-            with pytest.raises(anthropic.BadRequestError, match=r"thinking\.type"):
-                await client.messages.create(**asked, thinking={"type": "enabled", "budget_tokens": 1024})
-            with pytest.raises(anthropic.NotFoundError, match="there is policy"):
-                await client.messages.create(**{**asked, "model": "claude"})
-            with pytest.raises(anthropic.AuthenticationError) as refused:
-                await stranger.messages.create(**asked)
-            assert refused.value.body == {
-                "type": "error",
-                "error": {"type": "authentication_error", "message": refused.value.body["error"]["message"]},  # type: ignore[index]
-            }
-
-    asyncio.run(play())
+async def test_refusals_have_the_dialects_body() -> None:
+    async with served("4") as service, of(service) as client, of(service, "wrong") as stranger:
+        asked: Any = {"model": "policy", "max_tokens": 9, "messages": QUESTION}
+        with pytest.raises(anthropic.BadRequestError, match=r"thinking\.type"):
+            await client.messages.create(**asked, thinking={"type": "enabled", "budget_tokens": 1024})
+        with pytest.raises(anthropic.NotFoundError, match="there is policy"):
+            await client.messages.create(**{**asked, "model": "claude"})
+        with pytest.raises(anthropic.AuthenticationError) as refused:
+            await stranger.messages.create(**asked)
+        assert refused.value.body == {
+            "type": "error",
+            "error": {"type": "authentication_error", "message": refused.value.body["error"]["message"]},  # type: ignore[index]
+        }
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from registry_agents import ask, ended, runs, sampled, trained, trajectory_of
+from registry_agents import ask, ended, sampled, trained, trajectory_of
 from renderer_support import QWEN3, bpe
 from service_support import served
-from session_agents import QUESTION, asynchronous, exported, of, opened
+from session_agents import QUESTION, exported, of, opened
 from session_agents import ask as ask_chat
 from session_agents import trained as trained_of
 from session_support import ScriptedSampler, registry, rendered, spoken
@@ -81,7 +81,6 @@ def test_a_text_has_the_tokens_that_were_sampled_and_reads_as_its_client_wrote_i
 
 
 class TestTexts:
-    @runs
     async def test_a_text_that_grows_is_one_growing_sequence(self, tmp_path: Path) -> None:
         sampler = ScriptedSampler()
         service = registry(tmp_path, sampler)
@@ -96,7 +95,6 @@ class TestTexts:
         assert trajectory_of(export).num_segments == 1
         assert trained(export) == sampled([answer for _, answer in sampler.record])
 
-    @runs
     async def test_what_a_text_leaves_out_is_not_in_the_prompt_and_is_trained(self, tmp_path: Path) -> None:
         sampler = ScriptedSampler()
         service = registry(tmp_path, sampler)
@@ -108,7 +106,6 @@ class TestTexts:
         assert trained(export) == sampled([answer for _, answer in sampler.record])
         assert [turn.follows for turn in export.turns] == [False, False]
 
-    @runs
     async def test_an_answer_that_comes_back_in_a_text_counts(self, tmp_path: Path) -> None:
         service = registry(tmp_path)
         service.open("s", floor=3)
@@ -117,7 +114,6 @@ class TestTexts:
         export = await ended(service)
         assert [turn.delivered for turn in export.turns] == [True, False]
 
-    @runs
     async def test_a_retry_gets_its_answer_also_when_its_text_would_have_another_place_now(
         self, tmp_path: Path
     ) -> None:
@@ -132,7 +128,6 @@ class TestTexts:
         anew = await ask(service, TurnRequest(text="pa1q"))
         assert anew.prompt.tolist() == [*rendered("p"), *spoken("a1")[:-1], *rendered("q")]
 
-    @runs
     async def test_a_retry_waits_for_the_answer_that_is_being_sampled(self, tmp_path: Path) -> None:
         sampler = ScriptedSampler()
         service = registry(tmp_path, sampler)
@@ -153,7 +148,6 @@ class TestTexts:
         assert [turn.prompt.tolist() for turn in turns] == [rendered("p"), [7, 8]]
         assert len(sampler.record) == 2
 
-    @runs
     async def test_what_cannot_be_a_prompt(self, tmp_path: Path) -> None:
         service = registry(tmp_path, max_seq_len=10)
         service.open("s", floor=3)
@@ -161,7 +155,6 @@ class TestTexts:
             with pytest.raises(BadTurn, match=why):
                 await service.turn("s", TurnRequest(text=text))
 
-    @runs
     async def test_a_journal_has_prompts_too(self, tmp_path: Path) -> None:
         service = registry(tmp_path)
         service.open("s", floor=3)
@@ -193,7 +186,6 @@ async def complete(agent: openai.AsyncOpenAI, prompt: Any, **body: Any) -> Any:
     return await agent.completions.create(model="policy", prompt=prompt, max_tokens=50, **body)
 
 
-@asynchronous
 async def test_an_agent_with_texts_and_one_with_token_ids() -> None:
     async with served(" 4", " 9", " 16") as service:
         session = await opened(service)
@@ -214,7 +206,6 @@ async def test_an_agent_with_texts_and_one_with_token_ids() -> None:
         assert (export["metrics"]["session/roots"], export["metrics"]["session/turns"]) == (1, 3)
 
 
-@asynchronous
 async def test_several_prompts_are_a_turn_each_and_streams_are_whole() -> None:
     async with served("a", "b", "c", "d", "e") as service:
         session = await opened(service)
@@ -229,7 +220,6 @@ async def test_several_prompts_are_a_turn_each_and_streams_are_whole() -> None:
         assert all(turn["in_loss"] for turn in export["turns"])
 
 
-@asynchronous
 async def test_a_chat_and_a_prompt_of_its_tokens_are_one_conversation() -> None:
     async with served("one", "two") as service:
         session = await opened(service)
@@ -241,7 +231,6 @@ async def test_a_chat_and_a_prompt_of_its_tokens_are_one_conversation() -> None:
         assert [turn["follows"] for turn in export["turns"]] == [False, True]
 
 
-@asynchronous
 async def test_the_stored_answer_is_for_the_retry_of_a_prompt_too() -> None:
     class Breaks(httpx.AsyncHTTPTransport):
         left = 1
@@ -262,7 +251,6 @@ async def test_the_stored_answer_is_for_the_retry_of_a_prompt_too() -> None:
         assert len(service.sampler.requests) == 2
 
 
-@asynchronous
 async def test_a_prompt_that_is_refused_is_named() -> None:
     async with served("one") as service:
         session = await opened(service)

@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from registry_agents import FIRST, SYSTEM, answer_of, ask, ended, runs, sampled, trained, trajectory_of
+from registry_agents import FIRST, SYSTEM, answer_of, ask, ended, sampled, trained, trajectory_of
 from session_support import (
     END,
     LOOK,
@@ -24,7 +24,6 @@ from trireme.core.errors import RoomFailed
 
 
 class TestAgents:
-    @runs
     async def test_a_conversation_is_one_growing_sequence(self, tmp_path: Path) -> None:
         sampler = ScriptedSampler()
         service = registry(tmp_path, sampler)
@@ -43,7 +42,6 @@ class TestAgents:
         assert trajectory_of(export).num_segments == 1
         assert trained(export) == sampled([answer for _, answer in sampler.record])
 
-    @runs
     async def test_thinking_that_a_client_leaves_out_stays_in_the_prompt(self, tmp_path: Path) -> None:
         sampler = ScriptedSampler(lambda request: "(hm)yes")
         service = registry(tmp_path, sampler)
@@ -53,7 +51,6 @@ class TestAgents:
         served = await ask(service, asked(FIRST, said("assistant", "yes"), said("user", "q1")))
         assert spoken("(hm)yes") == served.prompt.tolist()[len(sampler.requests[0].prompt) :][: len(spoken("(hm)yes"))]
 
-    @runs
     async def test_thinking_that_the_format_strips_begins_the_tokens_anew(self, tmp_path: Path) -> None:
         sampler = ScriptedSampler(lambda request: "(hm)yes")
         service = registry(tmp_path, sampler, renderer=Letters(strips=True))
@@ -71,7 +68,6 @@ class TestAgents:
         assert trajectory_of(export).num_segments == 2
         assert trained(export) == sampled([answer for _, answer in sampler.record])
 
-    @runs
     async def test_a_sub_agent_and_a_compacted_history_begin_anew(self, tmp_path: Path) -> None:
         sampler = ScriptedSampler()
         service = registry(tmp_path, sampler)
@@ -88,7 +84,6 @@ class TestAgents:
         assert trajectory_of(export).num_segments == 3
         assert trained(export) == sampled([answer for _, answer in sampler.record])
 
-    @runs
     async def test_other_tools_are_another_conversation(self, tmp_path: Path) -> None:
         service = registry(tmp_path)
         service.open("s", floor=3)
@@ -97,7 +92,6 @@ class TestAgents:
         counts = service.book.sessions["s"].tree.counts
         assert (counts.roots, counts.forks) == (2, 1)
 
-    @runs
     async def test_best_of_four_shares_its_prompt(self, tmp_path: Path) -> None:
         sampler = ScriptedSampler()
         service = registry(tmp_path, sampler)
@@ -112,7 +106,6 @@ class TestAgents:
         assert trajectory_of(export).num_segments == 4
         assert trained(export) == sampled([answer for _, answer in sampler.record])
 
-    @runs
     async def test_calls_at_the_same_time_are_no_retries(self, tmp_path: Path) -> None:
         sampler = ScriptedSampler()
         service = registry(tmp_path, sampler)
@@ -127,7 +120,6 @@ class TestAgents:
         assert (tree.counts.turns, tree.counts.forks, tree.counts.roots) == (4, 3, 1)
         assert trained(await ended(service)) == sampled([answer for _, answer in sampler.record])
 
-    @runs
     async def test_equal_answers_are_told_apart_by_delivery(self, tmp_path: Path) -> None:
         sampler = ScriptedSampler(lambda request: "same")
         service = registry(tmp_path, sampler)
@@ -139,7 +131,6 @@ class TestAgents:
         assert [node.delivered for node in tree.nodes if node.message] == [True, False, True]
         assert trained(await ended(service)) == sampled([sampler.record[0][1], sampler.record[2][1]])
 
-    @runs
     async def test_tool_calls_are_compared_by_value(self, tmp_path: Path) -> None:
         service = registry(tmp_path)
         service.open("s", floor=3)
@@ -151,7 +142,6 @@ class TestAgents:
         await ask(service, asked(FIRST, without, said("tool", "r"), tools=(LOOK,)))
         assert service.book.sessions["s"].tree.counts.roots == 2
 
-    @runs
     async def test_stop_strings_are_not_for_the_client(self, tmp_path: Path) -> None:
         sampler = ScriptedSampler(lambda request: "yes###")
         service = registry(tmp_path, sampler)
@@ -164,7 +154,6 @@ class TestAgents:
 
 
 class TestRetries:
-    @runs
     async def test_a_retry_gets_the_stored_answer(self, tmp_path: Path) -> None:
         sampler = ScriptedSampler()
         service = registry(tmp_path, sampler)
@@ -177,7 +166,6 @@ class TestRetries:
         assert trained(export) == sampled([answer for _, answer in sampler.record])
         assert (export.metrics["session/retries"], export.metrics["session/undelivered"]) == (1.0, 0.0)
 
-    @runs
     async def test_a_retry_of_another_request_is_sampled(self, tmp_path: Path) -> None:
         sampler = ScriptedSampler()
         service = registry(tmp_path, sampler)
@@ -187,7 +175,6 @@ class TestRetries:
         await ask(service, asked(SYSTEM, FIRST, retry=True))
         assert len(sampler.record) == 4
 
-    @runs
     async def test_each_retry_of_parallel_calls_gets_an_answer_of_its_own(self, tmp_path: Path) -> None:
         service = registry(tmp_path)
         service.open("s", floor=3)
@@ -195,7 +182,6 @@ class TestRetries:
         again = [await ask(service, asked(FIRST, retry=True)) for _ in range(3)]
         assert [turn.answers[0].node for turn in again] == [turn.answers[0].node for turn in lost]
 
-    @runs
     async def test_the_retry_of_a_dropped_connection_waits_for_the_same_answer(self, tmp_path: Path) -> None:
         sampler = ScriptedSampler()
         service = registry(tmp_path, sampler)
@@ -212,7 +198,6 @@ class TestRetries:
         assert len(sampler.record) == 1
         assert trained(await ended(service)) == sampled([sampler.record[0][1]])
 
-    @runs
     async def test_an_answer_that_was_not_fetched_is_masked_and_counted(self, tmp_path: Path) -> None:
         sampler = ScriptedSampler()
         service = registry(tmp_path, sampler)
@@ -223,7 +208,6 @@ class TestRetries:
         assert trained(export) == sampled([sampler.record[0][1]])
         assert export.metrics["session/undelivered"] == 1.0
 
-    @runs
     async def test_an_answer_that_comes_back_was_delivered(self, tmp_path: Path) -> None:
         sampler = ScriptedSampler()
         service = registry(tmp_path, sampler)
@@ -232,7 +216,6 @@ class TestRetries:
         await ask(service, asked(FIRST, answer_of(served), said("user", "q1")))
         assert trained(await ended(service)) == sampled([answer for _, answer in sampler.record])
 
-    @runs
     async def test_a_turn_that_fails_leaves_nothing(self, tmp_path: Path) -> None:
         sampler = ScriptedSampler()
         service = registry(tmp_path, sampler)

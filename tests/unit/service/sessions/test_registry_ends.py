@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from registry_agents import FIRST, answer_of, ask, ended, runs, sampled, trained, trajectory_of
+from registry_agents import FIRST, answer_of, ask, ended, sampled, trained, trajectory_of
 from session_support import (
     LIMITS,
     Hand,
@@ -26,7 +26,6 @@ from trireme.core.types import SampledSequence
 
 
 class TestEnds:
-    @runs
     async def test_an_ended_session_answers_nothing_new(self, tmp_path: Path) -> None:
         service = registry(tmp_path)
         service.open("s", floor=3)
@@ -38,7 +37,6 @@ class TestEnds:
         again = await ask(service, asked(FIRST, retry=True))
         assert again.answers[0].node == lost.answers[0].node
 
-    @runs
     async def test_the_end_cancels_what_is_being_sampled(self, tmp_path: Path) -> None:
         sampler = ScriptedSampler()
         service = registry(tmp_path, sampler)
@@ -54,7 +52,6 @@ class TestEnds:
         export = service.export("s")
         assert (export.turns, sampler.record) == ((), [])
 
-    @runs
     async def test_a_forgotten_session_and_one_that_never_was_are_closed(self, tmp_path: Path) -> None:
         service = registry(tmp_path)
         service.open("s", floor=3)
@@ -78,23 +75,19 @@ class TestEnds:
             (SessionLimits(100, 10**6, 15.0, 1e6, 1e6), "seconds: it was opened 20 s ago"),
         ],
     )
-    def test_limits(self, limits: SessionLimits, why: str, tmp_path: Path) -> None:
-        async def run() -> None:
-            clock = Hand()
-            service = registry(tmp_path, limits=limits, clock=clock)
-            service.open("s", floor=3)
-            conversation = [FIRST]
-            for _ in range(2):
-                served = await ask(service, asked(*conversation))
-                conversation += [answer_of(served), said("user", "next")]
-                clock.now += 10
-            with pytest.raises(SessionClosed, match=why):
-                await service.turn("s", asked(*conversation))
-            assert len(service.export("s").turns) == 2
+    async def test_limits(self, limits: SessionLimits, why: str, tmp_path: Path) -> None:
+        clock = Hand()
+        service = registry(tmp_path, limits=limits, clock=clock)
+        service.open("s", floor=3)
+        conversation = [FIRST]
+        for _ in range(2):
+            served = await ask(service, asked(*conversation))
+            conversation += [answer_of(served), said("user", "next")]
+            clock.now += 10
+        with pytest.raises(SessionClosed, match=why):
+            await service.turn("s", asked(*conversation))
+        assert len(service.export("s").turns) == 2
 
-        asyncio.run(run())
-
-    @runs
     async def test_calls_at_the_same_time_count_as_turns(self, tmp_path: Path) -> None:
         sampler = ScriptedSampler()
         service = registry(tmp_path, sampler, limits=SessionLimits(2, 10**6, 1e6, 1e6, 1e6))
@@ -107,7 +100,6 @@ class TestEnds:
         assert [type(each) for each in served] == [ServedTurn, ServedTurn, SessionClosed]
         assert trained(service.export("s")) == sampled([answer for _, answer in sampler.record])
 
-    @runs
     async def test_a_session_that_would_be_too_old_is_refused(self, tmp_path: Path) -> None:
         standing = TrainingStanding(step=4, max_steps_off_policy=1)
         sampler = ScriptedSampler()
@@ -121,7 +113,6 @@ class TestEnds:
             await service.turn("old", asked(FIRST))
         assert service.book.sessions["old"].requests.refused == 2
 
-    @runs
     async def test_what_is_sampled_beyond_the_bound_does_not_count(self, tmp_path: Path) -> None:
         """The weights move on while an answer is sampled, whatever they were when its turn began."""
         sampler = ScriptedSampler()
@@ -137,7 +128,6 @@ class TestEnds:
         await service.end("s", "done")
         assert [turn.in_bound for turn in service.export("s").turns] == [True, False]
 
-    @runs
     async def test_leases_are_swept_by_the_clock(self, tmp_path: Path) -> None:
         clock, sampler = Hand(), ScriptedSampler()
         service = registry(tmp_path, sampler, clock=clock)
@@ -159,7 +149,6 @@ class TestEnds:
         await service.sweep()
         assert not service.book.sessions
 
-    @runs
     async def test_what_an_owner_forgets_during_a_sweep_does_not_end_it(self, tmp_path: Path) -> None:
         clock, sampler = Hand(), ScriptedSampler()
         service = registry(tmp_path, sampler, clock=clock)
@@ -178,7 +167,6 @@ class TestEnds:
         with pytest.raises(SessionClosed, match="seconds"):
             await call
 
-    @runs
     async def test_an_agent_that_waited_in_vain_for_long_was_not_silent(self, tmp_path: Path) -> None:
         clock, sampler = Hand(), ScriptedSampler()
         service = registry(tmp_path, sampler, clock=clock)
@@ -195,7 +183,6 @@ class TestEnds:
         clock.now += LIMITS.idle_s
         assert await service.sweep() == ["s"]
 
-    @runs
     async def test_requests_that_cannot_be_sampled(self, tmp_path: Path) -> None:
         sampler = ScriptedSampler()
         service = registry(tmp_path, sampler, max_seq_len=30)
@@ -211,7 +198,6 @@ class TestEnds:
         await ask(service, asked(FIRST))
         assert sampler.requests[0].params.max_tokens == 30 - len(sampler.requests[0].prompt)
 
-    @runs
     async def test_answers_that_cannot_be_trained_on_are_refused(self, tmp_path: Path) -> None:
         sampler = ScriptedSampler()
         service = registry(tmp_path, sampler)
@@ -231,7 +217,6 @@ class TestEnds:
 
 
 class TestRewards:
-    @runs
     async def test_rewards_add_up_and_a_second_one_replaces_the_first(self, tmp_path: Path) -> None:
         service = registry(tmp_path)
         service.open("s", floor=3, problem="p")
@@ -248,7 +233,6 @@ class TestRewards:
         assert export.metrics["solved"] == 1.0
         assert second.answers[0].node == export.turns[-1].answer
 
-    @runs
     async def test_rewards_that_mean_nothing(self, tmp_path: Path) -> None:
         service = registry(tmp_path)
         service.open("s", floor=3)
@@ -264,7 +248,6 @@ class TestRewards:
 
 
 class TestRestarts:
-    @runs
     async def test_a_session_continues_where_it_was(self, tmp_path: Path) -> None:
         sampler = ScriptedSampler()
         before = registry(tmp_path, sampler)
@@ -279,7 +262,6 @@ class TestRestarts:
         assert after.book.sessions["s"].tree.counts.roots == 1
         assert trained(await ended(after)) == sampled([answer for _, answer in sampler.record])
 
-    @runs
     async def test_after_the_machine_was_started_again_sessions_are_closed(self, tmp_path: Path) -> None:
         before = registry(tmp_path)
         before.open("s", floor=3)
@@ -290,7 +272,6 @@ class TestRestarts:
                 await after.turn("s", asked(FIRST))
         assert len(after.export("s").turns) == 1
 
-    @runs
     async def test_a_closed_service_can_be_opened_again(self, tmp_path: Path) -> None:
         sampler = ScriptedSampler()
         before = registry(tmp_path, sampler)

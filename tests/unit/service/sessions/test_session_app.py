@@ -12,13 +12,12 @@ import openai
 import pytest
 from renderer_support import CALCULATOR
 from service_support import ADMIN, CLIENT, VERSION, served
-from session_agents import QUESTION, admin, ask, asynchronous, bearer, exported, of, opened, sampled, trained
+from session_agents import QUESTION, admin, ask, bearer, exported, of, opened, sampled, trained
 
 TOOL: Any = {"type": "function", "function": dict(CALCULATOR)}
 CALLS = 'I look.\n<tool_call>\n{"name": "calculator", "arguments": {"expression": "2 + 2"}}\n</tool_call>'
 
 
-@asynchronous
 async def test_an_agent_with_a_tool_is_one_growing_sequence() -> None:
     async with served(CALLS, "It is 4.") as service:
         session = await opened(service)
@@ -42,7 +41,6 @@ async def test_an_agent_with_a_tool_is_one_growing_sequence() -> None:
         assert [(span["version"], span["digest"]) for span in spans] == [(VERSION, "d0"), (VERSION + 1, "d1")]
 
 
-@asynchronous
 async def test_anthropics_client() -> None:
     async with served(CALLS, "It is 4.") as service:
         session = await opened(service)
@@ -63,7 +61,6 @@ async def test_anthropics_client() -> None:
         assert trained(export) == sampled(service)
 
 
-@asynchronous
 async def test_the_dialect_of_responses() -> None:
     async with served("It is 4.", "Sure.") as service:
         session = await opened(service)
@@ -77,7 +74,6 @@ async def test_the_dialect_of_responses() -> None:
         assert trained(export) == sampled(service)
 
 
-@asynchronous
 async def test_a_stream_is_the_whole_answer_and_counts_as_delivered() -> None:
     async with served("It is 4.") as service:
         session = await opened(service)
@@ -89,7 +85,6 @@ async def test_a_stream_is_the_whole_answer_and_counts_as_delivered() -> None:
         assert trained(await exported(service, session)) == sampled(service)
 
 
-@asynchronous
 async def test_a_key_opens_its_own_session_alone() -> None:
     async with served("4") as service:
         one, other = await opened(service), await opened(service)
@@ -109,7 +104,6 @@ async def test_a_key_opens_its_own_session_alone() -> None:
         assert answer.status_code == 401
 
 
-@asynchronous
 async def test_the_key_alone_leads_to_the_session() -> None:
     async with served("4") as service:
         session = await opened(service)
@@ -134,7 +128,6 @@ class Drops(httpx.AsyncBaseTransport):
         return answer
 
 
-@asynchronous
 async def test_the_retry_of_a_client_gets_the_stored_answer() -> None:
     async with served("one", "two") as service:
         session = await opened(service)
@@ -148,7 +141,6 @@ async def test_the_retry_of_a_client_gets_the_stored_answer() -> None:
         assert trained(export) == sampled(service)
 
 
-@asynchronous
 async def test_best_of_n_and_calls_at_the_same_time_are_answers_of_their_own() -> None:
     async with served("a", "b", "c", "d", "e") as service:
         session = await opened(service)
@@ -163,7 +155,6 @@ async def test_best_of_n_and_calls_at_the_same_time_are_answers_of_their_own() -
         assert export["metrics"]["session/retries"] == 0
 
 
-@asynchronous
 async def test_an_answer_that_could_not_be_delivered_is_masked_and_counted() -> None:
     async with served("one", "two") as service:
         session = await opened(service)
@@ -182,7 +173,6 @@ async def test_an_answer_that_could_not_be_delivered_is_masked_and_counted() -> 
         assert len(export["turns"]) == 2
 
 
-@asynchronous
 async def test_rewards_are_those_of_whoever_opened_the_session_alone() -> None:
     async with served("one", "two") as service:
         session = await opened(service)

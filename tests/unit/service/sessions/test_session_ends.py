@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 from service_support import ADMIN, VERSION, Served, served
-from session_agents import QUESTION, admin, ask, asynchronous, bearer, exported, of, opened, refused, sampled, trained
+from session_agents import QUESTION, admin, ask, bearer, exported, of, opened, refused, sampled, trained
 
 from service.sessions import door as doors
 from service.sessions.ages import TrainingStanding
@@ -19,7 +19,6 @@ from service.sessions.turns import SessionClosed
 from trireme.core.errors import ProvenanceError, RoomFailed, StorageFailed
 
 
-@asynchronous
 async def test_a_session_that_ended_or_was_forgotten_is_gone_and_no_client_tries_again() -> None:
     async with served("one") as service:
         session = await opened(service)
@@ -35,7 +34,6 @@ async def test_a_session_that_ended_or_was_forgotten_is_gone_and_no_client_tries
         assert len(service.sampler.requests) == 1
 
 
-@asynchronous
 async def test_a_turn_that_runs_when_the_session_ends_is_gone_too() -> None:
     async with served("one") as service:
         session = await opened(service)
@@ -50,7 +48,6 @@ async def test_a_turn_that_runs_when_the_session_ends_is_gone_too() -> None:
         assert service.sampler.cancelled == 1
 
 
-@asynchronous
 async def test_a_turn_that_would_be_too_old_is_refused() -> None:
     standing = [TrainingStanding(VERSION + 2, max_steps_off_policy=2)]
     async with served("one", standing=lambda: standing[0]) as service:
@@ -72,17 +69,12 @@ async def test_a_turn_that_would_be_too_old_is_refused() -> None:
         (SessionLimits(100, 10, 1000.0, 100.0, 500.0), "tokens: it holds"),
     ],
 )
-def test_limits(limits: SessionLimits, reason: str) -> None:
-    @asynchronous
-    async def play() -> None:
-        async with served("one", limits_of_sessions=limits) as service, of(await opened(service)) as agent:
-            await ask(agent, QUESTION)
-            assert reason in (await refused(agent)).message
-
-    play()
+async def test_limits(limits: SessionLimits, reason: str) -> None:
+    async with served("one", limits_of_sessions=limits) as service, of(await opened(service)) as agent:
+        await ask(agent, QUESTION)
+        assert reason in (await refused(agent)).message
 
 
-@asynchronous
 async def test_only_so_many_are_open() -> None:
     async with served("one", most=2) as service:
         first, _ = await opened(service), await opened(service)
@@ -101,18 +93,13 @@ async def test_only_so_many_are_open() -> None:
         (ProvenanceError("version 3, behind 20"), 410, "session_closed"),
     ],
 )
-def test_errors_say_whether_to_try_again(error: Exception, status: int, code: str) -> None:
-    @asynchronous
-    async def play() -> None:
-        async with served(error) as service, of(await opened(service)) as agent:
-            found = await refused(agent)
-            assert (found.status_code, found.code) == (status, code)
-            assert ("retry-after" in found.response.headers) == (status == 503)
-
-    play()
+async def test_errors_say_whether_to_try_again(error: Exception, status: int, code: str) -> None:
+    async with served(error) as service, of(await opened(service)) as agent:
+        found = await refused(agent)
+        assert (found.status_code, found.code) == (status, code)
+        assert ("retry-after" in found.response.headers) == (status == 503)
 
 
-@asynchronous
 async def test_after_a_restart_the_same_key_continues_and_without_a_journal_it_is_closed(tmp_path: Path) -> None:
     async with served("one", sessions=tmp_path / "sessions") as service:
         session = await opened(service)
@@ -152,22 +139,17 @@ def strange_bodies() -> Sequence[tuple[Any, str]]:
 
 
 @pytest.mark.parametrize(("body", "why"), strange_bodies())
-def test_what_no_session_answers(body: Any, why: str) -> None:
-    @asynchronous
-    async def play() -> None:
-        async with served("one") as service:
-            session = await opened(service)
-            headers = bearer(session["key"])
-            path = f"/sessions/{session['session']}/v1/chat/completions"
-            answer = await service.client.post(path, json={"model": "policy", **body}, headers=headers)
-            assert answer.status_code in (400, 404), answer.text
-            assert why in answer.json()["error"]["message"]
-            assert not service.sampler.requests
-
-    play()
+async def test_what_no_session_answers(body: Any, why: str) -> None:
+    async with served("one") as service:
+        session = await opened(service)
+        headers = bearer(session["key"])
+        path = f"/sessions/{session['session']}/v1/chat/completions"
+        answer = await service.client.post(path, json={"model": "policy", **body}, headers=headers)
+        assert answer.status_code in (400, 404), answer.text
+        assert why in answer.json()["error"]["message"]
+        assert not service.sampler.requests
 
 
-@asynchronous
 async def test_sampling_of_its_own_is_overruled_and_counted() -> None:
     async with served("one") as service:
         session = await opened(service)
@@ -179,7 +161,6 @@ async def test_sampling_of_its_own_is_overruled_and_counted() -> None:
         assert (await exported(service, session))["metrics"]["session/overruled"] == 1
 
 
-@asynchronous
 async def test_sessions_are_swept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where an owner forgets one in the moment in which it is ended, or a sweep fails."""
     monkeypatch.setattr(doors, "SWEEP_S", 0.001)
