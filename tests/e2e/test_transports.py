@@ -85,17 +85,6 @@ FEW, JOINS_AT, UPDATES = 8, 170, 200
 """Versions: a replica joins at one of them, in the first half."""
 
 
-def test_the_halves_are_pairwise_together() -> None:
-    rows = [*half(0), *half(1)]
-    for one, other in product(("model", "shards", "ranks", "dtype"), repeat=2):
-        if one < other:
-            pairs = {(getattr(row, one), getattr(row, other)) for row in rows}
-            assert len(pairs) == (8 if "model" in (one, other) else 4)
-    for rows_of_moments in (half(0), half(1)):
-        for column, values in (("model", 4), ("shards", 2), ("ranks", 2), ("dtype", 2)):
-            assert len({getattr(row, column) for row in rows_of_moments}) == values
-
-
 class Rooms:
     """A trainer, and replicas that take what it publishes."""
 

@@ -6,7 +6,6 @@ and trained on is counted by the environments, the replicas and the trainer.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -14,12 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 from simulation import LONGEST, Outcome, Scenario, simulate
-from virtual_time import Deadlock
 
-from inference.router import Router
-from orchestrator.ledger import Ledger
-from trireme.core.errors import ProvenanceError, RoomFailed
-from trireme.core.types import SampledSequence, SampleRequest
+from trireme.core.errors import RoomFailed
 
 POLICIES = ["wait", "drop"]
 ENDS = ("trained", "in_training", "filtered", "resampled", "dropped", "failed", "active")
@@ -202,27 +197,6 @@ def test_the_same_scenario_twice_is_the_same_run() -> None:
     once, again = (simulate(Scenario(slower={1: 6.0}, failing=5, constant=3)) for _ in range(2))
     assert once.rows == again.rows
     assert once.seconds == again.seconds
-
-
-class Forgetful(Router):
-    """Never answers one request."""
-
-    async def sample(self, request: SampleRequest) -> SampledSequence:
-        if request.prompt.tolist() == [3, 1]:
-            await asyncio.Event().wait()
-        return await super().sample(request)
-
-
-def test_a_request_without_an_answer_is_seen_as_a_deadlock() -> None:
-    with pytest.raises(Deadlock, match=r"(?s)nothing will ever happen.*tasks wait:\n.*Event\.wait"):
-        simulate(Scenario(policy="wait"), Forgetful)
-    check(simulate(Scenario(policy="drop"), Forgetful))
-
-
-def test_a_ledger_that_admits_too_much_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Ledger, "slots", property(lambda ledger: (ledger.max_steps_off_policy + 2) * ledger.batch_size))
-    with pytest.raises(ProvenanceError, match="age 2, at most 1"):
-        simulate(Scenario(policy="wait"))
 
 
 def test_waiting_is_never_biased_and_wastes_nothing() -> None:

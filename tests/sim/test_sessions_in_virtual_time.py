@@ -50,12 +50,6 @@ def test_a_run_takes_as_long_as_without_sessions(update_s: float, max_updating: 
         assert fetches == 0, "all have taken the version before"
 
 
-def test_slow_updates_leave_out_those_that_have_still_to_take_the_version_before() -> None:
-    outcome = check_sessions(simulate(replace(SENT, update_s=4.0, max_updating=1)))
-    assert outcome.replicas[0].fetches == 0
-    assert outcome.replicas[3].fetches > 10
-
-
 def test_one_that_hangs_at_offers_costs_the_time_of_one_and_samples_as_before() -> None:
     """Its answer never comes, and nobody finds it dead."""
     hanging = replace(SENT, hangs_at_offers_from_s={1: 60.0}, offer_s=200.0)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
-from checkpoint_support import Crash, crash_at, crashes
+from checkpoint_support import Crash, crashes
 
 from trireme.checkpoint.files import (
     BLOCK_BYTES,
@@ -282,9 +282,3 @@ def test_a_reader_of_a_replaced_file_keeps_the_old_one(tmp_path: Path) -> None:
         replace_file(file, b"new")
         assert reader.read() == b"old contents"
     assert os.listdir(tmp_path) == ["HEAD"]
-
-
-def test_the_crashes_of_these_tests_do_happen(tmp_path: Path) -> None:
-    with pytest.raises(Crash), crash_at(1):
-        write_bytes(tmp_path, "f", b"abcdef")
-    assert (tmp_path / "f").read_bytes() == b"abc"

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import errno
-import itertools
-import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from checkpoint_support import (
-    FIXED,
     PARTS,
     append_rows,
     commit,
-    crashes,
     flip,
     read_json_lines,
     snapshot,
@@ -57,24 +52,6 @@ def refusal(call: Callable[[], object]) -> str:
 
 @pytest.mark.parametrize("step", [None, -1])
 class TestTheNewest:
-    def test_is_chosen(self, store: CheckpointStore, step: int | None) -> None:
-        chosen = choose(store, step)
-        assert chosen is not None
-        assert (chosen.path, chosen.manifest.step, chosen.notes) == (store.commit(40), 40, ())
-
-    def test_when_it_is_damaged_the_one_before(self, store: CheckpointStore, step: int | None) -> None:
-        flip(store.commit(40) / PARTS[1])
-        chosen = choose(store, step)
-        assert chosen is not None
-        assert chosen.manifest.step == 20
-        (note,) = chosen.notes
-        assert "passed over" in note
-        assert "step_000040" in note
-        assert PARTS[1] in note
-
-    def test_of_none(self, tmp_path: Path, step: int | None) -> None:
-        assert choose(CheckpointStore(tmp_path), step) is None
-
     def test_when_none_verifies_all_reasons_are_shown(self, store: CheckpointStore, step: int | None) -> None:
         """Starting from the beginning would throw the run away: that is for a person to decide."""
         truncate(store.commit(40) / PARTS[0])
@@ -85,35 +62,10 @@ class TestTheNewest:
 
 
 class TestAStep:
-    def test_is_chosen(self, store: CheckpointStore) -> None:
-        chosen = choose(store, 20)
-        assert chosen is not None
-        assert chosen.path == store.commit(20)
-
     def test_that_is_not_there(self, store: CheckpointStore) -> None:
         text = refusal(lambda: choose(store, 30))
         assert "--resume.step 30" in text
         assert "there are: 20, 40" in text
-
-    def test_where_there_is_none(self, tmp_path: Path) -> None:
-        text = refusal(lambda: choose(CheckpointStore(tmp_path), 0))
-        assert "which holds no commit" in text
-        assert "without --resume.step" in text
-
-    @pytest.mark.parametrize("file", [*PARTS, MANIFEST])
-    @pytest.mark.parametrize("damage", [flip, truncate, Path.unlink])
-    def test_that_is_damaged_is_refused(
-        self, store: CheckpointStore, file: str, damage: Callable[[Path], None]
-    ) -> None:
-        damage(store.commit(40) / file)
-        text = refusal(lambda: choose(store, 40))
-        assert "does not verify" in text
-        assert file in text
-
-    def test_of_another_format(self, store: CheckpointStore) -> None:
-        values = json.loads((store.commit(40) / MANIFEST).read_text())
-        (store.commit(40) / MANIFEST).write_text(json.dumps({**values, "format": 7}))
-        assert "has format 7; expected 4: resume with the version of Trireme" in refusal(lambda: choose(store, 40))
 
 
 nested = st.recursive(
@@ -130,9 +82,6 @@ class TestWhatMayNotChange:
         assert chosen is not None
         return chosen
 
-    def test_the_same(self, store: CheckpointStore) -> None:
-        assert check_fixed(self.chosen(store), FIXED, force=False) == ()
-
     def test_each_difference_is_shown(self, store: CheckpointStore) -> None:
         now = {"model": {"hidden_size": 128, "layers": 2}, "data": {}}
         text = refusal(lambda: check_fixed(self.chosen(store), now, force=False))
@@ -141,11 +90,6 @@ class TestWhatMayNotChange:
         assert 'loss.loss_fn: "ppo" in the commit, (absent) now' in text
         assert "--resume.force" in text
 
-    def test_forced(self, store: CheckpointStore) -> None:
-        now = {**FIXED, "model": {"hidden_size": 128}}
-        notes = check_fixed(self.chosen(store), now, force=True)
-        assert notes == ("changed, and forced: model.hidden_size: 64 in the commit, 128 now",)
-
     @settings(deadline=None)
     @given(values, values)
     def test_equal_values_and_only_they_have_no_difference(
@@ -153,9 +97,6 @@ class TestWhatMayNotChange:
     ) -> None:
         assert differences(one, one) == []
         assert bool(differences(one, other)) == (one != other)
-
-    def test_tuples_are_lists_in_json(self) -> None:
-        assert differences({"x": [1, 2]}, {"x": (1, 2)}) == []
 
 
 class TestFork:
@@ -194,12 +135,6 @@ class TestFork:
         assert not (target.commit(20) / MANIFEST).samefile(store.commit(20) / MANIFEST)
         assert not (target.commit(20) / KEEP).exists()
 
-    def test_pruning_either_leaves_the_other(self, store: CheckpointStore, target: CheckpointStore) -> None:
-        self.forked(store, target)
-        store.prune(1, None)
-        assert steps(store) == [40]
-        Manifest.verified(target.commit(20))
-
     def test_where_there_are_no_links_files_are_copied(
         self, store: CheckpointStore, target: CheckpointStore, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -219,20 +154,3 @@ class TestFork:
         with pytest.raises(CheckpointInvalid, match="were altered"):
             fork(source, target, 2)
         assert steps(target) == []
-
-    def test_a_crash_anywhere_leaves_the_source_and_the_fork_can_be_done_again(
-        self, store: CheckpointStore, tmp_path: Path
-    ) -> None:
-        before = snapshot(store.root)
-        for change in itertools.count(1):
-            target = CheckpointStore(tmp_path / f"fork-{change}")
-            target.root.mkdir()
-            crashed = crashes(change, lambda: self.forked(store, target))  # noqa: B023
-            assert target.newest()[1] == {}
-            self.forked(store, target)
-            self.check(store, target)
-            assert snapshot(store.root) == before
-            shutil.rmtree(target.root)
-            if not crashed:
-                break
-        assert change > 20

@@ -6,11 +6,8 @@ import errno
 import itertools
 import json
 import os
-import re
 import shutil
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +33,6 @@ from trireme.checkpoint.manifest import MANIFEST, CommitRef, Manifest
 from trireme.checkpoint.rows import ROLLOUTS, ROW_FILES, recorded_steps
 from trireme.checkpoint.store import HEAD, KEEP, CheckpointStore, Head
 from trireme.core.errors import CheckpointInvalid, StorageFailed
-from trireme.process import faults
-from trireme.process.faults import InjectedFault
 from trireme.run.rollout_records import write_records
 
 pytestmark = pytest.mark.usefixtures("instant_disk")
@@ -51,15 +46,6 @@ def store(tmp_path: Path) -> CheckpointStore:
     made.root.mkdir()
     made.write_head(FIRST)
     return made
-
-
-@pytest.fixture
-def arm(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    def armed(point: str) -> None:
-        monkeypatch.setattr(faults, "_passed", Counter())
-        monkeypatch.setenv("TRIREME_FAULTS", f"{point}=raise")
-
-    return armed
 
 
 def rows(first: int, last: int, attempt: int = 1) -> list[dict[str, Any]]:
@@ -89,11 +75,6 @@ def commit_rows(store: CheckpointStore) -> list[str]:
 
 
 class TestHead:
-    def test_round_trip(self, store: CheckpointStore) -> None:
-        head = replace(FIRST, attempt=3, base=CommitRef("bbbbbbbb", 20))
-        store.write_head(head)
-        assert store.head() == head
-
     def test_none_yet(self, tmp_path: Path) -> None:
         assert CheckpointStore(tmp_path).head() is None
 
@@ -103,21 +84,8 @@ class TestHead:
         with pytest.raises(CheckpointInvalid, match="is damaged"):
             store.head()
 
-    def test_new_ones_differ(self) -> None:
-        one, other = Head.new(), Head.new()
-        assert re.fullmatch(r"[0-9a-f]{8}", one.run_id)
-        assert re.fullmatch(r"[0-9a-f]{8}", one.lineage)
-        assert (one.run_id, one.lineage) != (other.run_id, other.lineage)
-        assert (one.attempt, one.base) == (1, None)
-
 
 class TestPublish:
-    def test_a_draft_is_no_commit(self, store: CheckpointStore) -> None:
-        draft = store.draft(20, 3)
-        assert draft.name == "step_000020.partial-3"
-        assert names(store) == []
-        assert store.partial() == [draft]
-
     def test_published(self, store: CheckpointStore) -> None:
         published = commit(store, 20)
         assert published == store.commit(20)
@@ -133,11 +101,6 @@ class TestPublish:
                 "identity": f"1:20:{20:032x}",
             }
         ]
-
-    def test_in_order_of_step(self, store: CheckpointStore) -> None:
-        for step in (1_000_000, 20, 999_999):
-            commit(store, step)
-        assert steps(store) == [20, 999_999, 1_000_000]
 
     @pytest.mark.parametrize("part", PARTS)
     @pytest.mark.parametrize("damage", [Path.unlink, truncate])
@@ -188,17 +151,6 @@ class TestPublish:
         assert store.partial() == []
         assert newest_of(store) == store.commit(20)
 
-    def test_checkpoints_is_a_file(self, store: CheckpointStore) -> None:
-        store.checkpoints.write_text("")
-        with pytest.raises(StorageFailed, match=r"Not a directory|File exists"):
-            store.draft(20, 1)
-
-    def test_discarding_what_is_gone_does_nothing(self, store: CheckpointStore) -> None:
-        draft = store.draft(20, 1)
-        store.discard(draft)
-        store.discard(draft)
-        store.draft(20, 1)
-
     def test_names_are_on_the_disk_before_it_is_a_commit(
         self, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -226,9 +178,6 @@ class TestPublish:
 
 
 class TestNewest:
-    def test_of_none(self, store: CheckpointStore) -> None:
-        assert newest_of(store) is None
-
     @pytest.mark.parametrize("file", [*PARTS, MANIFEST])
     @pytest.mark.parametrize("damage", [flip, truncate, Path.unlink])
     def test_a_damaged_one_is_passed_over(
@@ -335,12 +284,6 @@ class TestPrune:
         flip(commit(store, 4, state="another") / PARTS[0])
         assert self.pruned(store, 1) == [3, 4]
 
-    def test_a_draft_is_left_alone(self, store: CheckpointStore) -> None:
-        a_run(store)
-        draft = store.draft(10, 1)
-        store.prune(1, None)
-        assert store.partial() == [draft]
-
     def test_it_fails(self, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
         a_run(store)
 
@@ -406,35 +349,6 @@ class TestCheckout:
         assert head.lineage != "aaaaaaaa"
         assert read_json_lines(store.branch("aaaaaaaa") / "metrics.jsonl") == rows(8, 9)
         assert steps(store) == [2, 4, 6, 8]
-
-    def test_to_the_beginning(self, store: CheckpointStore) -> None:
-        write_rows(store, 0, 2)
-        store.checkout(0)
-        head = store.head()
-        assert head is not None
-        assert head.base is None
-        assert head.lineage != "aaaaaaaa"
-        assert (store.root / "metrics.jsonl").read_text() == ""
-        assert read_json_lines(store.branch("aaaaaaaa") / "metrics.jsonl") == rows(0, 2)
-
-    def test_again_and_again(self, store: CheckpointStore) -> None:
-        """The same step is superseded twice: each time under the lineage that was left."""
-        a_run(store)
-        store.checkout(4)
-        second = store.head()
-        assert second is not None
-        commit(store, 6, attempt=2)
-        write_rows(store, 4, 7, attempt=2)
-        store.checkout(2)
-        third = store.head()
-        assert third is not None
-        assert third.base == CommitRef("aaaaaaaa", 2)
-        parked = store.branch(second.lineage)
-        assert sorted(path.name for path in (parked / "checkpoints").iterdir()) == ["step_000004", "step_000006"]
-        assert Manifest.verified(parked / "checkpoints" / "step_000006").lineage == second.lineage
-        assert read_json_lines(parked / "metrics.jsonl") == [*rows(2, 4), *rows(4, 7, attempt=2)]
-        assert sorted(head.lineage for head in store.lineages()[:-1]) == sorted(["aaaaaaaa", second.lineage])
-        assert {head.lineage: head.base for head in store.lineages()}[second.lineage] == CommitRef("aaaaaaaa", 4)
 
     @pytest.mark.parametrize("damage", [truncate, Path.unlink])
     def test_damaged_ones_are_parked_at_any_step(self, store: CheckpointStore, damage: Callable[[Path], None]) -> None:
@@ -602,53 +516,3 @@ class TestCrashes:
             if not crashed:
                 break
         assert change > 10
-
-    @pytest.mark.parametrize("point", ["commit.draft", "commit.manifest"])
-    def test_at_a_point_before_the_commit(self, store: CheckpointStore, point: str, arm: Callable[[str], None]) -> None:
-        commit(store, 2)
-        arm(point)
-        with pytest.raises(InjectedFault, match=point):
-            commit(store, 4)
-        assert steps(store) == [2]
-        assert len(store.partial()) == 1
-        assert (store.partial()[0] / MANIFEST).exists() == (point == "commit.manifest")
-        store.checkout(2)
-        assert store.partial() == []
-
-    def test_between_rename_and_row(self, store: CheckpointStore, arm: Callable[[str], None]) -> None:
-        commit(store, 2)
-        arm("commit.renamed")
-        with pytest.raises(InjectedFault):
-            commit(store, 4)
-        assert steps(store) == [2, 4]
-        assert commit_rows(store) == ["step_000002"]
-        store.checkout(4)
-        assert commit_rows(store) == ["step_000002", "step_000004"]
-        assert store.head() == FIRST
-
-    def test_in_the_middle_of_pruning(self, store: CheckpointStore, arm: Callable[[str], None]) -> None:
-        a_run(store)
-        arm("commit.prune@2")
-        with pytest.raises(InjectedFault):
-            store.prune(1, None)
-        assert steps(store) == [6, 8]
-        (left,) = store.partial()
-        assert left.name == "step_000004.removed"
-        assert not (left / MANIFEST).exists()
-        assert (left / PARTS[0]).exists()
-        store.checkout(8)
-        assert store.partial() == []
-
-    @pytest.mark.parametrize("point", ["checkout.parked", "checkout.rows"])
-    def test_on_the_way_back(self, store: CheckpointStore, point: str, arm: Callable[[str], None]) -> None:
-        a_run(store)
-        before = everything(store.root)
-        arm(point)
-        with pytest.raises(InjectedFault):
-            store.checkout(4)
-        assert steps(store) == [2, 4]
-        assert len(read_json_lines(store.root / "metrics.jsonl")) == (9 if point == "checkout.parked" else 4)
-        assert store.head() == FIRST
-        store.checkout(4)
-        assert_checked_out(store, 4)
-        assert everything(store.root) == before

@@ -184,17 +184,6 @@ class TestCoalescing:
         assert step(scheduler, output("a", [3])) == {"a": [1, 2, 3], "b": [11, 12]}
         assert step(scheduler, output("a", [4])) is None
 
-    def test_tokens_wait_longer_again_when_no_answer_is_read_any_more(
-        self, scheduler: CoalescingScheduler, clock: ManualClock
-    ) -> None:
-        add_one_that_is_read(scheduler)
-        step(scheduler, output("a", [1]))
-        del scheduler.requests["read"]
-        clock.now += 2 * READ_S
-        assert step(scheduler, output("a", [2])) is None
-        clock.now += UNREAD_S
-        assert step(scheduler, output("a", [3])) == {"a": [1, 2, 3]}
-
     def test_an_end_is_said_at_once_and_alone(self, scheduler: CoalescingScheduler) -> None:
         step(scheduler, output("a", [1]), output("b", [11]))
         assert step(scheduler, output("a", [2], finish_reason=FinishReason.STOP), output("b", [12])) == {"a": [1, 2]}

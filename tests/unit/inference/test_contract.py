@@ -191,15 +191,3 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.worker.gpu.model_runner import GPUModelRuner  # refused
 """
-
-
-def test_wrong_uses_are_refused_and_listed(source: BuildResult) -> None:
-    """The first is what `take_weights` did once: it held for V1 alone, so each update on CUDA would have failed."""
-    text = WORKER.read_text() + PLANTED
-    result = checked({"inference.worker": text})
-    found = uses(result, ["vllm"], closed=True) + uses(result, TORCH, closed=False)
-    listed = [*(error for error in result.errors if error not in source.errors), *unresolved(found)]
-    assert [line for line in listed if not line.startswith("src/inference/worker.py:")] == []
-    expected = {number for number, line in enumerate(text.splitlines(), start=1) if line.endswith("# refused")}
-    assert {int(line.split(":")[1]) for line in listed} == expected
-    assert any(V2 in line and 'has no attribute "requests"' in line for line in result.errors)

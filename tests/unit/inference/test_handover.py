@@ -28,36 +28,6 @@ def sequence(tokens: list[int], identity: WeightIdentity = NEW) -> SampledSequen
     return SampledSequence(part.tokens, part.logprobs, "stop", part.spans)
 
 
-def test_a_request_of_which_nothing_is_kept_is_itself() -> None:
-    handover = Handover(REQUEST)
-    assert handover.next_request() is REQUEST
-    answer = sequence([1, 2])
-    assert handover.complete(answer) is answer
-
-
-def test_the_rest_of_a_request_and_the_whole_answer() -> None:
-    handover = Handover(REQUEST)
-    handover.next_request()
-    handover.add(progress(0, [10, 11]))
-    handover.add(progress(2, [12]))
-    rest = handover.next_request()
-    assert rest.prompt.tolist() == [7, 8, 10, 11, 12]
-    assert rest.params == replace(REQUEST.params, max_tokens=17, seed=seed_after(5, 3))
-    handover.add(progress(0, [99], NEW))  # superseded by the answer itself
-    whole = handover.complete(sequence([13, 14]))
-    assert whole.tokens.tolist() == [10, 11, 12, 13, 14]
-    assert whole.logprobs.tolist() == [-10, -11, -12, -13, -14]
-    assert whole.spans == (VersionSpan(OLD, 0, 3), VersionSpan(NEW, 3, 5))
-    assert whole.stop_reason == "stop"
-
-
-def test_a_request_without_seed_or_limit_has_none_later() -> None:
-    handover = Handover(replace(REQUEST, params=SamplingParams()))
-    handover.next_request()
-    handover.add(progress(0, [10]))
-    assert handover.next_request().params == SamplingParams()
-
-
 def test_the_rest_draws_other_random_numbers_wherever_it_begins() -> None:
     seeds = {5, *(seed_after(seed, kept) for seed in (5, 6) for kept in range(1, 1000))}
     assert len(seeds) == 1 + 2 * 999
@@ -96,21 +66,6 @@ def test_logprobs_of_the_prompt_are_those_of_the_prompt_that_was_given() -> None
     whole = handover.complete(rest)
     assert whole.prompt_logprobs == [None, -1.0]
     assert whole.topk_prompt_logprobs == table[:2]
-
-
-def test_neighbours_that_say_the_same_become_one_span() -> None:
-    """With keep_kv what goes on elsewhere is not mixed any more: its keys and values are computed anew."""
-    spans = [
-        VersionSpan(OLD, 0, 2),
-        VersionSpan(OLD, 2, 3),
-        VersionSpan(NEW, 3, 4, mixed=True),
-        VersionSpan(NEW, 4, 6),
-    ]
-    handover = Handover(REQUEST)
-    handover.next_request()
-    handover.add(Progress(0, np.arange(4, dtype=np.int32), np.zeros(4, np.float32), tuple(spans[:3])))
-    handover.next_request()
-    assert handover.complete(sequence([5, 6])).spans == (VersionSpan(OLD, 0, 3), *spans[2:])
 
 
 @given(st.lists(st.tuples(st.lists(st.integers(0, 6), max_size=5), st.booleans()), max_size=5), st.integers(1, 5))

@@ -237,21 +237,6 @@ async def test_callers_are_apart_and_those_that_are_gone_are_forgotten() -> None
     await long
 
 
-async def test_an_outcome_waits_for_its_caller_however_many_others_there_have_been() -> None:
-    replica = Replica([0.0, 0.1])
-    for n in range(desk_module.CALLERS - 1):
-        await sampled(replica.line(), request(f"gone {n}"))
-    line = replica.line()
-    began = asyncio.get_running_loop().time()
-    both = request("a", 1.0), request("b", 1.05)
-    waiting = [asyncio.create_task(sampled(line, each)) for each in both]
-    await asyncio.sleep(1.07)  # a's outcome is on its way, and b's is there: no call waits
-    assert replica.desk._outboxes[line._caller].idle
-    await sampled(replica.line(), request("another"))
-    await asyncio.gather(*waiting)
-    assert asyncio.get_running_loop().time() - began < 3.0
-
-
 async def test_requests_that_have_not_left_yet_can_be_withdrawn() -> None:
     replica = Replica()
     line = replica.line()
@@ -264,16 +249,6 @@ async def test_requests_that_have_not_left_yet_can_be_withdrawn() -> None:
     assert a is NOTHING
     assert b.tokens.tolist() == [3]
     assert "a" not in replica.travelled
-
-
-async def test_a_withdrawn_request_whose_prompt_is_missed_does_not_leave_again() -> None:
-    replica = Replica([0.1])
-    line = replica.line()
-    waiting = asyncio.create_task(sampled(line, request("t2", trajectory="t", extends=1, after="t1")))
-    await asyncio.sleep(0.05)
-    assert line.withdraw(["t2"]) == ["t2"], "it is on its way"
-    assert await waiting == [NOTHING]
-    assert replica.messages == [["t2"]]
 
 
 async def test_requests_learn_of_a_message_that_cannot_be_made() -> None:

@@ -17,7 +17,7 @@ from trireme.core.deadline import LEAST_S, TAUGHT_BY
 from trireme.core.errors import RoomFailed, TriremeError
 from trireme.core.sampler import ReplicaStats
 from trireme.core.transport import Offer, Session
-from trireme.core.types import SampleRequest, SamplingParams, WeightIdentity
+from trireme.core.types import SampleRequest, WeightIdentity
 from trireme.core.weights import EXACT, Canary, Drift, PublishedWeights, UpdateReport, WeightsManifest
 
 pytestmark = pytest.mark.virtual_time
@@ -164,14 +164,6 @@ async def test_one_that_refuses_is_left_out_as_long_as_it_does_and_stays_a_repli
     assert caplog.text.count("fetches it: replica 1: its group broke again") == 1, "once in each epoch"
 
 
-async def test_when_nobody_is_ready_the_session_is_empty_after_the_time_limit() -> None:
-    router = fleet(*(Replica(i, ready_s=math.inf) for i in range(2)))
-    assert (await publish(router, 0)).members == ()
-    assert now() == READY_S
-    assert router.acknowledged() == {0: 0, 1: 0}
-    assert (await Router({}).offer(offer(1))).members == ()
-
-
 async def test_the_time_limit_is_learned_and_late_answers_teach_too() -> None:
     first, second = Replica(0, ready_s=0.1), Replica(1, ready_s=0.1)
     router = fleet(first, second)
@@ -195,18 +187,6 @@ async def test_one_that_is_lost_while_it_is_asked_is_not_waited_for() -> None:
     await drain
 
 
-async def test_one_that_begins_to_leave_while_others_are_asked_takes_no_part() -> None:
-    staying, leaving = Replica(0, ready_s=2.0), Replica(1)
-    router = fleet(staying, leaving)
-    busy = asyncio.create_task(router.sample(SampleRequest("r", (1,), SamplingParams(max_tokens=1), "r")))
-    asking = asyncio.create_task(router.offer(offer(0)))
-    await asyncio.sleep(1.0)
-    drain = asyncio.create_task(router.drain(1, 5.0))
-    assert (await asking).members == (0,)
-    busy.cancel()
-    await drain
-
-
 # ---- updates, joins and leaves
 
 
@@ -220,17 +200,6 @@ async def test_those_that_have_still_to_take_the_version_before_are_not_asked_an
         assert (await router.offer(offer(1))).members == members
         assert now() == after_s
     await update
-
-
-async def test_one_that_takes_a_version_for_the_second_time_is_not_asked() -> None:
-    replica = Replica(0)
-    router = fleet(replica)
-    await publish(router, 0)
-    replica.update_s = 10.0
-    again = asyncio.create_task(router.update_weights(version(0)))
-    await asyncio.sleep(1.0)
-    assert (await router.offer(offer(1))).members == ()
-    await again
 
 
 async def test_one_that_is_behind_or_joins_is_asked_once_it_serves() -> None:
@@ -263,18 +232,6 @@ async def test_one_that_fetches_what_was_not_sent_to_it_is_waited_for_once() -> 
         await asyncio.sleep(1.0)
         assert (await router.offer(offer(2))).members == (0,), "it was sent that version and is slow all the same"
         assert now() == before + 1.0
-    await update
-
-
-async def test_the_wait_for_one_that_fetches_is_not_as_short_as_answers_are_usually() -> None:
-    router, joiner = fleet(Replica(0)), Replica(1, update_s=10.0)
-    for number in range(TAUGHT_BY):
-        await publish(router, number)
-    await router.join(1, joiner)
-    update, joined = asyncio.create_task(router.update_weights(version(20))), now()
-    await asyncio.sleep(1.0)
-    assert (await router.offer(offer(21))).members == (0, 1)
-    assert now() == joined + 10.0
     await update
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -183,15 +182,6 @@ async def test_what_a_failed_replica_was_asked_goes_to_the_others_and_it_is_used
             await router.sample(request(name))
 
 
-async def test_routes_do_not_depend_on_who_was_there_first() -> None:
-    router, fakes = Router({}, fixed=True), [FakeReplica(f"replica {i}") for i in range(3)]
-    for index in (2, 0, 1):
-        await router.join(index, fakes[index])
-        fakes[index].go.set()
-    await wave(router, "abcd")
-    assert [fake.groups for fake in fakes] == [[["a0", "d3"]], [["b1"]], [["c2"]]]
-
-
 async def test_in_deterministic_mode_a_failed_replica_fails_its_requests() -> None:
     router, (first, second) = fleet(2, fixed=True)
     tasks = [asyncio.create_task(router.sample(request(f"r{i}"))) for i in range(2)]
@@ -322,30 +312,6 @@ async def test_replicas_take_weights_one_after_the_other_and_new_requests_avoid_
     assert await update == [report(0), report(1), report(2)]
 
 
-async def test_all_replicas_take_weights_at_once_by_default_and_requests_go_to_the_least_loaded() -> None:
-    router, (first, second) = fleet(2)
-    update = asyncio.create_task(router.update_weights(WEIGHTS))
-    await turns()
-    assert (first.updates, second.updates) == (1, 1)
-    tasks = [asyncio.create_task(router.sample(request(f"r{i}"))) for i in range(2)]
-    await turns()
-    assert (first.groups, second.groups) == ([["r0"]], [["r1"]])
-    for task in (update, *tasks):
-        task.cancel()
-
-
-async def test_a_replica_that_failed_while_it_waited_for_its_turn_is_not_updated() -> None:
-    router, (first, second) = fleet(2, max_updating=1)
-    update = asyncio.create_task(router.update_weights(WEIGHTS))
-    await turns()
-    second.loaded = RoomFailed("replica 1 died")
-    await router.stats()
-    first.update.set_result(report(0))
-    assert await update == [report(0)]
-    assert second.updates == 0
-    assert router.acknowledged() == {0: 3}
-
-
 UNKNOWN = VersionSpan(WeightIdentity(1, 2, "other"), 0, 4)
 KNOWN = VersionSpan(WEIGHTS.identity, 0, 4)
 
@@ -449,48 +415,6 @@ def told_often(monkeypatch: pytest.MonkeyPatch) -> None:
 def made(text: str, identity: WeightIdentity = WEIGHTS.identity) -> Progress:
     tokens = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
     return Progress(0, tokens, np.zeros(len(tokens), np.float32), (VersionSpan(identity, 0, len(tokens)),))
-
-
-async def test_requests_whose_answers_are_read_are_asked_for_more_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference.router.PROGRESS_S", 0.04)
-    router, (replica,) = await updated_fleet(1, progress_s=0.01)
-    unread = asyncio.create_task(router.sample(request("unread")))
-    while len(replica.questions) < 2:  # noqa: ASYNC110  the router makes it true
-        await asyncio.sleep(0.001)
-    read = asyncio.create_task(router.sample(request("read"), lambda made: None))
-    while len(replica.questions) < 12:  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
-    first, later = replica.questions[:2], replica.questions[2:]
-    assert first == [["unread"]] * 2, "none was asked for nothing"
-    both = [number for number, names in enumerate(later) if names != ["read"]]
-    assert [later[number] for number in both] == [["read", "unread"]] * len(both)
-    assert len(both) > 1
-    assert both == list(range(both[0], both[0] + 4 * len(both), 4))
-    assert {named(each.request_id): each.read for each in replica.asked} == {"unread": False, "read": True}
-    replica.go.set()
-    await asyncio.gather(unread, read)
-
-
-@pytest.mark.usefixtures("told_often")
-@pytest.mark.parametrize("one_version", [False, True])
-async def test_the_other_replica_is_asked_for_what_is_missing(one_version: bool) -> None:
-    router, (first, second) = await updated_fleet(2, one_version=one_version)
-    first.made, first.spans, second.spans = {"abc": made("x")}, (), (VersionSpan(WEIGHTS.identity, 0, 3),)
-    task = asyncio.create_task(router.sample(request("abc")))
-    await turns(20)
-    first.failure = RoomFailed("replica 0 died")
-    first.go.set()
-    second.go.set()
-    answer, (asked,) = await task, second.asked
-    if one_version:  # whose tokens have been of another
-        assert text(answer) == "abc"
-        assert (asked.prompt.tolist(), asked.params) == ([1, 2], request("abc").params)
-    else:
-        assert text(answer) == "xabc"
-        assert asked.prompt.tolist() == [1, 2, ord("x")]
-        assert asked.params.max_tokens == 3
-        assert answer.spans == (VersionSpan(WEIGHTS.identity, 0, 4),)
-    assert asked.request_id != first.asked[0].request_id, "what it said of the one is not taken for the other"
 
 
 @pytest.mark.usefixtures("told_often")
@@ -602,15 +526,6 @@ async def test_the_drift_of_the_first_update_bounds_all_later_ones_also_of_joine
     assert [fake.bounds for fake in (first, second, joiner)] == [[ROUNDED, later, later]] * 2 + [[later]]
 
 
-async def test_a_drift_that_grows_slowly_raises_the_bound_of_the_next_update() -> None:
-    replica = Rounding("replica 0", Drift(0.012, 0.1))
-    router = Router({0: replica})
-    for number, mean in enumerate((0.012, 0.03, 0.02, 0.08, 0.08)):
-        replica.drift = Drift(mean, 0.1)
-        await router.update_weights(rounded(number))
-    assert [round(bound.mean, 3) for bound in replica.bounds] == [ROUNDED.mean, 0.06, 0.15, 0.15, ROUNDED.mean]
-
-
 async def test_a_joiner_that_updates_leave_behind_again_and_again_is_waited_for_in_the_end() -> None:
     first, joiner = Updated("replica 0", 3, 4, 5), Updated("replica 1")
     router = Router({0: first})
@@ -686,17 +601,6 @@ async def test_an_update_of_one_that_is_being_drained_counts() -> None:
     assert [report.replica for report in await router.update_weights(version(0))] == [0]
     only.go.set()
     await asyncio.gather(busy, drain)
-
-
-async def test_a_late_one_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deadline_module, "LEAST_S", 0.05)
-    steady, late = Updated("replica 0", *range(9)), Updated("replica 1", *range(5))
-    router = Router({0: steady, 1: late}, update_s=300.0)
-    await usual_updates(router, 6)
-    late.loaded = RoomFailed("replica 1 died")
-    with suppress(RoomFailed):
-        await router._members.call(router._members.by_index[1], late.stats())
-    assert await router.next_failure() == (1, "replica 1 died")
 
 
 async def test_in_deterministic_mode_updates_wait_as_long_as_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -793,33 +697,6 @@ async def test_nobody_waits_for_one_whose_weights_are_gone() -> None:
         with pytest.raises(WeightsGone, match="no inference replica has the newest weights: replica 1: the trainer no"):
             await asked
     await join
-
-
-async def test_requests_wait_for_one_that_takes_newer_weights_after_its_own_were_gone() -> None:
-    only = Fetching("replica 0", 3, gone=(3,))
-    router = Router({0: only}, patience_s=20.0)
-    with pytest.raises(WeightsGone):
-        await router.update_weights(version(3))
-    update = asyncio.create_task(router.update_weights(version(4)))
-    await turns()
-    waiting = asyncio.create_task(router.sample(request("r")))
-    await turns()
-    assert not waiting.done()
-    only.may_take.add(4)
-    only.go.set()
-    await update
-    assert text(await waiting) == "r"
-
-
-async def test_a_failure_after_gone_weights_is_one() -> None:
-    first, dead = Updated("replica 0", 3, 4), Fetching("replica 1", 3, gone=(3,))
-    router = Router({0: first, 1: dead})
-    await router.update_weights(version(3))
-    dead.loaded = RoomFailed("replica 1 died")
-    with suppress(RoomFailed):
-        await router._members.call(router._members.by_index[1], dead.stats())
-    assert await router.next_failure() == (1, "replica 1 died")
-    assert [report.replica for report in await router.update_weights(version(4))] == [0]
 
 
 async def test_a_joiner_that_fails_is_the_affair_of_who_asked_it_to_join() -> None:

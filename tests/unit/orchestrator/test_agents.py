@@ -114,24 +114,6 @@ async def test_a_sub_agent_and_calls_at_once_are_branches_and_each_token_is_trai
         assert trajectory.reward == 1.0
 
 
-async def test_an_answer_that_the_agent_gave_up_is_masked() -> None:
-    async with rollout("one", "two") as run:
-        run.sampler.hold = asyncio.Event()
-
-        async def play(client: openai.AsyncOpenAI) -> float:
-            with pytest.raises(openai.APITimeoutError):
-                await ask(client, user("q"), timeout=0.2)
-            assert run.sampler.hold
-            run.sampler.hold.set()
-            await ask(client, user("other"))
-            return 1.0
-
-        trajectory = await run.play(play)
-        assert trajectory.turns[-1].metrics["session/undelivered"] == 1
-        assert len(run.record) == 2
-        assert trained(trajectory) == run.record[1].tokens.tolist()
-
-
 async def test_the_error_of_an_agent_is_that_of_its_rollout_and_its_session_is_closed() -> None:
     async def play(client: openai.AsyncOpenAI) -> float:
         await ask(client, user("q"))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from orchestrator_fakes import FakeSampler, Problem, Problems, published, quiesce
+from orchestrator_fakes import FakeSampler, Problem, Problems, published
 from orchestrator_fakes import small_config as one_env
 
 from orchestrator.cursor import Mix
@@ -230,17 +230,3 @@ async def test_every_problem_ends_once_however_often_the_run_is_interrupted(
     begun = drawn(mix([1, 3], seed=0, batches=30), int(row["ledger/dispatched"] - row["ledger/resampled"]))
     assert set(trained_on) <= set(begun), "what was drawn is what a run that was never interrupted draws"
     assert sum(row[f"ledger/{end}"] for end in ENDS) + len(ledger["groups"]) == len(begun)
-
-
-def test_in_deterministic_mode_all_is_sampled_in_order() -> None:
-    config = small_config(batch_size=4, max_steps=2, deterministic=True, max_steps_off_policy=0)
-
-    async def scenario() -> list[int]:
-        async with MixedRun(config, datasets(config)) as run:
-            await quiesce()
-            return [len(request.prompt) for request in run.sampler.requests]
-
-    first, again = asyncio.run(scenario()), asyncio.run(scenario())
-    assert first == again
-    run, rerun = (asyncio.run(MixedRun(config, datasets(config)).whole()) for _ in range(2))
-    assert run.trained == rerun.trained

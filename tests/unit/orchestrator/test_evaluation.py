@@ -140,12 +140,6 @@ def test_each_evaluation_stands_in_the_row_of_its_version(max_steps_off_policy: 
     assert len(run.asked()) == 4 * 6
 
 
-def test_a_run_without_evaluation_says_nothing_of_it() -> None:
-    run = asyncio.run(whole_run(EvalRun(small_config(2, 3))))
-    assert not [name for row in run.rows for name in row if "eval" in name]
-    assert run.rows[0].keys() == asyncio.run(whole_run(Run(small_config(2, 3)))).rows[0].keys()
-
-
 def test_only_so_many_problems_are_taken_and_always_the_same() -> None:
     run = EvalRun(with_evaluation(small_config(2, 6), problems=4, samples=2))
     asyncio.run(whole_run(run))
@@ -197,18 +191,6 @@ class Busy(FakeSampler):
             await asyncio.sleep(0)
         self.in_flight[kind] -= 1
         return await super().sample(request)
-
-
-async def test_neither_starves_the_other_at_the_gate() -> None:
-    run = EvalRun(with_evaluation(small_config(3, 6, max_concurrent=4), samples=2), sampler=Busy())
-    async with run:
-        await run.pipeline.next_minibatch(0, 0)
-        assert 4 <= len(run.asked()) < 12, "a batch does not wait for the whole evaluation, nor holds it up"
-        assert isinstance(run.sampler, Busy)
-        assert max(map(sum, run.sampler.seen)) == 4
-        assert (2, 2) in run.sampler.seen
-        await run.pipeline.update_weights(published(1))
-        assert len(run.asked()) == 12
 
 
 def test_training_is_what_it_is_without() -> None:
@@ -389,19 +371,6 @@ def test_one_given_up_lets_the_update_go_and_is_due_after_the_resume(tmp_path: P
     assert asyncio.run(scenario()).evaluated == {1: 1, 4: 4, 5: 6}
 
 
-def test_more_steps_after_the_end_do_not_repeat_the_last(tmp_path: Path) -> None:
-    async def scenario() -> EvalRun:
-        run = EvalRun(with_evaluation(small_config(2, 2)))
-        async with run:
-            for step in range(2):
-                await run.step(step)
-            again = run.resumed(tmp_path / "o", start=2, config=with_evaluation(small_config(2, 6)))
-        assert run.evaluated == {0: 0, 1: 2}
-        return await whole_run(again)  # type: ignore[return-value]
-
-    assert asyncio.run(scenario()).evaluated == {4: 4, 5: 6}
-
-
 # ---- deterministic mode
 
 
@@ -522,20 +491,6 @@ def test_the_next_evaluation_waits_for_reserved_replicas_that_are_busy() -> None
         return run.sampler.version
 
     assert asyncio.run(played()) == 1, "version 2 is due, and version 0 is not done"
-
-
-async def test_when_the_bytes_of_a_version_are_gone_the_next_one_is_evaluated_instead() -> None:
-    run = OnReserved()
-    held = run.reserved.hold_update(0)
-    run.reserved.update_error = WeightsGone("the trainer no longer keeps version 0")
-    async with run:
-        await run.step(0)
-        held.set()
-        await quiesce()
-        run.reserved.update_error = None
-        for step in range(1, 6):
-            await run.step(step)
-    assert sorted(run.evaluated.values()) == [2, 4, 6]
 
 
 async def test_an_evaluation_is_owed_until_it_was_done() -> None:

@@ -407,43 +407,6 @@ def test_whatever_is_logged_can_be_recorded() -> None:
     assert all(json.loads(line) for line in run.released[0].records)
 
 
-class Unreliable(Problems):
-    """Every fifth rollout fails: each time, or (`passing`) at its first try."""
-
-    def __init__(self, passing: bool) -> None:
-        super().__init__(self.reward_or_fail)
-        self.passing = passing
-
-    async def reward_or_fail(self, problem: Problem, sample: int) -> float:
-        number = problem.number * self.group_size + sample
-        if number % 5 == 0 and not (self.passing and self.tries[problem.number, sample] > 1):
-            raise OSError("one of five")
-        return float(sample)
-
-
-@pytest.mark.parametrize("policy", ["drop", "wait"])
-def test_a_fifth_of_all_rollouts_fails_and_the_run_goes_on_with_the_others(policy: str) -> None:
-    """Two of five groups lose one: they fail, once, and others are trained on in their place."""
-    run = asyncio.run(
-        whole_run(Run(small_config(max_steps=10, retries=0, stale_policy=policy), Unreliable(passing=False)))
-    )
-    last = run.rows[-1]
-    unusable = {number for number in range(100) if {2 * number % 5, (2 * number + 1) % 5} & {0}}
-    trained_on = [problem for batch in run.batches for problem in dict.fromkeys(problems_of(batch))]
-    assert len(trained_on) == len(set(trained_on)) == 20 == last["ledger/trained"]
-    assert not unusable & set(trained_on)
-    assert last["ledger/failed"] >= len(unusable & set(range(max(trained_on))))
-    assert errors(run, "OSError") == last["ledger/failed"]
-    assert {tries for place, tries in run.dataset.tries.items()} == {1}  # type: ignore[attr-defined]
-
-
-def test_a_fifth_of_all_rollouts_that_fails_once_costs_no_group() -> None:
-    run = asyncio.run(whole_run(Run(small_config(max_steps=10, retries=1), Unreliable(passing=True))))
-    assert run.rows[-1]["ledger/failed"] == 0
-    assert trained(run) == set(range(20))
-    assert errors(run, "OSError") >= 8
-
-
 async def holds_the_loop() -> StepResult:
     time.sleep(4 * LAG_TICK_S)  # noqa: ASYNC251  what it should not do
     return StepResult(1.0, True)

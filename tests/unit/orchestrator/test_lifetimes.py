@@ -151,22 +151,6 @@ def test_a_stop_closes_all_and_waits_for_it(builder: Any, method: str) -> None:
     virtual_time.run(scenario()).assert_each_closed_once()
 
 
-@pytest.mark.virtual_time
-async def test_a_stop_waits_for_a_group_that_was_just_evicted() -> None:
-    async def slowly() -> None:
-        await asyncio.sleep(3)
-
-    dataset = WatchedProblems(at("close", slowly))
-    run = Run(config_of(max_steps=3, max_steps_off_policy=1, stale_policy="drop"), dataset)
-    run.sampler.hold(0)
-    async with run:
-        await run.step(0)
-        await run.step(1)
-        assert run.rows[1]["off_policy/expired_running"] == 1
-    assert dataset.whole_closes == dataset.made
-    dataset.assert_each_closed_once()
-
-
 def test_a_stop_is_over_in_time_though_nothing_can_be_closed_or_cleaned_up() -> None:
     class Hanging(WatchedProblem):
         async def cleanup(self) -> None:

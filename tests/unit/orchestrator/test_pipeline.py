@@ -429,18 +429,6 @@ def test_failed_groups_are_replaced() -> None:
     assert sum(row.get("rollout_errors/NonFiniteReward", 0) for row in run.rows) == 4
 
 
-def test_a_hanging_environment_is_timed_out() -> None:
-    async def hangs(problem: Problem, sample: int) -> float:
-        if problem.number == 0:
-            await asyncio.Event().wait()
-        return float(sample)
-
-    config = small_config(max_steps=1, retries=0, generation_timeout_s=0.05, stale_policy="wait")
-    run = asyncio.run(whole_run(Run(config, Problems(hangs))))
-    assert run.rows[0]["rollout_errors/TimeoutError"] == 2
-    assert sorted(set(problems_of(run.batches[0]))) == [1, 2]
-
-
 def test_too_many_failures_stop_the_run_with_the_first() -> None:
     async def fails(problem: Problem, sample: int) -> float:
         raise ZeroDivisionError(f"problem {problem.number}")
@@ -483,15 +471,6 @@ def test_groups_of_equal_rewards_are_replaced_and_counted() -> None:
     assert run.rows[0]["env/even/reward/total"] == 10.5
     assert run.rows[0]["env/odd/reward/total"] == 14.0, "rewards are taken before filtering"
     assert run.rows[0]["env/all/by_group/frac_all_good"] == pytest.approx(1 / 3)
-
-
-def test_nothing_but_equal_rewards_stops_the_run() -> None:
-    async def equal(problem: Problem, sample: int) -> float:
-        return 1.0
-
-    run = Run(small_config(remove_constant_reward_groups=True, max_filtered_batches=3), Problems(equal))
-    with pytest.raises(LimitReached, match=r"last 6 groups.*6 had equal rewards"):
-        asyncio.run(whole_run(run))
 
 
 async def test_a_limit_reached_while_training_waits_for_the_end_of_the_step() -> None:
@@ -607,13 +586,6 @@ def test_the_row_of_a_step() -> None:
     assert {name: row[name] for name in expected} == expected
     assert row["perf/inference_idle_s"] >= 0
     assert {"perf/event_loop_lag", "off_policy/resampled", "ledger/active"} <= row.keys()
-
-
-def test_fault_points(monkeypatch: pytest.MonkeyPatch) -> None:
-    for point in ("orchestrator.minibatch", "orchestrator.release"):
-        monkeypatch.setenv("TRIREME_FAULTS", f"{point}=raise")
-        with pytest.raises(RuntimeError, match=point):
-            asyncio.run(whole_run(Run(small_config(max_steps=1))))
 
 
 # ---- replicas come and go

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from orchestrator_fakes import Problem, Problems, Run, problems_of, published, quiesce, small_config, whole_run
+from orchestrator_fakes import Problem, Problems, Run, published, quiesce, small_config, whole_run
 
 from orchestrator.advantages import ScoredGroup
 from orchestrator.cursor import ProblemCursor
@@ -309,18 +309,6 @@ def test_kept_groups_keep_the_temperature_they_were_sampled_at(tmp_path: Path) -
     assert asyncio.run(scenario()) == {0: 1.0, 1: 0.5, 2: 1.0, 3: 1.0}
 
 
-async def test_a_smaller_bound_gives_back_what_is_too_old(tmp_path: Path) -> None:
-    async with Run(small_config(2, 6, max_steps_off_policy=2, stale_policy="wait")) as run:
-        await run.step(0)
-        await quiesce()
-        again = resumed(run, tmp_path / "o", small_config(2, 6, max_steps_off_policy=0))
-    run = await whole_run(again)
-    assert trained(run)[0] == ["0.2.0", "0.2.1"], "sampled at this version: their floor is young enough"
-    assert trained(run)[1:3] == [["0.0.2", "0.1.0"], ["0.1.1", "0.1.2"]], "given back, in their order"
-    assert run.rows[-1]["ledger/resampled"] == 4
-    assert all(row["off_policy/max"] == 0 for row in run.rows)
-
-
 async def always_fails(problem: Problem, sample: int) -> float:
     raise ZeroDivisionError
 
@@ -386,12 +374,3 @@ def test_a_boundary_whose_update_has_not_ended_is_gone_on_from_like_any_other(tm
     assert [row["off_policy/max"] for row in run.rows] == [2, 2, 2, 2]
 
     asyncio.run(scenario())
-
-
-def test_the_witness_lists_what_was_trained_on() -> None:
-    run = asyncio.run(whole_run(Run(small_config(2, 1))))
-    assert run.released[0].trained == [
-        {"problem": "0.0.0", "index": 0, "floor": 0},
-        {"problem": "0.0.1", "index": 1, "floor": 0},
-    ]
-    assert problems_of(run.batches[0]) == [0, 0, 1, 1]

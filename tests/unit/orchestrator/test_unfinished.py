@@ -17,8 +17,7 @@ from hypothesis.extra import numpy as arrays_of
 from orchestrator_fakes import Run, quiesce, small_config
 from talks import TURNS, Slow, Talk, TalkProblem, Talks
 
-from orchestrator.env import Continuation, Env, EnvGroup, RLDataset, StepResult, StopCondition, TokenIds
-from orchestrator.envs.guess import GuessEnv
+from orchestrator.env import Env, EnvGroup, RLDataset, StepResult, StopCondition, TokenIds
 from orchestrator.ledger import Group
 from orchestrator.message_env import MessageEnv
 from orchestrator.rollout import RolloutKey, RolloutLimits, run_rollout
@@ -207,19 +206,6 @@ class Letters:
 
     def decode(self, tokens: Sequence[int]) -> str:
         return "".join("0123456789$"[token] for token in tokens)
-
-
-async def test_a_game_of_guesses_continues() -> None:
-    def game() -> GuessEnv:
-        return GuessEnv(Letters(), "7", 3, [1, 2], {">": [3], "<": [4], "?": [5]})
-
-    first, second = game(), game()
-    await first.initial_observation()
-    await first.step([4, 10])
-    await second.load_state_dict(first.state_dict())
-    hints = [(await each.step([8, 10])).next_observation for each in (first, second)]
-    assert [hint.tokens for hint in hints if isinstance(hint, Continuation)] == [[4], [4]]
-    assert (await second.step([7, 10])).reward == (await first.step([7, 10])).reward == pytest.approx(0.8)
 
 
 # ---- whole runs

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from orchestrator.advantages import ScoredGroup
@@ -100,21 +98,6 @@ def test_tokens_from_a_checkpoint_count() -> None:
     sampling.respond(group.rollouts_G[1], 5)
     sampling.counts.settle(0, None, filtered=False)
     assert sampling.counts.take()["waste/failed"] == 15
-
-
-def test_the_next_row_is_the_same_from_a_checkpoint() -> None:
-    """Also for a try that has failed in a group that still runs."""
-    before, after = Sampling(), Sampling()
-    for index, tokens in enumerate((10, 40, 20)):
-        (rollout,) = before.counts.begin(index, [0]).rollouts_G
-        before.respond(rollout, tokens)
-    rollout.fail()
-    before.counts.settle(0, None, filtered=False)
-    before.counts.settle(1, scored(40), filtered=False)
-    after.counts.load_state_dict(json.loads(json.dumps(before.counts.state_dict())))
-    row = before.counts.take()
-    assert after.counts.take() == row
-    assert (row["waste/failed"], row["length/sampled"]) == (30, 40)
 
 
 @pytest.mark.parametrize("repeatable", [True, False])

@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +76,6 @@ def test_unnamed_runs_differ(tmp_path: Path) -> None:
         assert one.root != other.root
 
 
-def test_relative_to_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with open_run(config(Path("out"))) as run:
-        assert run.root == tmp_path / "out" / "r"
-
-
 def test_config_json_runs_again(tmp_path: Path) -> None:
     given = config(tmp_path, "r", "--clean", "--trainer.learning-rate", "2e-4", "--env.args.length", "5")
     with open_run(given) as run:
@@ -98,11 +91,6 @@ def test_config_json_runs_again(tmp_path: Path) -> None:
 def test_a_name_is_no_path(tmp_path: Path, name: str) -> None:
     with pytest.raises(BadInput, match="the name of a directory, without slashes"):
         config(tmp_path, name)
-
-
-def test_an_empty_directory_is_taken(tmp_path: Path) -> None:
-    (tmp_path / "r").mkdir()
-    open_run(config(tmp_path)).lock.close()
 
 
 def test_a_directory_in_use_is_refused_with_the_ways_out(tmp_path: Path) -> None:
@@ -178,18 +166,6 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
     assert "Not a directory" in refusal(config(Path("/dev/null")))
 
 
-def test_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system's error is simulated, because tests may run as root, which may write everywhere."""
-
-    def mkdir(*_: object, **__: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(Path, "mkdir", mkdir)
-    text = refusal(config(tmp_path))
-    assert "Permission denied" in text
-    assert str(tmp_path / "r") in text
-
-
 def test_emptying_that_was_interrupted_can_be_done_again(tmp_path: Path) -> None:
     """The files that make it a run directory are deleted last."""
     with open_run(config(tmp_path)) as run:
@@ -228,11 +204,6 @@ def test_the_resume_command_has_the_variables_that_the_run_was_given(
     assert "secret" not in (run.root / "config.json").read_text()
 
 
-def test_config_json_names_the_version(tmp_path: Path) -> None:
-    with open_run(config(tmp_path)) as run:
-        assert json.loads((run.root / "config.json").read_text())["written_by"]["trireme"] == version("trireme")
-
-
 @pytest.fixture
 def outputs(tmp_path: Path) -> Path:
     """A directory with a run `r` of two commits that was killed in the middle of step 5."""
@@ -246,17 +217,6 @@ def outputs(tmp_path: Path) -> Path:
 
 
 class TestResume:
-    def test_from_the_newest(self, outputs: Path) -> None:
-        with open_run(config(outputs, "r", "--resume")) as run:
-            assert run.start.step == 4
-            assert run.start.commit == run.root / "checkpoints" / "step_000004"
-            assert run.start.manifest is not None
-            assert run.start.manifest.step == 4
-            assert run.start.attempt == 2
-            assert run.logs == run.root / "logs" / "attempt_2"
-            (note,) = run.start.notes
-            assert "step_000004" in note
-
     def test_nothing_changes_before_the_checkout(self, outputs: Path) -> None:
         """Rooms may fail to start or to load: then the run is as it was, but for the number of attempts."""
         root = outputs / "r"
@@ -316,22 +276,6 @@ class TestResume:
             assert run.start.step == 4
             assert any("changed, and forced: loss.loss_fn" in note for note in run.start.notes)
 
-    def test_two_drivers(self, outputs: Path) -> None:
-        with open_run(config(outputs, "r", "--resume")) as run:
-            head = run.store.head()
-            assert f"pid {os.getpid()}" in refusal(config(outputs, "r", "--resume"))
-            assert run.store.head() == head  # no attempt was claimed
-
-    def test_a_driver_that_was_killed(self, outputs: Path) -> None:
-        code = (
-            "import os, sys; from pathlib import Path; from trireme.run.rundir import locked\n"
-            "lock = locked(Path(sys.argv[1])); os.kill(os.getpid(), 9)"
-        )
-        subprocess.run([sys.executable, "-c", code, str(outputs / "r")], check=False)
-        with open_run(config(outputs, "r", "--resume")) as run:
-            assert run.start.step == 4
-            assert f"pid {os.getpid()}" in (run.root / "driver.lock").read_text()
-
     def test_killed_before_the_first_commit(self, tmp_path: Path) -> None:
         with open_run(config(tmp_path)) as run:
             append_rows(run.root / "metrics.jsonl", [{"step": 0}])
@@ -382,23 +326,12 @@ class TestResume:
         with open_run(config(outputs, "saved", "--resume.dir", str(outputs / "r"))) as run:  # as it says
             assert run.start.step == 4
 
-    def test_somebody_elses_directory(self, tmp_path: Path) -> None:
-        (tmp_path / "r").mkdir()
-        (tmp_path / "r" / "thesis.txt").write_text("x")
-        refusal(config(tmp_path, "r", "--resume"))
-        assert os.listdir(tmp_path / "r") == ["thesis.txt"]
-
     def test_inputs_are_recorded_for_each_attempt(self, outputs: Path) -> None:
         with open_run(config(outputs, "r", "--resume", "--trainer.learning-rate", "2e-4")) as run:
             now, logs = (run.root / "config.json").read_text(), run.root / "logs"
             assert json.loads(now)["trainer"]["learning_rate"] == 2e-4
             assert (logs / "attempt_2" / "config.json").read_text() == now
             assert json.loads((logs / "attempt_1" / "config.json").read_text())["trainer"]["learning_rate"] == "auto"
-
-    def test_a_file_in_place_of_the_head(self, outputs: Path) -> None:
-        """A directory that cannot be written is refused as bad input."""
-        (outputs / "r" / f"{HEAD}.new").mkdir()
-        assert "Is a directory" in refusal(config(outputs, "r", "--resume"))
 
 
 class TestResumeWithoutAName:
@@ -443,11 +376,6 @@ class TestFork:
         with open_run(config(outputs, "fork", "--resume")) as run:
             assert (run.start.step, run.start.attempt) == (6, 3)
 
-    def test_it_is_a_run_of_its_own(self, outputs: Path) -> None:
-        with open_run(self.fork(outputs)) as forked, open_run(config(outputs, "r", "--resume")) as run:
-            assert forked.head.run_id != run.head.run_id
-            assert forked.head.lineage != run.head.lineage
-
     def test_of_a_step_without_a_name(self, outputs: Path) -> None:
         given = config(outputs, None, "--resume.dir", str(outputs / "r"), "--resume.step", "2")
         with open_run(given) as run:
@@ -465,10 +393,6 @@ class TestFork:
         with open_run(self.fork(outputs)) as run:
             assert run.start.step == 2
             assert "passed over" in run.start.notes[0]
-
-    def test_other_fixed_values(self, outputs: Path) -> None:
-        assert "model.hidden_size" in refusal(self.fork(outputs), {"model": {"hidden_size": 1}})
-        assert not (outputs / "fork").exists()
 
     @pytest.mark.parametrize("source", ["missing", "empty"])
     def test_without_a_commit(self, outputs: Path, source: str) -> None:
@@ -568,11 +492,6 @@ class TestCodeDiff:
         with open_run(config(tmp_path / "out", "r", "--resume")) as run:
             assert not (run.root / "code.diff").exists()
             assert (run.root / "logs" / "attempt_1" / "code.diff").exists()
-
-    def test_elsewhere(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.chdir(tmp_path)
-        with open_run(config(tmp_path / "out")) as run:
-            assert not (run.root / "code.diff").exists()
 
 
 class TestTrace:

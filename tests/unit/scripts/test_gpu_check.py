@@ -8,15 +8,13 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
 import pytest
-from packaging.requirements import Requirement
 
 from gpu_check.checks import FAILURE, NOT_RUN, PASS
-from gpu_check.report import FAILED, NOTHING_RAN
+from gpu_check.report import NOTHING_RAN
 from gpu_check.runner import run_part
 
 ROOT = Path(__file__).parents[3]
@@ -123,55 +121,3 @@ def test_without_a_gpu_nothing_passes_and_each_check_says_why(tmp_path: Path) ->
     for check in result["checks"]:
         assert re.match(r"no GPU: PyTorch 2\.\S+ .*; CUDA_VISIBLE_DEVICES is ''", check["reason"])
     assert table.splitlines()[-1] == f"0 passed, 0 failed, {len(result['checks'])} not run"
-
-
-def closure(*names: str) -> set[str]:
-    """Returns the distributions that installing these brings."""
-    found: dict[str, Distribution] = {}
-    waiting = list(names)
-    while waiting:
-        name = re.sub(r"[-_.]+", "-", waiting.pop()).lower()
-        if name not in found:
-            try:
-                found[name] = distribution(name)
-            except PackageNotFoundError:
-                continue  # of another system, or an extra that is not installed
-            needed = map(Requirement, found[name].requires or [])
-            waiting += [each.name for each in needed if not each.marker or each.marker.evaluate({"extra": ""})]
-    return set(found)
-
-
-@pytest.fixture(scope="module")
-def bare_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment that has torch and transformers, with what these need, and nothing else."""
-    directory = tmp_path_factory.mktemp("bare")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", directory], check=True, timeout=120)
-    (site,) = directory.glob("lib/python*/site-packages")
-    for name in closure("torch", "transformers") - {"pydantic", "pydantic-core"}:  # some versions of the hub bring it
-        about = distribution(name)
-        for top in {file.parts[0] for file in about.files or [] if ".." not in file.parts}:
-            if top != "__pycache__" and not (site / top).exists():
-                (site / top).symlink_to(Path(str(about.locate_file(top))))
-    return directory / "bin" / "python"
-
-
-def test_missing_packages_are_named(bare_python: Path, tmp_path: Path) -> None:
-    flags = [flag for part in ("trainer", "engine") for flag in ("--part", part)]
-    code, result, table = gpu_check(tmp_path, "--device", "cpu", *flags, python=bare_python)
-    assert code == NOTHING_RAN, table
-    endings = {check["check"]: check for check in result["checks"]}
-    assert endings["the machine"]["reason"].startswith("pydantic, peft, xxhash, numba")
-    assert endings["updates in flight"]["reason"].startswith("vllm, ray, pydantic")
-    assert {check["ending"] for check in result["checks"]} == {NOT_RUN}
-
-
-def test_a_planted_failure_is_one(tmp_path: Path) -> None:
-    """The update of the third shard raises; the other checks run."""
-    code, result, _ = gpu_check(
-        tmp_path, "--device", "cpu", "--part", "trainer", TRIREME_FAULTS="trainer.optim_step@2=raise"
-    )
-    assert code == FAILED
-    failed = [check for check in result["checks"] if check["ending"] == FAILURE]
-    assert [check["check"] for check in failed] == ["bfloat16 against float32: packed"]
-    assert "InjectedFault" in failed[0]["reason"]
-    assert result[PASS] > 3

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import openai
 import pytest
@@ -128,26 +126,6 @@ class TestTexts:
         anew = await ask(service, TurnRequest(text="pa1q"))
         assert anew.prompt.tolist() == [*rendered("p"), *spoken("a1")[:-1], *rendered("q")]
 
-    async def test_a_retry_waits_for_the_answer_that_is_being_sampled(self, tmp_path: Path) -> None:
-        sampler = ScriptedSampler()
-        service = registry(tmp_path, sampler)
-        service.open("s", floor=3)
-        sampler.gate.clear()
-        for request in (TurnRequest(text="p"), TurnRequest(ids=np.asarray([7, 8], np.int32))):
-            first = asyncio.ensure_future(service.turn("s", request))
-            await asyncio.sleep(0)
-            first.cancel()
-            await asyncio.wait([first])
-        again = [
-            asyncio.ensure_future(service.turn("s", TurnRequest(text="p", retry=True))),
-            asyncio.ensure_future(service.turn("s", TurnRequest(ids=np.asarray([7, 8], np.int32), retry=True))),
-        ]
-        await asyncio.sleep(0)
-        sampler.gate.set()
-        turns = await asyncio.gather(*again)
-        assert [turn.prompt.tolist() for turn in turns] == [rendered("p"), [7, 8]]
-        assert len(sampler.record) == 2
-
     async def test_what_cannot_be_a_prompt(self, tmp_path: Path) -> None:
         service = registry(tmp_path, max_seq_len=10)
         service.open("s", floor=3)
@@ -229,26 +207,6 @@ async def test_a_chat_and_a_prompt_of_its_tokens_are_one_conversation() -> None:
             await complete(agent, ids)
         export = await exported(service, session)
         assert [turn["follows"] for turn in export["turns"]] == [False, True]
-
-
-async def test_the_stored_answer_is_for_the_retry_of_a_prompt_too() -> None:
-    class Breaks(httpx.AsyncHTTPTransport):
-        left = 1
-
-        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-            answer = await super().handle_async_request(request)
-            if self.left:
-                self.left = 0
-                await answer.aread()
-                raise httpx.ReadError("the connection broke", request=request)
-            return answer
-
-    async with served("one", "two") as service:
-        session = await opened(service)
-        async with of(session, max_retries=1, http_client=httpx.AsyncClient(transport=Breaks())) as agent:
-            assert (await complete(agent, "x")).choices[0].text == "one"
-            assert (await complete(agent, "x")).choices[0].text == "two", "the same again is no retry"
-        assert len(service.sampler.requests) == 2
 
 
 async def test_a_prompt_that_is_refused_is_named() -> None:

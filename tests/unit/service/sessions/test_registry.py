@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -24,24 +23,6 @@ from trireme.core.errors import RoomFailed
 
 
 class TestAgents:
-    async def test_a_conversation_is_one_growing_sequence(self, tmp_path: Path) -> None:
-        sampler = ScriptedSampler()
-        service = registry(tmp_path, sampler)
-        service.open("s", floor=3)
-        conversation = [SYSTEM, FIRST]
-        for turn in range(4):
-            served = await ask(service, asked(*conversation))
-            conversation += [answer_of(served), said("user", f"q{turn + 1}")]
-        assert sampler.requests[1].prompt.tolist() == [
-            *sampler.requests[0].prompt.tolist(),
-            *spoken("a0"),
-            *rendered("<user>q1\x01<assistant>"),
-        ]
-        assert service.book.sessions["s"].tree.counts.roots == 1
-        export = await ended(service)
-        assert trajectory_of(export).num_segments == 1
-        assert trained(export) == sampled([answer for _, answer in sampler.record])
-
     async def test_thinking_that_a_client_leaves_out_stays_in_the_prompt(self, tmp_path: Path) -> None:
         sampler = ScriptedSampler(lambda request: "(hm)yes")
         service = registry(tmp_path, sampler)
@@ -92,34 +73,6 @@ class TestAgents:
         counts = service.book.sessions["s"].tree.counts
         assert (counts.roots, counts.forks) == (2, 1)
 
-    async def test_best_of_four_shares_its_prompt(self, tmp_path: Path) -> None:
-        sampler = ScriptedSampler()
-        service = registry(tmp_path, sampler)
-        service.open("s", floor=3)
-        best = await ask(service, asked(FIRST, n=4))
-        await ask(service, asked(FIRST, answer_of(best, 2), said("user", "q1")))
-        tree = service.book.sessions["s"].tree
-        assert (tree.counts.answers, tree.counts.forks, tree.counts.turns) == (5, 3, 2)
-        prompt = len(best.prompt)
-        assert tree.num_tokens == prompt + 4 * len(spoken("a0")) + len(rendered("<user>q1\x01<assistant>")) + 3
-        export = await ended(service)
-        assert trajectory_of(export).num_segments == 4
-        assert trained(export) == sampled([answer for _, answer in sampler.record])
-
-    async def test_calls_at_the_same_time_are_no_retries(self, tmp_path: Path) -> None:
-        sampler = ScriptedSampler()
-        service = registry(tmp_path, sampler)
-        service.open("s", floor=3)
-        sampler.gate.clear()
-        calls = [asyncio.ensure_future(ask(service, asked(FIRST))) for _ in range(4)]
-        await asyncio.sleep(0)
-        sampler.gate.set()
-        served = await asyncio.gather(*calls)
-        assert len({turn.answers[0].node for turn in served}) == 4
-        tree = service.book.sessions["s"].tree
-        assert (tree.counts.turns, tree.counts.forks, tree.counts.roots) == (4, 3, 1)
-        assert trained(await ended(service)) == sampled([answer for _, answer in sampler.record])
-
     async def test_equal_answers_are_told_apart_by_delivery(self, tmp_path: Path) -> None:
         sampler = ScriptedSampler(lambda request: "same")
         service = registry(tmp_path, sampler)
@@ -154,18 +107,6 @@ class TestAgents:
 
 
 class TestRetries:
-    async def test_a_retry_gets_the_stored_answer(self, tmp_path: Path) -> None:
-        sampler = ScriptedSampler()
-        service = registry(tmp_path, sampler)
-        service.open("s", floor=3)
-        lost = await service.turn("s", asked(FIRST, n=2))
-        again = await ask(service, asked(FIRST, n=2, retry=True))
-        assert [answer.node for answer in again.answers] == [answer.node for answer in lost.answers]
-        assert len(sampler.record) == 2
-        export = await ended(service)
-        assert trained(export) == sampled([answer for _, answer in sampler.record])
-        assert (export.metrics["session/retries"], export.metrics["session/undelivered"]) == (1.0, 0.0)
-
     async def test_a_retry_of_another_request_is_sampled(self, tmp_path: Path) -> None:
         sampler = ScriptedSampler()
         service = registry(tmp_path, sampler)
@@ -174,47 +115,6 @@ class TestRetries:
         await ask(service, asked(FIRST, n=2, retry=True))
         await ask(service, asked(SYSTEM, FIRST, retry=True))
         assert len(sampler.record) == 4
-
-    async def test_each_retry_of_parallel_calls_gets_an_answer_of_its_own(self, tmp_path: Path) -> None:
-        service = registry(tmp_path)
-        service.open("s", floor=3)
-        lost = [await service.turn("s", asked(FIRST)) for _ in range(3)]
-        again = [await ask(service, asked(FIRST, retry=True)) for _ in range(3)]
-        assert [turn.answers[0].node for turn in again] == [turn.answers[0].node for turn in lost]
-
-    async def test_the_retry_of_a_dropped_connection_waits_for_the_same_answer(self, tmp_path: Path) -> None:
-        sampler = ScriptedSampler()
-        service = registry(tmp_path, sampler)
-        service.open("s", floor=3)
-        sampler.gate.clear()
-        call = asyncio.ensure_future(service.turn("s", asked(FIRST)))
-        await asyncio.sleep(0)
-        call.cancel()
-        await asyncio.gather(call, return_exceptions=True)
-        retry = asyncio.ensure_future(ask(service, asked(FIRST, retry=True)))
-        await asyncio.sleep(0)
-        sampler.gate.set()
-        await retry
-        assert len(sampler.record) == 1
-        assert trained(await ended(service)) == sampled([sampler.record[0][1]])
-
-    async def test_an_answer_that_was_not_fetched_is_masked_and_counted(self, tmp_path: Path) -> None:
-        sampler = ScriptedSampler()
-        service = registry(tmp_path, sampler)
-        service.open("s", floor=3)
-        served = await ask(service, asked(FIRST))
-        await service.turn("s", asked(FIRST, answer_of(served), said("user", "q1")))
-        export = await ended(service)
-        assert trained(export) == sampled([sampler.record[0][1]])
-        assert export.metrics["session/undelivered"] == 1.0
-
-    async def test_an_answer_that_comes_back_was_delivered(self, tmp_path: Path) -> None:
-        sampler = ScriptedSampler()
-        service = registry(tmp_path, sampler)
-        service.open("s", floor=3)
-        served = await service.turn("s", asked(FIRST))
-        await ask(service, asked(FIRST, answer_of(served), said("user", "q1")))
-        assert trained(await ended(service)) == sampled([answer for _, answer in sampler.record])
 
     async def test_a_turn_that_fails_leaves_nothing(self, tmp_path: Path) -> None:
         sampler = ScriptedSampler()

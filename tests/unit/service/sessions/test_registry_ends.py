@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from registry_agents import FIRST, answer_of, ask, ended, sampled, trained, trajectory_of
+from registry_agents import FIRST, answer_of, ask, ended, sampled, trained
 from session_support import (
     LIMITS,
     Hand,
@@ -36,21 +36,6 @@ class TestEnds:
         assert closed.value.reason == "done"
         again = await ask(service, asked(FIRST, retry=True))
         assert again.answers[0].node == lost.answers[0].node
-
-    async def test_the_end_cancels_what_is_being_sampled(self, tmp_path: Path) -> None:
-        sampler = ScriptedSampler()
-        service = registry(tmp_path, sampler)
-        service.open("s", floor=3)
-        sampler.gate.clear()
-        call = asyncio.ensure_future(service.turn("s", asked(FIRST, n=2)))
-        await asyncio.sleep(0)
-        with pytest.raises(BadInput, match="open"):
-            service.export("s")
-        await service.end("s", "evicted")
-        with pytest.raises(SessionClosed, match="evicted"):
-            await call
-        export = service.export("s")
-        assert (export.turns, sampler.record) == ((), [])
 
     async def test_a_forgotten_session_and_one_that_never_was_are_closed(self, tmp_path: Path) -> None:
         service = registry(tmp_path)
@@ -99,19 +84,6 @@ class TestEnds:
         served = await asyncio.gather(*calls, return_exceptions=True)
         assert [type(each) for each in served] == [ServedTurn, ServedTurn, SessionClosed]
         assert trained(service.export("s")) == sampled([answer for _, answer in sampler.record])
-
-    async def test_a_session_that_would_be_too_old_is_refused(self, tmp_path: Path) -> None:
-        standing = TrainingStanding(step=4, max_steps_off_policy=1)
-        sampler = ScriptedSampler()
-        service = registry(tmp_path, sampler, standing=lambda: standing)
-        service.open("young", floor=3)
-        service.open("old", floor=2)
-        await ask(service, asked(FIRST), "young")
-        with pytest.raises(SessionClosed, match=r"stale: .* version 2, .* step is 4"):
-            await service.turn("old", asked(FIRST))
-        with pytest.raises(SessionClosed, match="stale"):
-            await service.turn("old", asked(FIRST))
-        assert service.book.sessions["old"].requests.refused == 2
 
     async def test_what_is_sampled_beyond_the_bound_does_not_count(self, tmp_path: Path) -> None:
         """The weights move on while an answer is sampled, whatever they were when its turn began."""
@@ -217,22 +189,6 @@ class TestEnds:
 
 
 class TestRewards:
-    async def test_rewards_add_up_and_a_second_one_replaces_the_first(self, tmp_path: Path) -> None:
-        service = registry(tmp_path)
-        service.open("s", floor=3, problem="p")
-        first = await ask(service, asked(FIRST))
-        second = await ask(service, asked(FIRST, answer_of(first), said("user", "q1")))
-        service.reward("s", 5.0, first.answers[0].node)
-        service.reward("s", 1.0, first.answers[0].node)
-        await service.end("s", "done")
-        service.reward("s", 2.0)
-        service.reward("s", 6.0, metrics={"solved": 1.0})
-        export = service.export("s")
-        assert [turn.reward for turn in export.turns] == [1.0, 6.0]
-        assert (export.reward, trajectory_of(export).reward, export.problem) == (7.0, 7.0, "p")
-        assert export.metrics["solved"] == 1.0
-        assert second.answers[0].node == export.turns[-1].answer
-
     async def test_rewards_that_mean_nothing(self, tmp_path: Path) -> None:
         service = registry(tmp_path)
         service.open("s", floor=3)

@@ -14,7 +14,6 @@ from session_agents import QUESTION, admin, ask, bearer, exported, of, opened, r
 
 from service.sessions import door as doors
 from service.sessions.ages import TrainingStanding
-from service.sessions.session import SessionLimits
 from service.sessions.turns import SessionClosed
 from trireme.core.errors import ProvenanceError, RoomFailed, StorageFailed
 
@@ -60,19 +59,6 @@ async def test_a_turn_that_would_be_too_old_is_refused() -> None:
             assert error.status_code == 410
             assert "stale" in error.message
         assert trained(await exported(service, session)) == sampled(service), "what it has counts"
-
-
-@pytest.mark.parametrize(
-    ("limits", "reason"),
-    [
-        (SessionLimits(1, 10**6, 1000.0, 100.0, 500.0), "turns: it had 1 of at most 1"),
-        (SessionLimits(100, 10, 1000.0, 100.0, 500.0), "tokens: it holds"),
-    ],
-)
-async def test_limits(limits: SessionLimits, reason: str) -> None:
-    async with served("one", limits_of_sessions=limits) as service, of(await opened(service)) as agent:
-        await ask(agent, QUESTION)
-        assert reason in (await refused(agent)).message
 
 
 async def test_only_so_many_are_open() -> None:
