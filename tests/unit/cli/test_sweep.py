@@ -123,10 +123,6 @@ class TestRunning:
         assert swept(tmp_path, "--grid", "seed=0,1,2")[0] == EXIT_OK  # a larger grid is the same sweep
         assert starts(tmp_path) == ["seed=0 new", "seed=1 new", "seed=2 new"]
 
-    def test_a_mean_of_the_last_values(self, tmp_path: Path) -> None:
-        _, sweep = swept(tmp_path, "--grid", "trainer.learning-rate=1", "--window", "2")
-        assert sweep.metric(next(iter(sweep.results))) == 999.5
-
     def test_a_run_that_fails_is_recorded_and_the_others_go_on(self, tmp_path: Path) -> None:
         grid = ("--grid", "trainer.learning-rate=3,1")
         code, sweep = swept(tmp_path, *grid)
@@ -136,13 +132,6 @@ class TestRunning:
         (sweep.root / "mended").touch()
         assert swept(tmp_path, *grid)[0] == EXIT_OK
         assert [line.rpartition("=")[2] for line in starts(tmp_path)] == ["3 new", "1 new", "3 again"]
-
-    def test_another_configuration_has_another_directory(self, tmp_path: Path) -> None:
-        _, first = swept(tmp_path, "--grid", "seed=0")
-        _, second = swept(tmp_path, "--grid", "seed=0", "--trainer.shards", "2")
-        assert first.root != second.root
-        given = [*BASE, "--run.output-dir", str(tmp_path), "--grid", "seed=0", "--metric", "m"]
-        assert opened(given).root.name.startswith("sweep-sort-")
 
     @pytest.mark.parametrize(
         ("more", "said"),
@@ -180,21 +169,6 @@ class TestRunning:
         assert list(tmp_path.iterdir()) == []
         assert main(given) == EXIT_OK
         assert starts(tmp_path) == ["seed=0 new", "seed=1 new"]
-
-    def test_a_run_that_takes_long_is_reported(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        monkeypatch.setattr(sweeps, "PROGRESS_S", 0.0)
-        swept(tmp_path, "--grid", "seed=0")
-        assert "seed=0: nothing printed yet (" in capsys.readouterr().out
-
-    def test_the_last_error_of_a_run_is_shown_or_its_last_line(self, tmp_path: Path) -> None:
-        sweep = opened(words(tmp_path, "--grid", "seed=0"))
-        sweep.write()
-        sweep.log("seed=0").write_text("a\nerror: given: x\n  expected: y\nlater\n")
-        assert sweep.last_line("seed=0") == "given: x"
-        sweep.log("seed=0").write_text("Traceback\nValueError: z\n\n")
-        assert sweep.last_line("seed=0") == "ValueError: z"
 
 
 def test_a_signal_is_passed_on_and_the_sweep_goes_on_later(tmp_path: Path) -> None:

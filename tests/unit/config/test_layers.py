@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
 from trireme.config import Config
 from trireme.config.load import load
-from trireme.config.schema import EnvConfig
 
 REQUIRED = {
     "model": {"name": "m"},
@@ -50,17 +48,3 @@ def args_of_layers(tmp_path: Path, *layers: str) -> dict:
 )
 def test_a_replaced_table_does_not_come_back(tmp_path: Path, layers: tuple[str, ...], args: dict) -> None:
     assert args_of_layers(tmp_path, *layers) == args
-
-
-def test_why_the_environment_is_not_read_by_pydantic_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On failure: `EnvSettingsSource` may have become fit to read the environment; see the text of `layers`."""
-
-    class ByPrefix(BaseSettings):
-        model_config = SettingsConfigDict(env_prefix="TRIREME__", env_nested_delimiter="__")
-        env: EnvConfig
-
-    monkeypatch.setenv("TRIREME__SEEED", "5")
-    monkeypatch.setenv("TRIREME__ENV__ARGS__N", "5")
-    assert EnvSettingsSource(ByPrefix)() == {"env": {"args": {"n": "5"}}}
-    monkeypatch.setenv("TRIREME__ENV__ARGS", '{"a": 1}')
-    assert EnvSettingsSource(ByPrefix)() == {"env": {"args": {"a": 1}}}

@@ -56,9 +56,6 @@ def test_numbers_are_finite(key: str, value: str) -> None:
 
 
 class TestOrder:
-    def test_default(self) -> None:
-        assert config().trainer.shards == 1
-
     def test_file_beats_default(self, toml: Toml) -> None:
         assert config("@", toml("[trainer]\nshards = 2")).trainer.shards == 2
 
@@ -182,23 +179,12 @@ class TestForms:
         got = config("--trainer.learning-rate", "2e-4", "--inference.sampling.top-k", "-1", "--run.name", "7")
         assert (got.trainer.learning_rate, got.inference.sampling.top_k, got.run.name) == (2e-4, -1, "7")
 
-    def test_last_of_one_spelling_wins(self) -> None:
-        assert config("--seed", "1", "--seed", "2").seed == 2
-
     def test_dry_run(self) -> None:
         assert load([*REQUIRED, "--dry-run"], {}).dry_run
         assert not load(REQUIRED, {}).dry_run
 
 
 class TestAliases:
-    @pytest.mark.parametrize(
-        ("alias", "path"),
-        [("trainer-gpus", ("trainer", "shards")), ("inference-gpus", ("inference", "replicas"))],
-    )
-    def test_short_flag(self, alias: str, path: tuple[str, str]) -> None:
-        for spelling in (alias, alias.replace("-", "_")):
-            assert getattr(getattr(config(f"--{spelling}", "3"), path[0]), path[1]) == 3
-
     def test_flags_environment_and_files(self, toml: Toml) -> None:
         flags = [*REQUIRED[:4], *REQUIRED[6:], "--orchestrator.groups-per-batch", "4"]
         got = load(flags, {"TRIREME__ORCHESTRATOR__ROLLOUTS_PER_EXAMPLE": "5"}).config.orchestrator
@@ -208,9 +194,6 @@ class TestAliases:
     def test_a_later_place_overrides_another_spelling(self) -> None:
         got = config("--orchestrator.group-size", "3", TRIREME__ORCHESTRATOR__ROLLOUTS_PER_EXAMPLE="5")
         assert got.orchestrator.group_size == 3
-
-    def test_spellings_that_agree(self) -> None:
-        assert config("--trainer-gpus", "2", "--trainer.shards", "2").trainer.shards == 2
 
     @pytest.mark.parametrize(
         "words",
@@ -254,9 +237,6 @@ class TestSeveralEnvironments:
         assert got.env[0].args == {"max_digits": 5}
         assert [got.group_size(env) for env in got.env] == [8, 4]
         assert got.label == "sort+guess"
-
-    def test_one_table_is_a_list_of_one(self, toml: Toml) -> None:
-        assert [env.id for env in load([*WITHOUT_ENV, "@", toml('[env]\nid = "sort"')], {}).config.env] == ["sort"]
 
     @pytest.mark.parametrize(
         "words",
@@ -365,10 +345,6 @@ class TestUnknownKeys:
         assert "`trainer.sharts` (file f.toml)" in text
         assert "did you mean `trainer.shards`?" in text
 
-    def test_file_at_a_section(self, toml: Toml) -> None:
-        text = refusal(*REQUIRED, "--trainer", "@", toml("[trainer]\nshards = 4"))
-        assert "`trainer.trainer.shards` (file f.toml)" in text
-
     def test_environment(self) -> None:
         text = refusal(*REQUIRED, TRIREME__TRAINER__SHARTS="4")
         assert "TRIREME__TRAINER__SHARTS" in text
@@ -435,25 +411,10 @@ class TestBrokenInput:
         assert f"seen from {tmp_path}" in text
         assert "correct the path" in text
 
-    def test_missing_file_of_an_absolute_path(self) -> None:
-        text = refusal("@", "/tmp/no such place/nope.toml")
-        assert "there is none of that name\n" in text
-
-    def test_what_cannot_be_read_is_not_also_missing(self, toml: Toml) -> None:
-        """The values may stand in it."""
-        for words in (["@", toml("[model")], ["f.toml"], ["@", "nowhere.toml"], ["--model.name"]):
-            assert "no value for" not in refusal(*words)
-
     def test_toml_syntax(self, toml: Toml) -> None:
         text = refusal(*REQUIRED, "@", toml("seed = 1\n[trainer\n"))
         assert "f.toml" in text
         assert "line 2" in text
-
-    def test_json_syntax(self, toml: Toml) -> None:
-        assert "line 1" in refusal(*REQUIRED, "@", toml("{", "c.json"))
-
-    def test_json_without_a_table(self, toml: Toml) -> None:
-        assert "table of keys" in refusal(*REQUIRED, "@", toml("[1]", "c.json"))
 
     @pytest.mark.parametrize("behind", [[], ["--clean"], ["@", "f.toml"]])
     def test_flag_without_a_value(self, toml: Toml, behind: list[str]) -> None:
@@ -487,9 +448,6 @@ class TestBrokenInput:
         for part in ("nowhere.toml", "sharts", "--seed", "TRIREME__MODEL__NAM"):
             assert part in text
 
-    def test_a_wrong_required_value_is_not_also_missing(self) -> None:
-        assert "no value" not in refusal(*REQUIRED, "--orchestrator.batch-size", "x")
-
 
 class TestInformation:
     def test_help_of_one_section(self, capsys: pytest.CaptureFixture[str]) -> None:
@@ -498,16 +456,6 @@ class TestInformation:
         out = capsys.readouterr().out
         assert "--trainer.lora.rank" in out
         assert "--orchestrator" not in out
-
-    def test_help_of_a_part_of_a_section(self, capsys: pytest.CaptureFixture[str]) -> None:
-        with pytest.raises(SystemExit):
-            load(["--help", "inference.sampling"], {})
-        out = capsys.readouterr().out
-        assert "--inference.sampling.top-k" in out
-        assert "--inference.replicas" not in out
-
-    def test_help_of_no_section(self) -> None:
-        assert "trainer" in refusal("--help", "trayner")
 
     def test_help_has_every_key(self, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as ended:

@@ -11,7 +11,6 @@ from trireme.config import Config
 from trireme.config.load import load
 from trireme.config.model_facts import ModelFacts
 from trireme.config.resume_compat import fixed_parts
-from trireme.core.transport import TRANSPORTS
 
 ROOT = Path(__file__).parents[3]
 
@@ -62,11 +61,6 @@ def test_may_not_change(flags: tuple[str, str], room: str) -> None:
     assert [name for name in before if before[name] != after[name]] == [room]
 
 
-@pytest.mark.parametrize("transport", list(TRANSPORTS))
-def test_the_transport_may_change(transport: str) -> None:
-    assert parts("--inference.transport", transport) == parts()
-
-
 def test_the_same_model_elsewhere_is_the_same(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "assets/sort-base", tmp_path / "copy")
     assert parts("--model.name", str(tmp_path / "copy")) == parts()
@@ -80,12 +74,6 @@ def test_another_tokenizer_or_model_is_seen(tmp_path: Path) -> None:
     described.write_text(described.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
     before, after = parts(), parts("--model.name", str(tmp_path / "copy"))
     assert [name for name in before if before[name] != after[name]] == ["model", "tokenizer"]
-
-
-def test_how_often_the_reference_changes_may_not_change() -> None:
-    kl = ("--trainer.kl.coef", "0.1", "--trainer.kl.reference.base-model", "m")
-    never, often = parts(*kl), parts(*kl, "--trainer.kl.reference.update-every", "2")
-    assert [name for name in never if never[name] != often[name]] == ["loss"]
 
 
 def test_the_weights_of_the_reference_may_not_change_but_may_move(tmp_path: Path) -> None:

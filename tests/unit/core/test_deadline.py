@@ -41,10 +41,3 @@ def test_it_never_shrinks_once_it_is_learned(configured_s: float, seen: list[flo
     before = deadline.seconds
     deadline.note(another)
     assert deadline.seconds >= before
-
-
-def test_steps_of_a_second_make_ten() -> None:
-    assert taught(300.0, [0.01] * TAUGHT_BY).seconds == LEAST_S
-    assert taught(300.0, [1.0] * TAUGHT_BY).seconds == 10.0
-    assert taught(300.0, [60.0] * TAUGHT_BY).seconds == 300.0
-    assert taught(2.0, [0.01] * TAUGHT_BY).seconds == 2.0

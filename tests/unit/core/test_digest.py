@@ -2,8 +2,6 @@
 
 import pickle
 import random
-import subprocess
-import sys
 import threading
 from itertools import pairwise
 
@@ -102,9 +100,3 @@ def test_threads_sum_beside_each_other() -> None:
     while thread.is_alive():
         counted += 1
     assert counted > 1000
-
-
-def test_numba_is_imported_by_who_sums() -> None:
-    code = "import sys, trireme.core.weights, trireme.core.digest; print('numba' in sys.modules)"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert said.strip() == "False"

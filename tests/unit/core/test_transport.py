@@ -16,7 +16,6 @@ from trireme.core.errors import TriremeError, WeightsRefused
 from trireme.core.transport import TRANSPORTS, Receiver, Sender, join_parts, load_transport
 from trireme.core.types import WeightIdentity
 from trireme.core.weights import EXACT, Canary, PublishedWeights, WeightsManifest, check_received, weights_digest
-from trireme.transports import packing
 from trireme.transports.packing import Packer, fill, hash_tensor, lay_out, tensor_of
 
 
@@ -156,24 +155,6 @@ def test_a_sender_whose_store_was_full_sends_the_next_version() -> None:
     with pytest.raises(OSError, match="the store is full"):
         packer.send(0, layout, layers(), None)
     assert len(packer.send(1, layout, layers(), None)) == len(layout.sizes)
-
-
-def test_two_buffers_are_made_once_also_of_memory_that_belongs_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As pinned memory does, which only a machine with a GPU has."""
-    made: list[int] = []
-
-    def host_memory(nbytes: int, *, pinned: bool) -> packing.Bucket:
-        assert not pinned, "the tensors are on the CPU"
-        made.append(nbytes)
-        return torch.zeros(nbytes, dtype=torch.uint8).numpy()
-
-    monkeypatch.setattr(packing, "host_memory", host_memory)
-    units, packer = layers(), Packer(np.copy)
-    layout = lay_out(units, bucket_bytes=400)
-    sent = [packer.send(version, layout, units, None) for version in range(3)]
-    assert made == [max(layout.sizes)] * packing.BUFFERS
-    tensors = dict(pair for unit in units for pair in unit)
-    assert all(torch.equal(tensor_of(each, sent[2]), tensors[each.name]) for each in layout.entries)
 
 
 def test_the_configuration_accepts_the_names_in_the_table_and_no_others() -> None:

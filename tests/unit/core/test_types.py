@@ -16,7 +16,6 @@ from trireme.core.types import (
     AdamParams,
     Datum,
     EncodedTextChunk,
-    ForwardBackwardOutput,
     ModelInput,
     OptimStepResponse,
     SampleRequest,
@@ -54,28 +53,6 @@ def test_a_prompt_may_be_any_token_ids_and_an_array_of_them_is_not_copied() -> N
             SampleRequest("r", prompt, SamplingParams(), "r")
 
 
-@pytest.mark.parametrize(
-    ("given", "dtype", "values"),
-    [
-        ([1, 2], "int64", [1, 2]),
-        ([0.5, 2], "float32", [0.5, 2.0]),
-        ([True, False], "int64", [1, 0]),
-        (np.arange(2, dtype=np.int16), "int64", [0, 1]),
-        (np.array([1.5], np.float64), "float32", [1.5]),
-        (torch.tensor([3, 4]), "int64", [3, 4]),
-        (torch.tensor([0.5], dtype=torch.bfloat16), "float32", [0.5]),
-        (torch.tensor([0.25], requires_grad=True), "float32", [0.25]),
-        (TensorData([7]), "int64", [7]),
-    ],
-    ids=str,
-)
-def test_columns_take_lists_arrays_and_tensors(given: Any, dtype: str, values: list[float]) -> None:
-    column = TensorData(given)
-    assert (column.dtype, column.tolist(), column.shape, len(column)) == (dtype, values, (len(values),), len(values))
-    assert column.to_torch().tolist() == values
-    np.testing.assert_array_equal(column, column.to_numpy())
-
-
 def test_a_column_has_the_shape_and_dtype_that_it_is_given() -> None:
     column = TensorData(data=[1, 2, 3, 4], dtype="float32", shape=[2, 2])
     assert (column.tolist(), column.shape, column.dtype) == ([[1.0, 2.0], [3.0, 4.0]], (2, 2), "float32")
@@ -98,16 +75,6 @@ def test_a_datum_holds_columns_of_its_dtypes_whatever_it_is_given() -> None:
     assert batch.columns["target_tokens"].tolist() == [2, 3] * 4
     assert TokenBatch.of(batch) is batch
     assert pickle.loads(pickle.dumps(made[0])).loss_fn_inputs["mask"].tolist() == [0, 1]
-
-
-def test_inputs_are_tokens_however_they_are_put_together() -> None:
-    empty = ModelInput.empty()
-    chunks = ModelInput(chunks=[EncodedTextChunk([1, 2]), EncodedTextChunk(tokens=np.array([3]))])
-    assert (empty.length, chunks.length, chunks.to_ints()) == (0, 3, [1, 2, 3])
-    longer = chunks.append(EncodedTextChunk([4])).append_int(5)
-    assert (longer.to_ints(), chunks.length) == ([1, 2, 3, 4, 5], 3)
-    assert (longer.tokens.dtype, [chunk.length for chunk in longer.chunks]) == (np.int32, [5])
-    assert empty.append_int(7).to_ints() == [7]
 
 
 @pytest.mark.parametrize("token", [1.9, 2**31, -(2**31) - 1, 2**70, float("nan"), float("inf"), "a", None])
@@ -142,11 +109,6 @@ def test_images_are_refused(kind: str) -> None:
         ModelInput(chunks=[EncodedTextChunk([1]), image])
     with pytest.raises(ValueError, match="images are not supported"):
         ModelInput.from_ints([1]).append(image)
-
-
-def test_logprobs_come_back_datum_by_datum() -> None:
-    output = ForwardBackwardOutput(np.array([-1, -2, -3], np.float32), np.array([0, 1, 3]), {"loss:sum": 0.0})
-    assert [each["logprobs"].tolist() for each in output.loss_fn_outputs] == [[-1.0], [-2.0, -3.0]]
 
 
 def test_stop_tokens() -> None:

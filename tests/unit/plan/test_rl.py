@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from model_support import FACTS
-from plan_support import cluster, inference, machines, orchestrator, plan, text_of
+from plan_support import cluster, inference, machines, plan, text_of
 
 from trireme.plan.memory import GIB
 from trireme.plan.needs import gib
@@ -15,9 +15,6 @@ from trireme.plan.rl import SPARE_GIB
 
 
 class TestNumbers:
-    def test_tokens_per_step(self) -> None:
-        assert orchestrator(plan()).tokens_per_step == 16 * 8 * 10
-
     @pytest.mark.parametrize(
         ("bound", "sequences", "replicas", "tokens"),
         [
@@ -34,13 +31,6 @@ class TestNumbers:
             inference={"max_num_seqs": sequences},
         )
         assert inference(given).recomputed_tokens == tokens
-
-    def test_default_number_of_sequences(self) -> None:
-        assert inference(plan()).max_num_seqs == 256
-        given = plan(device="gpu", orchestrator={"batch_size": 500, "max_steps_off_policy": 0})
-        assert inference(given).max_num_seqs is None, "vLLM decides by the GPU"
-        assert inference(given).recomputed_tokens == 500 * 8 * 64, "all that may be in flight"
-        assert "at first a quarter more rollouts than 1 replica decode, which vLLM decides by the GPU" in text_of(given)
 
     def test_memory_of_a_replica(self) -> None:
         expected = int((1.4 + 2) * GIB) + 4 * 1_000_000
@@ -101,13 +91,6 @@ class TestCostOfAnUpdate:
         assert f"at most {share:.2g} times the arithmetic of a step's training" in text_of(given)
         assert any("--inference.on-update keep_kv" in warning for warning in given.warnings) == (share > 2)
 
-    def test_replicas_share_it(self) -> None:
-        options = {"max_steps_off_policy": 5}
-        few, many = (inference(plan(replicas=n, orchestrator=options)).recompute_share for n in (1, 4))
-        assert few
-        assert many
-        assert many < few
-
     def test_seconds_are_said_where_there_is_a_rate_to_assume(self) -> None:
         facts = replace(FACTS, multiplied_parameters=8_000_000_000)
         options = {"batch_size": 128, "max_steps_off_policy": 1}
@@ -135,16 +118,6 @@ class TestInFlight:
         assert "at most 32 groups x 8 rollouts of training" in auto
         assert "at most 40 rollouts; at most 32 groups" in text_of(plan(orchestrator=options | {"max_concurrent": 40}))
 
-    def test_at_first_room_for_a_group(self) -> None:
-        assert "at first at most 64 rollouts" in text_of(
-            plan(orchestrator={"group_size": 64}, inference={"max_num_seqs": 8})
-        )
-
-    def test_without_a_limit(self) -> None:
-        given = plan(orchestrator={"max_steps_off_policy": 0})
-        given = replace(given, config=given.config.model_copy(update={"deterministic": True}))
-        assert "a whole batch together: 16 groups x 8 rollouts" in text_of(given)
-
 
 class TestText:
     def test_everything_a_reader_asks_for(self) -> None:
@@ -165,13 +138,6 @@ class TestText:
         ):
             assert part in text
 
-    def test_synchronous(self) -> None:
-        assert "synchronous" in text_of(plan(orchestrator={"max_steps_off_policy": 0}))
-
-    @pytest.mark.parametrize(("policy", "words"), [("drop", "dropped"), ("wait", "waited for")])
-    def test_stale_policy(self, policy: str, words: str) -> None:
-        assert words in text_of(plan(orchestrator={"stale_policy": policy}))
-
     def test_evaluation(self) -> None:
         assert "evaluation" not in text_of(plan())
         text = text_of(plan(evaluation={"every": 5, "samples": 4, "env": {"name": "longer"}}))
@@ -179,9 +145,3 @@ class TestText:
 
     def test_a_dry_run_has_no_directory_yet(self) -> None:
         assert "outputs/sort-m-<8 hex>" in text_of(plan())
-
-    def test_brackets_are_text(self) -> None:
-        assert "/data/[bold]/r" in text_of(plan(run_dir=Path("/data/[bold]/r")))
-
-    def test_actor_names(self) -> None:
-        assert plan().actor_names == ["trainer shard 0", "trainer shard 1", "inference replica 0", "orchestrator"]

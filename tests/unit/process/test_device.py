@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -92,11 +91,3 @@ def test_a_torch_without_cuda_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path
     found = "no NVIDIA driver is loaded; PyTorch is built without CUDA; CUDA_VISIBLE_DEVICES is not set; torch.cuda"
     with pytest.raises(BadInput, match=found):
         find_device(config_on("gpu"), "trainer shard 0")
-
-
-def test_no_other_place_asks_what_there_is() -> None:
-    """But the script that checks a machine."""
-    asking = re.compile(r"is_available\(|device_count\(")
-    sources = [file for folder in ("src", "scripts") for file in (ROOT / folder).rglob("*.py")]
-    found = {str(file.relative_to(ROOT)) for file in sources if asking.search(file.read_text())}
-    assert {place for place in found if "gpu_check" not in place} == {"src/trireme/process/device.py"}

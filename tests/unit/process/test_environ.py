@@ -13,7 +13,6 @@ import pytest
 
 from trireme.process.environ import (
     DRIVER_MARK,
-    HUGE_PAGES,
     LOG_LINES,
     STACKS,
     end_of_far_log,
@@ -95,22 +94,6 @@ def test_memory_is_in_huge_pages_unless_malloc_is_told_otherwise(
     monkeypatch.setattr(os, "environ", {"HOME": "/", **({"GLIBC_TUNABLES": before} if before else {})})
     prepare_ray_environment(None, 1, False, huge_pages=wanted)
     assert os.environ.get("GLIBC_TUNABLES") == after
-
-
-def test_a_process_with_huge_pages_has_fewer_faults() -> None:
-    """What malloc gives to a new process: where Linux does not leave huge pages to programs, as much as without."""
-    to_programs = "[madvise]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
-    code = (
-        "import resource, torch; torch.ones(1); count = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt; "
-        "before = count(); kept = [torch.ones(2**22) for _ in range(4)]; print(count() - before)"
-    )
-    faults = [
-        int(
-            subprocess.run([sys.executable, "-c", code], env=os.environ | pages, capture_output=True, check=True).stdout
-        )
-        for pages in ({"GLIBC_TUNABLES": ""}, HUGE_PAGES)
-    ]
-    assert faults[1] < faults[0] * (1 / 4 if to_programs else 1.1)
 
 
 def test_the_end_of_a_log_travels_where_the_driver_does_not_see_it(tmp_path: Path) -> None:

@@ -55,20 +55,9 @@ def test_it_acts_at_its_passage_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fault_point("there") == "skip"
 
 
-def test_one_point_may_be_armed_several_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRIREME_FAULTS", "here@1=skip,here@3=corrupt")
-    assert [fault_point("here") for _ in range(3)] == ["skip", None, "corrupt"]
-
-
 def test_from_a_passage_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRIREME_FAULTS", "here@2+=corrupt")
     assert [fault_point("here") for _ in range(4)] == [None, "corrupt", "corrupt", "corrupt"]
-
-
-def test_from_a_passage_on_in_one_of_all_processes(tmp_path: Path) -> None:
-    armed = {"TRIREME_FAULTS": "here@2+=corrupt", "TRIREME_FAULT_ONCE": str(tmp_path)}
-    assert ends(start(PASSES, **armed)) == (0, ["None", "corrupt", "corrupt"])
-    assert ends(start(PASSES, **armed)) == (0, ["None", "None", "None"])
 
 
 def test_raise_names_the_point(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,17 +82,6 @@ def test_a_number_means_one_process_of_a_room(monkeypatch: pytest.MonkeyPatch) -
     assert fault_point("here") == "corrupt"
 
 
-def test_what_a_numbered_process_starts_has_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    number_process(1)
-    environ = {"TRIREME_FAULT_NUMBER": os.environ["TRIREME_FAULT_NUMBER"]}
-    assert ends(start(PASSES, TRIREME_FAULTS="here[1]@2=corrupt", **environ))[1] == ["None", "corrupt", "None"]
-
-
-def test_without_once_every_process_is_hit(tmp_path: Path) -> None:
-    for _ in range(2):
-        assert ends(start(PASSES, TRIREME_FAULTS="here@2=kill")) == (-signal.SIGKILL, ["None"])
-
-
 def test_once_means_once_in_all_processes(tmp_path: Path) -> None:
     """The successor of the killed passes; another item is another fault."""
     armed = {"TRIREME_FAULTS": "here@2=kill,here@3=corrupt", "TRIREME_FAULT_ONCE": str(tmp_path)}
@@ -124,19 +102,6 @@ def test_a_stopped_process_goes_on_when_it_is_told() -> None:
     assert os.WIFSTOPPED(status)
     process.send_signal(signal.SIGCONT)
     assert ends(process) == (0, ["None", "stop", "None"])
-
-
-def test_each_that_freezes_has_a_file_of_its_own_in_a_directory(tmp_path: Path) -> None:
-    armed = {"TRIREME_FAULTS": "here@1=freeze,here@3=freeze", "TRIREME_FAULT_REACHED": str(tmp_path)}
-    process = start(PASSES, **armed)
-    deadline = time.monotonic() + DEADLINE_S
-    for item in armed["TRIREME_FAULTS"].split(","):
-        while not (tmp_path / item).exists():
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        (tmp_path / item).unlink()
-    assert ends(process) == (0, ["freeze", "None", "freeze"])
 
 
 def test_a_frozen_one_goes_on_when_its_file_is_removed(tmp_path: Path) -> None:

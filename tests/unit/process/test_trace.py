@@ -70,15 +70,6 @@ def test_viewers_show_processes_and_tracks_by_name(tmp_path: Path) -> None:
         assert [event["tid"] for event in named(file, name)] == [threads[track]]
 
 
-def test_processes_have_numbers_of_their_own(tmp_path: Path) -> None:
-    processes = ("driver_0", "trainer_0", "trainer_1", "inference_0", "inference_99")
-    for name in processes:
-        trace.start(tmp_path / LOGS, name, 1)
-    trace.stop()
-    files = [(tmp_path / FILE).with_stem(name) for name in processes]
-    assert len({event["pid"] for file in files for event in events(file)}) == len(processes)
-
-
 @settings(max_examples=30, deadline=None)
 @given(
     st.recursive(st.just([]), lambda inner: st.lists(inner, max_size=3), max_leaves=20),
@@ -105,30 +96,6 @@ def test_spans_nest_as_blocks_do(
             assert span["ts"] + span["dur"] <= outer["ts"] + outer["dur"]
 
 
-def test_a_block_that_raises_is_a_span_too(tmp_path: Path) -> None:
-    file = start(tmp_path)
-    with pytest.raises(ZeroDivisionError), trace.span("optim"):
-        _ = 1 / 0
-    trace.stop()
-    assert len(named(file, "optim")) == 1
-
-
-def test_of_what_overlaps_the_short_is_left_out(tmp_path: Path) -> None:
-    file = start(tmp_path)
-    with trace.overlapping("step", "environment", problem="long"):
-        with trace.overlapping("step", "environment", problem="short"):
-            pass
-        time.sleep(0.002)
-    with trace.overlapping("step", "environment", problem="next"):
-        time.sleep(0.002)
-    trace.stop()
-    first, its_end, second, _ = named(file, "step")
-    assert (first["ph"], its_end["ph"], first["id"]) == ("b", "e", its_end["id"])
-    assert its_end["ts"] - first["ts"] >= 2000
-    assert (first["args"], second["args"]) == ({"problem": "long"}, {"problem": "next"})
-    assert first["id"] != second["id"]
-
-
 def test_a_life_begins_before_it_ends(tmp_path: Path) -> None:
     file = start(tmp_path)
     with trace.life("group", 17, problem="p") as ending:
@@ -137,32 +104,6 @@ def test_a_life_begins_before_it_ends(tmp_path: Path) -> None:
     begin, end = named(file, "group")
     assert (begin["ph"], begin["id"], begin["cat"], begin["args"]) == ("b", 17, "group", {"problem": "p"})
     assert (end["ph"], end["id"], end["cat"], end["args"]) == ("e", 17, "group", {"versions": [3, 4]})
-
-
-def test_busy_from_the_first_to_the_last(tmp_path: Path) -> None:
-    file = start(tmp_path)
-    busy = trace.Busy("sampling")
-    with busy, busy:
-        pass
-    with busy:
-        busy.pause()
-        with busy:  # comes while all stand still
-            pass
-        busy.resume(version=4)
-    busy.pause()
-    busy.resume(version=5)
-    trace.stop()
-    spans = [event for event in named(file, "sampling") if event["ph"] == "X"]
-    assert [span.get("args") for span in spans] == [{}, {}, {"version": 4}]
-
-
-def test_a_counter_shows_the_last_value(tmp_path: Path) -> None:
-    file = start(tmp_path)
-    busy = trace.Busy("sampling")
-    with busy, busy:
-        time.sleep(3 * trace.WRITE_EVERY_S)
-    trace.stop()
-    assert [event["args"]["number"] for event in named(file, "sampling") if event["ph"] == "C"] == [2, 0]
 
 
 @settings(max_examples=20, deadline=None)

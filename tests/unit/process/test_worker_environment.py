@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from plan_support import plan
 import trireme
 from trireme.config import Config
 from trireme.core.errors import BadInput
-from trireme.process.worker_environment import JOB_CONFIG, OWN, WorkerEnvironment, modules_not_installed
+from trireme.process.worker_environment import OWN, WorkerEnvironment, modules_not_installed
 
 TOKEN = "not-in-the-format-of-any-service"
 
@@ -108,11 +107,6 @@ class TestCode:
         assert own == {directory / name for name in ("travelled_games.py", "travelled_words.py", "travelled_losses")}
         assert "travelled_games" in found.text
 
-    def test_installed_and_built_in_modules_stay(self, directory: Path) -> None:
-        assert modules_not_installed(
-            ["numpy", "json", "sys", "travelled_nowhere", "__main__"]
-        ) == modules_not_installed([])
-
     @pytest.mark.parametrize("name", ["site-packages", "dist-packages"])
     def test_packages_of_the_system_and_of_the_user_stay(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -122,16 +116,6 @@ class TestCode:
         (tmp_path / name / "travelled_torch" / "__init__.py").touch()
         monkeypatch.syspath_prepend(tmp_path / name)
         assert modules_not_installed(["travelled_torch"]) == modules_not_installed([])
-
-    def test_an_address_is_no_module(self) -> None:
-        assert len(WorkerEnvironment.of(config("http://10.0.0.1:80/games"), {}).modules) == len(OWN)
-
-    def test_the_modules_of_a_submitted_job_stay(self) -> None:
-        environ = {JOB_CONFIG: json.dumps({"runtime_env": {"py_modules": ["gcs://_ray_pkg_1.zip"]}})}
-        assert WorkerEnvironment.of(config(), environ).runtime_env(environ)["py_modules"][-1] == "gcs://_ray_pkg_1.zip"
-        without = WorkerEnvironment({}, {})
-        assert "py_modules" not in without.runtime_env({JOB_CONFIG: "{}"})
-        assert without.text == "nothing but the run"
 
 
 def test_the_plan_names_what_travels_to_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import pickle
 import sys
 from collections.abc import Sequence
 from functools import cache
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from renderer_support import CALCULATOR, QWEN3, SAYS, TEXT, bpe, said
+from renderer_support import CALCULATOR, SAYS, TEXT, said
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -20,7 +19,6 @@ from trireme.core.errors import BadInput
 from trireme.renderers import Message, make_renderer
 from trireme.renderers.external import PackageRenderer
 from trireme.renderers.kinds.chat_template import ChatTemplateRenderer
-from trireme.renderers.kinds.qwen3 import Qwen3Renderer
 
 TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
 KIMI = ["<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>", "<|im_end|>"] + [
@@ -226,12 +224,6 @@ def test_any_tokens_can_be_parsed_and_extended(tokens: list[int]) -> None:
         assert after[: len(prompt) + len(tokens)] == prompt + tokens
 
 
-def test_a_renderer_of_the_package_can_be_pickled() -> None:
-    renderer = renderer_of("glm-5")
-    asked = [said("user", "Why?")]
-    assert pickle.loads(pickle.dumps(renderer)).generation_prompt(asked) == renderer.generation_prompt(asked)
-
-
 # ---- which format
 
 
@@ -262,10 +254,6 @@ def test_auto_says_that_it_falls_back_to_the_template(
         monkeypatch.setitem(sys.modules, name, None)
     assert isinstance(make_renderer("auto", tokenizer_of("kimi-k2", TEMPLATE_OF_KIMI)), ChatTemplateRenderer)
     assert "uv sync --extra renderers" in logged(caplog)[0]
-
-
-def test_auto_keeps_the_projects_own_renderer_where_it_is_exact() -> None:
-    assert isinstance(make_renderer("auto", bpe(QWEN3)), Qwen3Renderer)
 
 
 def test_what_does_not_suit_is_refused() -> None:

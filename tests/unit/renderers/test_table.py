@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from renderer_support import CALCULATOR, CONVERSATIONS, OPENS_THINKING, QWEN3, SAYS, bpe, characters, said, scattered
+from renderer_support import CONVERSATIONS, OPENS_THINKING, QWEN3, SAYS, bpe, characters, said, scattered
 
 from trireme.core.errors import BadInput
-from trireme.renderers import Message, ToolSpec, kinds, make_renderer, unknown_renderer
+from trireme.renderers import Message, ToolSpec, make_renderer, unknown_renderer
 from trireme.renderers.history import HistoryRule
 from trireme.renderers.kinds.chat_template import ChatTemplateRenderer
 from trireme.renderers.kinds.qwen3 import Qwen3Renderer
@@ -82,15 +78,6 @@ def test_role_colon_parts_messages_by_an_empty_line() -> None:
     tokenizer = characters()
     shown = tokenizer.decode(make_renderer("role_colon", tokenizer).generation_prompt(messages))
     assert shown == "System: Be brief.\n\nUser: 2 + 2?\n\nAssistant: 4<eos>\n\nUser: 3 + 3?\n\nAssistant:"
-
-
-def test_role_colon_tells_of_tools() -> None:
-    tokenizer = bpe()
-    messages, tools = CONVERSATIONS["a tool call"]
-    shown = tokenizer.decode(make_renderer("role_colon", tokenizer).generation_prompt(messages, tools))
-    assert shown.startswith("System: # Tools")
-    assert '<tool_call>\n{"name": "calculator", "arguments": {"expression": "2 + 2", "unité": "µ"}}' in shown
-    assert "\n\nTool: 4\n\nAssistant: It is 4.<eos>\n\nUser: Sure?\n\nAssistant:" in shown
 
 
 @pytest.mark.parametrize(("name", "template"), [("qwen3", QWEN3), ("chat_template", SAYS), ("role_colon", None)])
@@ -323,20 +310,6 @@ def test_what_counts(name: str, template: str, end: str, train_on: Any) -> None:
     empty = "<think>\n\n</think>\n\n" if name == "qwen3" else ""
     assert marked(tokenizer, *made) == TRAINED[train_on].replace("|", end).replace("B", f"{empty}B")
     assert made[0].tolist() == expected(tokenizer, TALK, (), False)
-
-
-@pytest.mark.parametrize("train_on", ["last_assistant_message", "all_assistant_messages"])
-def test_what_counts_in_role_colon(train_on: str) -> None:
-    tokenizer = characters()
-    tokens, weights = make_renderer("role_colon", tokenizer).supervised_example(TALK, train_on)  # type: ignore[arg-type]
-    parts = [" A<eos>", " B<eos>"] if train_on == "all_assistant_messages" else [" B<eos>"]
-    assert marked(tokenizer, tokens, weights) == "".join(parts)
-
-
-def test_all_tokens_count() -> None:
-    tokens, weights = make_renderer("role_colon", characters()).supervised_example(TALK, "all_tokens")
-    assert (weights == 1).all()
-    assert len(tokens) > 40
 
 
 @pytest.mark.parametrize(("name", "template"), NAMES)
@@ -644,26 +617,6 @@ def test_what_does_not_suit_is_refused() -> None:
         make_renderer("role_colon", endless)
 
 
-SHOUTING = """
-from trireme.renderers.kinds.role_colon import RoleColonRenderer
-
-class ShoutingRenderer(RoleColonRenderer):
-    def text(self, messages, tools, generate):
-        return super().text(messages, tools, generate).upper()
-
-RENDERER = ShoutingRenderer
-"""
-
-
-def test_a_new_renderer_is_one_new_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "shouting.py").write_text(SHOUTING)
-    monkeypatch.setattr(kinds, "__path__", [*kinds.__path__, str(tmp_path)])
-    renderer = make_renderer("shouting", bpe())
-    assert bpe().decode(renderer.generation_prompt([said("user", "q")])) == "USER: Q\n\nASSISTANT:"
-    assert unknown_renderer("shouting") is None
-    assert type(make_renderer("auto", bpe(QWEN3))) is Qwen3Renderer
-
-
 def test_a_renderer_of_your_own_is_named_by_its_module() -> None:
     renderer = make_renderer("trireme.renderers.kinds.role_colon:RoleColonRenderer", bpe())
     assert type(renderer) is RoleColonRenderer
@@ -671,22 +624,3 @@ def test_a_renderer_of_your_own_is_named_by_its_module() -> None:
         make_renderer("no.such:Class", bpe())
     assert unknown_renderer("package.module:Class") is None
     assert str(unknown_renderer("qwen")).startswith("one of auto, chat_template, qwen3, role_colon, renderers,")
-
-
-def test_no_heavy_import() -> None:
-    code = (
-        "import sys, json, trireme.renderers\n"
-        "print(json.dumps(sorted({'torch', 'ray', 'vllm', 'transformers'} & set(sys.modules))))"
-    )
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert json.loads(shown.stdout) == []
-
-
-def test_a_renderer_can_be_pickled() -> None:
-    import pickle
-
-    renderer = make_renderer("qwen3", bpe(QWEN3))
-    again = pickle.loads(pickle.dumps(renderer))
-    messages, tools = CONVERSATIONS["a tool call"]
-    assert again.generation_prompt(messages, tools) == renderer.generation_prompt(messages, tools)
-    assert CALCULATOR in tools

@@ -157,16 +157,6 @@ async def test_sampled_tokens_are_not_tokenised_again() -> None:
         assert spans[-1]["end"] == len(ids)
 
 
-async def test_several_answers_have_seeds_of_their_own() -> None:
-    async with served("a", "b", "c") as service:
-        answer = await ask(service, n=3, seed=5)
-        assert [choice.message.content for choice in answer.choices] == ["a", "b", "c"]
-        assert [choice.index for choice in answer.choices] == [0, 1, 2]
-        assert [request.params.seed for request in service.sampler.requests] == [5, 6, 7]
-        assert len({request.route_key for request in service.sampler.requests}) == 1
-        assert answer.usage.prompt_tokens == len(service.sampler.requests[0].prompt)
-
-
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_stop_strings_are_no_part_of_the_answer(streamed: bool) -> None:
     async with served("one two three four") as service:
@@ -229,18 +219,6 @@ async def test_what_is_not_supported_is_refused_by_name(body: dict[str, Any], na
         assert error["type"] == "invalid_request_error"
         assert named in f"{error['param']} {error['message']}"
         assert service.sampler.requests == []
-
-
-async def test_neutral_values_of_what_is_not_supported_are_taken() -> None:
-    async with served("4") as service:
-        neutral = {
-            "logit_bias": {},
-            "frequency_penalty": 0.0,
-            "presence_penalty": 0,
-            "response_format": {"type": "text"},
-        }
-        answer = await ask(service, **neutral, tool_choice="auto", n=1, store=False, user="me")
-        assert answer.choices[0].message.content == "4"
 
 
 async def test_prompts_that_do_not_fit_are_refused() -> None:
@@ -309,13 +287,6 @@ async def test_bodies_of_a_million_errors_are_refused_by_the_first() -> None:
         messages = {"messages": [1] * many}
         refused = await service.post("/v1/chat/completions", {"model": "policy", **messages})
         assert (refused.status_code, len(refused.content) < 2000) == (400, True)
-
-
-async def test_the_bytes_of_a_part_of_a_letter_are_not_told() -> None:
-    async with served("\U0001f9ff") as service:
-        rows = (await ask(service, logprobs=True)).choices[0].logprobs.content
-        assert len(rows) > 2, "the letter takes several tokens"
-        assert rows[0].bytes is None
 
 
 async def test_a_failure_of_the_replicas_is_told() -> None:

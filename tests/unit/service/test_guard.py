@@ -42,21 +42,6 @@ def test_without_a_limit_none_is_refused() -> None:
         rates.take("a")
 
 
-def test_keys_that_were_not_used_for_a_minute_are_not_kept() -> None:
-    now = [0.0]
-    rates = Rates(6, lambda: now[0])
-    for number in range(20_000):  # the keys of sessions
-        now[0] += 1.0
-        rates.take(f"session-{number}")
-        if number % 10 == 0:
-            rates.take("steady")
-    assert len(rates._left) <= 1024
-    for _ in range(5):
-        rates.take("steady")
-    with pytest.raises(RequestRefused):
-        rates.take("steady")
-
-
 def sent(size: int, *, says_so: bool) -> tuple[int, str, int]:
     """The status of a request with a body of PARTS parts, what was said of it, and how many parts were read."""
     told: list[Any] = []

@@ -86,20 +86,6 @@ def test_the_svg_loads_nothing_and_suits_dark_pages(tmp_path):
     assert "#000000" not in text.replace("stroke: #000000; stroke-width: 0.8", ""), "black text would not suit both"
 
 
-def test_the_same_metrics_give_the_same_file(tmp_path):
-    root = make_run(tmp_path / "run", [0.0, 1.0, 0.5])
-    files = [tmp_path / name for name in ("one.svg", "other.svg")]
-    for file in files:
-        plotted(root, "--output", file)
-    assert files[0].read_bytes() == files[1].read_bytes()
-
-
-def test_values_beyond_0_to_1_stay_inside_the_frame(tmp_path):
-    root = make_run(tmp_path / "run", [-2.0, 3.0])
-    plotted(root)
-    assert {"−2", "3"} <= texts(ElementTree.parse(root / "plot.svg").getroot())
-
-
 def test_without_matplotlib_the_command_that_installs_it_is_named(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert "uv sync --extra plot" in refused(capsys, make_run(tmp_path / "run", [0.5]))
@@ -109,10 +95,6 @@ def test_a_knob_is_drawn_by_its_logarithm_where_it_spans_a_decade():
     assert places([1e-4, 1e-3, 1e-2]) == ({1e-4: 1e-4, 1e-3: 1e-3, 1e-2: 1e-2}, True)
     assert not places([1, 2, 3])[1]
     assert not places([0, 10])[1]
-
-
-def test_a_knob_without_numbers_has_its_values_side_by_side():
-    assert places(["cosine", "linear", None]) == ({"cosine": 0.0, "linear": 1.0, None: 2.0}, False)
 
 
 def test_a_line_goes_through_the_means_and_each_run_is_a_dot():
@@ -140,13 +122,3 @@ def test_a_line_goes_through_the_means_and_each_run_is_a_dot():
 
 
 RUNS = [(1, "a", 0, 0.0), (1, "a", 1, 1.0), (2, "a", 0, 2.0), (1, "b", 0, 1.5)]
-
-
-def test_more_lines_than_colours_are_drawn_as_one():
-    points = [({"rate": rate, "warmup": warmup}, float(warmup)) for rate in (1, 2) for warmup in range(7)]
-    assert lines_of(points, "rate") == {"": {1: [float(n) for n in range(7)], 2: [float(n) for n in range(7)]}}
-    assert len(lines_of(points[:6], "rate")) == 6
-
-
-def test_runs_that_all_came_to_the_same_are_drawn():
-    ElementTree.fromstring(draw_knob([({"k": "x"}, 0.5)], knob="k", metric="m"))

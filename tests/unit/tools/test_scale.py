@@ -16,8 +16,6 @@ from trireme.config.load import load
 from trireme.core.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_OK
 from trireme.supervision.roster import PartHealth, Roster
 from trireme.supervision.status import ScaleRequest, ScaleRequests, StatusWriter
-from trireme.tools import scale as scale_module
-from trireme.tools.scale import standing
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.toml"
 
@@ -120,15 +118,6 @@ def test_it_returns_when_all_serve(run: Path, capsys: pytest.CaptureFixture[str]
     assert lines[-1] == "3 of 3 replicas serve"
 
 
-def test_it_waits_for_those_that_leave(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def changes(roster: Roster) -> None:
-        roster.set("inference_1", PartHealth.DRAINING)
-        roster.remove("inference_1")
-
-    assert scaled(run, roster_of(PartHealth.HEALTHY, PartHealth.HEALTHY), 1, changes) == EXIT_OK
-    assert capsys.readouterr().out.splitlines()[-1] == "1 of 1 replicas serve"
-
-
 def test_a_driver_that_ends_is_not_waited_for(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def ends(_requests: ScaleRequests, _request: ScaleRequest) -> None:
         (run / "driver.lock").write_text(f"pid 999999999 on {os.uname().nodename}\n")
@@ -146,26 +135,3 @@ def test_it_does_not_wait_for_ever(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "waited 0 s for the driver" in capsys.readouterr().err
     assert scaled(run, roster_of(PartHealth.HEALTHY, PartHealth.STARTING), 3, lambda _: None) == EXIT_FAILED
     assert "1 of 3 replicas serve; inference_1 starting" in capsys.readouterr().err
-
-
-def test_a_large_model_has_the_time_that_the_run_gives_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan's `start_s`, longer than that of the configuration, stands in STATUS."""
-    run, given = make_run(tmp_path / "run", timeouts={"start_s": 0.2, "update_s": 0.1}), []
-    roster = roster_of(PartHealth.HEALTHY)
-    roster.start_s = 900.0
-    made = scale_module._Deadline
-    monkeypatch.setattr(scale_module, "_Deadline", lambda root, s, say: given.append(s) or made(root, s, say))
-    assert scaled(run, roster, 1, lambda _: None) == EXIT_OK
-    assert given == [900.1]
-
-
-def test_how_it_stands(run: Path) -> None:
-    assert standing(run, 2) == "0 of 2 replicas serve"
-    roster = roster_of(PartHealth.HEALTHY, PartHealth.HEALTHY, PartHealth.DEAD, PartHealth.STARTING)
-    roster.set("trainer_0", PartHealth.HEALTHY)
-    roster.set("inference_3", PartHealth.STARTING, "it waits for a place")
-    with StatusWriter(run, roster):
-        pass
-    others = "inference_2 dead, inference_3 starting (it waits for a place)"
-    assert standing(run, 4) == f"2 of 4 replicas serve; {others}"
-    assert standing(run, 1) == f"2 replicas serve, 1 are wanted; {others}"

@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trace_support import SECOND, START, begin, counter, end, make_run, span, write_trace
 
-from trireme.core.errors import EXIT_BAD_INPUT, BadInput
 from trireme.process import trace
 from trireme.tools import timeline as module
-from trireme.tools.timeline import Span, Timeline, Track, export_trace, json_lines, newest_steps, timeline, traces
+from trireme.tools.timeline import Span, Timeline, Track, newest_steps, timeline, traces
 
 
 def read(root: Path, wanted: tuple[int, int] | None = None) -> Timeline:
@@ -69,15 +68,6 @@ def test_steps_bound_what_is_shown(tmp_path: Path) -> None:
     assert [s.name for s in row] == ["wait_for_batch", "forward_backward"] * 3
 
 
-def test_before_the_first_step_and_after_the_last(tmp_path: Path) -> None:
-    steps(tmp_path, 1, range(3))
-    write_trace(tmp_path, 1, "trainer_0", ["main"], [span("publish", 0, -2, -1), span("publish", 0, 4, 5)])
-    whole, middle = read(tmp_path), read(tmp_path, (1, 1))
-    assert (whole.start, whole.end) == (START - 2 * SECOND, START + 5 * SECOND)
-    assert (middle.start, middle.end) == (START + SECOND, START + 2 * SECOND)
-    assert [p.name for p in middle.processes if p.tracks] == ["driver_0"]
-
-
 def test_the_newest_steps_unless_others_are_wanted(tmp_path: Path) -> None:
     steps(tmp_path, 1, range(module.NEWEST_STEPS + 10))
     assert list(read(tmp_path).steps) == list(range(10, module.NEWEST_STEPS + 10))
@@ -109,33 +99,12 @@ def test_replicas_outlive_the_attempt_in_which_they_were_started(tmp_path: Path)
     assert len(only(first, "inference_0", "sampling").rows[0]) == 10
 
 
-def test_steps_that_nobody_traced(tmp_path: Path) -> None:
-    steps(tmp_path, 1, range(6))
-    with pytest.raises(BadInput, match=r"some of the steps that are: 0:5 \(attempt 1\)") as refused:
-        read(tmp_path, (7, 9))
-    assert refused.value.exit_code == EXIT_BAD_INPUT
-
-
-def test_spans_within_spans_are_below_them(tmp_path: Path) -> None:
-    parts = [span("fetch", 0, 0, 1), span("take", 0, 1, 3), span("update", 0, 0, 3), span("update", 0, 3, 4)]
-    write_trace(tmp_path, 1, "inference_0", ["update"], parts)
-    rows = only(read(tmp_path), "inference_0", "update").rows
-    assert [[s.name for s in row] for row in rows] == [["update", "update"], ["fetch", "take"]]
-
-
 def test_what_overlaps_takes_the_first_free_row(tmp_path: Path) -> None:
     lives = [begin(1, 0), begin(2, 1), end(1, 2), begin(3, 3), begin(4, 3.5), end(2, 4)]  # 3 and 4 are not over
     write_trace(tmp_path, 1, "orchestrator_0", [], lives)
     rows = only(read(tmp_path), "orchestrator_0", "group").rows
     assert [[(s.start - START) / SECOND for s in row] for row in rows] == [[0, 3], [1], [3.5]]
     assert [s.end is None for row in rows for s in row] == [False, True, False, True]
-
-
-def test_more_at_once_than_there_are_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_ROWS", 3)
-    write_trace(tmp_path, 1, "orchestrator_0", [], [begin(i, i) for i in range(5)])
-    track = only(read(tmp_path), "orchestrator_0", "group")
-    assert (len(track.rows), track.left_out) == (3, 2)
 
 
 def test_counters_keep_their_peaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,19 +122,6 @@ def test_a_trace_that_is_full_says_so(tmp_path: Path) -> None:
     with file.open("a") as more:
         more.write("\n," + json.dumps({"ph": "i", "name": trace.FULL, "ts": START}))
     assert [(p.name, p.full) for p in read(tmp_path).processes] == [("driver_0", True), ("trainer_0", False)]
-
-
-def test_a_torn_line_is_passed_over(tmp_path: Path) -> None:
-    file = steps(tmp_path, 1, range(2))
-    with file.open("a") as more:
-        more.write('\n,{"ph":"X","na')
-    assert list(read(tmp_path).steps) == [0, 1]
-
-
-def test_one_file_for_all_processes(tmp_path: Path) -> None:
-    files = [steps(tmp_path, 1, range(2)), write_trace(tmp_path, 1, "trainer_0", ["main"], [span("optim", 0, 0, 1)])]
-    export_trace(tmp_path, 1, tmp_path / "all.json")
-    assert json.loads((tmp_path / "all.json").read_text()) == [e for file in files for e in json_lines(file)]
 
 
 moments = st.integers(min_value=0, max_value=10_000)
@@ -210,7 +166,3 @@ def test_the_newest_steps_are_read_from_the_ends_of_long_traces(tmp_path: Path) 
     whole = timeline(root, (4997, 4999), lambda _file: None)
     assert whole is not None
     assert found.processes == whole.processes
-
-
-def test_newest_steps_of_what_has_no_trace(tmp_path: Path) -> None:
-    assert newest_steps(make_run(tmp_path / "run", 0), 3) is None

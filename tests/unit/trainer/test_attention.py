@@ -8,7 +8,6 @@ from torch import nn
 from torch.nn.attention import (
     _registry,
     current_flash_attention_impl,
-    list_flash_attention_impls,
     restore_flash_attention_impl,
 )
 from torch.nn.functional import scaled_dot_product_attention
@@ -51,14 +50,6 @@ def test_sequences_of_a_row_are_as_if_alone(window):
     gradients = torch.autograd.grad(out, inputs, upstream)
     for got, wanted in zip(gradients, torch.autograd.grad(expected, inputs, upstream), strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
-
-
-def test_without_starts_each_row_is_a_sequence():
-    inputs = states(batch=3, length=5)
-    out, _ = packed_attention(nn.Module(), *inputs, None, scaling=0.3)
-    for row in range(3):
-        alone = one_by_one(*(tokens[row : row + 1] for tokens in inputs), (5,))
-        torch.testing.assert_close(out[row : row + 1], alone, rtol=1e-12, atol=1e-12)
 
 
 def test_what_the_kernel_of_gpus_is_given(monkeypatch):
@@ -144,11 +135,3 @@ def test_flash_attention_3_that_computes_something_else_is_given_up_aloud(fa3):
     assert chosen.startswith("FlashAttention 2, as 3 cannot be used here: RuntimeError: its output differs by 0.1")
     assert current_flash_attention_impl() is None
     assert kernel.removed
-
-
-def test_without_its_package_flash_attention_2_stays():
-    """PyTorch's own registration, as it is installed: it imports the package of FlashAttention 3."""
-    assert "FA3" in list_flash_attention_impls()
-    chosen = attention.choose_kernel(*SIZES)
-    assert "ModuleNotFoundError: No module named 'flash_attn_interface'" in chosen
-    assert current_flash_attention_impl() is None

@@ -73,22 +73,9 @@ def test_many_unequal_datums_are_balanced_by_what_they_cost():
     assert max(tokens_R) > tokens_R.mean() * (1 + 10 * GOOD_ENOUGH), "tokens alone would have been another goal"
 
 
-def test_one_datum_that_dominates_is_alone():
-    assert balance(np.array([1, 1, 1000, 1, 1]), 2) == [[2], [0, 1, 3, 4]]
-
-
-def test_a_datum_of_the_attention_length_costs_twice_its_tokens():
-    cost = compute_cost(np.array([1, 100, 200]), 100) / 100
-    assert cost.tolist() == [1.01, 200, 600]
-
-
 def test_rows_of_near_equal_length_are_padded_together():
     micro_R = plan(np.array([10, 1, 9, 2]), 1, 20, ATTENTION)
     assert micro_R == [[MicroBatch((0, 2)), MicroBatch((3, 1))]]
-
-
-def test_a_rank_without_datums_runs_fillers():
-    assert plan(np.array([5]), 2, 10, ATTENTION) == [[MicroBatch((0,))], [MicroBatch((0,), filler=True)]]
 
 
 def test_padding_is_on_the_right():
@@ -120,18 +107,6 @@ def padded(micro_M, lengths):
     return sum(len(m.datums) * int(max(lengths[list(m.datums)])) for m in micro_M)
 
 
-def test_long_datums_do_not_pad_short_ones():
-    lengths = np.array([1000] + [100] * 90, dtype=np.int64)
-    [micro_M] = plan(lengths, 1, 100_000, ATTENTION)
-    assert [len(m.datums) for m in micro_M] == [1, 90]
-    assert padded(micro_M, lengths) == lengths.sum()
-
-
-def test_few_tokens_of_padding_are_cheaper_than_another_micro_batch():
-    lengths = np.array([11, 10, 10, 9], dtype=np.int64)
-    assert len(plan(lengths, 1, 1000, ATTENTION)[0]) == 1
-
-
 @cases
 def test_no_other_cut_computes_less(lengths, num_ranks, budget):
     """Against all ways to cut the first few datums."""
@@ -145,12 +120,6 @@ def test_no_other_cut_computes_less(lengths, num_ranks, budget):
             size <= budget or b - a == 1 for size, (a, b) in zip(sizes, itertools.pairwise(edges), strict=True)
         )
         assert not within or got <= sum(sizes) + len(sizes) * MICRO_BATCH_COST
-
-
-def test_packing_fills_what_rows_leave_empty():
-    lengths = np.array([100] * 3 + [10] * 70, dtype=np.int64)
-    count = {packed: len(plan(lengths, 1, 200, ATTENTION, packed)[0]) for packed in (False, True)}
-    assert count == {False: 6, True: 5}
 
 
 def test_packed_tokens_return_to_rows():

@@ -94,13 +94,6 @@ def test_the_product_that_cuda_has_is_called_as_torch_declares_it():
         assert (gradient.dtype, gradient.shape) == (torch.bfloat16, of.shape)
 
 
-def test_torch_still_lacks_the_product_on_cpus():
-    """Fails when torch has it: then the cast in `trainer.logprobs._wide_product` can go."""
-    ones = torch.ones(2, 2, dtype=torch.bfloat16)
-    with pytest.raises(RuntimeError, match=r"Could not run 'aten::mm\.dtype' with arguments from the 'CPU' backend"):
-        torch.mm(ones, ones, out_dtype=torch.float32)
-
-
 def tiny(**options):
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     return Qwen3ForCausalLM(Qwen3Config(vocab_size=16, num_key_value_heads=1, head_dim=16, **sizes, **options))

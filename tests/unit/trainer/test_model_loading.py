@@ -95,16 +95,6 @@ def test_layers_that_are_computed_twice_give_the_same_bits(shard, monkeypatch):
     assert all(torch.equal(g, o) for g, o in zip(gradient, other_gradient, strict=True))
 
 
-def test_what_was_decided_is_said(shard, monkeypatch):
-    said, _ = shard().shown()
-    assert said.endswith("; layers are kept until the backward pass, weights are gathered once a batch")
-    room_of(monkeypatch, 0)
-    said, _ = shard().shown()
-    assert (
-        "layers are computed twice in micro-batches of more than 0 tokens, weights are gathered layer by layer" in said
-    )
-
-
 @pytest.mark.parametrize(("saved", "now", "then"), [(True, True, True), (False, True, False), (False, False, False)])
 def test_gradients_are_summed_as_the_run_has_summed_them(shard, monkeypatch, tmp_path, saved, now, then):
     one = with_whole(shard, monkeypatch, saved)
@@ -118,16 +108,6 @@ def test_gradients_are_summed_as_the_run_has_summed_them(shard, monkeypatch, tmp
     third = with_whole(shard, monkeypatch, True)
     third.load_state(tmp_path / "again", [])
     assert third._sharding.whole is then, "it holds for all that follow"
-
-
-def test_too_little_memory_for_that_is_said(shard, monkeypatch, tmp_path):
-    one = with_whole(shard, monkeypatch, True)
-    one.begin_save(tmp_path / "trainer")
-    one.finish_save(tmp_path / "trainer")
-    other = with_whole(shard, monkeypatch, False)
-    monkeypatch.setattr(other._mesh, "size", 2)  # alone nothing is summed over shards
-    assert "added in another order, which changes their last bits" in other.load_state(tmp_path / "trainer", [])
-    assert other._sharding.whole is False
 
 
 def with_whole(shard, monkeypatch, whole):

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from ranks_support import run_ranks
 from safetensors.torch import load_file, save_file
 
 # The tiny models and batches are the end-to-end tests' too.
@@ -124,12 +123,6 @@ def refusal(rank, world_size, store, source):
     except BadInput as error:
         return str(error)
     return "none"
-
-
-def test_every_shard_refuses_with_the_same_words(tmp_path):
-    first, second = run_ranks(2, refusal, saved("stablelm", tmp_path))
-    assert "packing = packed for StableLmForCausalLM" in first
-    assert second == first
 
 
 def test_a_packed_row_that_fails_half_way_leaves_a_sharded_model_as_it_was(shard, tmp_path):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 from transformers import AutoConfig, PretrainedConfig
 
 from trainer import proof, proved
-from trainer.proved import FILE, ProvedType, proved_type, switches, versions
+from trainer.proved import ProvedType, proved_type, switches, versions
 from trireme.core.errors import BadInput
 
 LLAMA_3_ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 32.0, "low_freq_factor": 1.0} | {
@@ -86,11 +85,6 @@ def test_a_type_that_is_computed_in_rows_says_why() -> None:
     assert (decided.packed, decided.why_rows) == (False, f"{found.not_packed} (docs/models.md)")
     with pytest.raises(BadInput, match=r"packing = packed for G: log-prob.*\(docs/models\.md\)"):
         proof.decide("G", model, found, packing="packed")
-
-
-def test_each_example_of_the_file_is_one_of_its_kind() -> None:
-    for model_type, entry in json.loads(FILE.read_text())["types"].items():
-        assert proved_type(config(model_type, **entry.get("options", {}))) is not None, model_type
 
 
 def test_switches_are_all_but_sizes() -> None:

@@ -18,7 +18,6 @@ from trainer.batch_checks import PublishedVersions
 from trainer.batching import MicroBatch, ShardOutput, scatter_outputs, scatter_sums
 from trainer.losses import POLICY, mean_log_ratios, resolve_loss, sum_log_ratios, with_sequence_ratios
 from trainer.model import fsdp_units
-from trainer.publish import canary_tokens
 from trireme.core.batch import BatchPart
 from trireme.core.errors import BadInput, ProvenanceError
 from trireme.core.normalization import Normalization
@@ -177,20 +176,6 @@ def test_fused_tensors_share_a_bucket_and_the_buffer_is_reused():
         assert len(references) > 1
 
 
-def test_digest_depends_on_the_weights_alone(shard):
-    one = shard()
-    first, second = one.publish_weights(0).identity, one.publish_weights(1).identity
-    assert (first.digest, first.version + 1) == (second.digest, second.version)
-
-
-def test_canary_fits_the_context_and_the_vocabulary():
-    assert len(canary_tokens(50, 4096, experts=False)) == 16
-    assert len(canary_tokens(50, 4096, experts=True)) == 64
-    assert len(canary_tokens(50, 6, experts=True)) == 5
-    assert canary_tokens(7, 100, experts=True).max() < 7
-    assert len(set(canary_tokens(150_000, 100, experts=True).tolist())) == 64
-
-
 def test_missing_columns_are_named(shard):
     batch = make_batch((3,))
     batch.columns.pop("mask")
@@ -285,17 +270,6 @@ def test_a_custom_loss_is_not_asked_where_no_token_counts(shard, monkeypatch):
     assert output.suspects == ()
     assert output.metrics["mean_of_p:mean"] == pytest.approx((logprobs * mask).sum() / mask.sum(), rel=1e-5)
     assert one.optim_step(AdamParams(), 1.0).metrics["grad_norm"] > 0
-
-
-def test_a_reference_stays_while_the_policy_moves(shard, model):
-    batch = make_batch(LENGTHS)
-    one = shard(trainer__kl={"coef": 0.1, "reference": {"base_model": str(model)}})
-    before = one.forward(batch).logprobs
-    np.testing.assert_array_equal(one.forward(batch, "reference").logprobs, before)
-    one.forward_backward(batch, "importance_sampling", {}, None)
-    one.optim_step(AdamParams(learning_rate=1e-2), 10.0)
-    np.testing.assert_array_equal(one.forward(batch, "reference").logprobs, before)
-    assert np.abs(one.forward(batch).logprobs - before).max() > 1e-3
 
 
 def test_a_reference_of_other_weights(shard, model, tmp_path):

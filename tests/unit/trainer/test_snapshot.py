@@ -8,8 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer import snapshot as snapshots
-from trainer.snapshot import StagedTensor, StateSnapshot, kinds
+from trainer.snapshot import StagedTensor, StateSnapshot
 
 
 def buffers_and_state(sizes, dtypes=(torch.float32, torch.bfloat16)):
@@ -92,22 +91,3 @@ def test_nobody_waits_for_a_save_that_has_failed():
     snapshot.end()
     snapshot.keep()
     assert not host.any()
-
-
-def test_kinds_are_those_that_differ_in_their_numbers_alone(monkeypatch):
-    def tensor(*shape):
-        return torch.empty(shape)
-
-    layers = {f"layers.{i}.up": tensor(4, 2) for i in range(12)}
-    given = {"norm": tensor(2), **dict(reversed(layers.items())), "layers.3.down": tensor(4, 2), "head.1": tensor(8)}
-    given |= {"experts.0.w": tensor(2), "experts.1.w": tensor(3), "experts.2.w": tensor(2)}
-    assert kinds(given) == {
-        "norm": ["norm"],
-        "experts.0.w..experts.2.w": ["experts.0.w", "experts.2.w"],
-        "layers.0.up..layers.11.up": list(layers),
-        "experts.1.w": ["experts.1.w"],
-        "head.1": ["head.1"],
-        "layers.3.down": ["layers.3.down"],
-    }
-    monkeypatch.setattr(snapshots, "STACKED_BYTES", 3 * 4 * 8 * 5)  # with its moments, five
-    assert list(map(len, kinds(layers).values())) == [5, 5, 2]

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -97,12 +96,6 @@ def test_curves_and_ages(client: TestClient) -> None:
     assert told(client, "curve", name="no such metric")["curves"] == []
 
 
-def test_who_did_what_in_the_last_steps(client: TestClient) -> None:
-    timeline = told(client, "timeline", steps=2)
-    assert [step for step, _, _ in timeline["steps"]] == [2, 3]
-    assert [process["name"] for process in timeline["processes"]] == ["driver_0", "orchestrator_0", "inference_0"]
-
-
 def test_rollouts_token_by_token(client: TestClient) -> None:
     assert told(client, "rollouts") == {"steps": [3, 2, 1, 0], "older": 0}
     assert [group["why"] for group in told(client, "groups", step=3)["groups"]] == ["best", "worst"]
@@ -140,14 +133,6 @@ def test_without_a_tokenizer_tokens_are_numbers_and_texts_those_of_the_records(r
         assert "texts" not in sampled
 
 
-def test_a_tokenizer_that_cannot_be_opened_is_as_none(root: Path) -> None:
-    def broken() -> Any:
-        raise OSError("no such file")
-
-    with client_of(root, reader=RunReader(root, broken)) as client:
-        assert "text" in told(client, "rollout", step=3, group=0, rollout=1)["pieces"][1]
-
-
 def test_logs_are_read_from_their_end(client: TestClient) -> None:
     listed = {(each["attempt"], each["name"]) for each in told(client, "logs")}
     assert listed == {(1, "trainer_0"), (1, "inference_0")}
@@ -157,15 +142,6 @@ def test_logs_are_read_from_their_end(client: TestClient) -> None:
     before = told(client, "log", attempt=1, name="inference_0", end=last["start"])
     lines = (before["text"] + last["text"]).splitlines()
     assert lines == [f"line {i}" for i in range(20_000 - len(lines), 20_000)]
-
-
-def test_logs_of_parts_that_outlived_an_attempt_are_current(client: TestClient, root: Path) -> None:
-    newest = root / "logs" / "attempt_10"
-    newest.mkdir()
-    (newest / "driver_0.log").write_text("")
-    (root / "logs" / "attempt_1" / "trainer_9.log").write_text("which is no part any more\n")
-    current = {(each["attempt"], each["name"]) for each in told(client, "logs") if each["now"]}
-    assert current == {(10, "driver_0"), (1, "trainer_0"), (1, "inference_0")}
 
 
 @pytest.mark.parametrize(
@@ -331,11 +307,6 @@ def test_what_is_not_there_is_refused_in_words(client: TestClient, name: str, st
     assert "expected: " in said
 
 
-def test_a_page_behind_the_last_token_is_empty(client: TestClient) -> None:
-    page = told(client, "rollout", step=3, group=0, rollout=0, start=10_000)
-    assert (page["pieces"], page["next"]) == ([], None)
-
-
 def test_every_answer_allows_own_files_alone(client: TestClient) -> None:
     for path in ("/console/", "/console/api/run", "/console/files/console.js", "/console/api/log", "/console/files/no"):
         reply = client.get(path)
@@ -353,12 +324,3 @@ def test_the_page_names_own_files_alone(client: TestClient) -> None:
     for name in ASSETS:
         assert f'"files/{name}"' in page
         assert client.get(f"/console/files/{name}").status_code == 200
-
-
-def test_every_file_of_the_page_is_served_and_short() -> None:
-    page = files("service.console").joinpath("page")
-    names = {file.name for file in page.iterdir()}
-    assert names == {*ASSETS, "console.html"}
-    for file in page.iterdir():
-        assert file.read_text().count("\n") <= 400
-        assert "innerHTML" not in file.read_text()

@@ -19,7 +19,6 @@ from console_support import ATTACK, STEPS, make_live_run, record
 from PIL import Image
 from trace_support import begin, counter, end, make_run, row, span, write_trace
 
-from service.console import report
 from trireme.checkpoint.rows import ROLLOUTS
 from trireme.cli.trireme import main
 from trireme.core.errors import EXIT_BAD_INPUT, EXIT_OK
@@ -70,10 +69,6 @@ def refused(*argv: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 # --------------------------------------------------------------------------------------------------- what the page says
-
-
-def test_ages_count_every_group(run: Path) -> None:
-    assert said(reported(run))["curves"]["ages"] == {"counts": [[0, 5], [1, 2], [2, 1]], "bound": 2}
 
 
 def test_curves_are_those_that_there_are(run: Path) -> None:
@@ -130,15 +125,6 @@ def test_several_attempts(run: Path) -> None:
     assert attempts == "1: steps 0 to 1; 2: steps 2 to 3; superseded: branches/0123abcd"
     assert (answers["timeline"]["attempt"], answers["timeline"]["steps"]) == (2, [[2, 0.0, 2.0]])
     assert said(reported(run, "--steps", "0:1"))["timeline"]["attempt"] == 1
-
-
-def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    answers = said(reported(tmp_path))
-    assert answers["run"]["headline"].startswith("step 0/?  not started")
-    assert (answers["curves"]["panels"], answers["timeline"]) == ([], None)
-    assert answers["curves"]["ages"] == {"counts": [], "bound": None}
-    assert answers["rollouts"] == {"steps": [], "older": 0}
 
 
 def test_rollouts_are_embedded_token_by_token(tmp_path: Path) -> None:
@@ -203,13 +189,6 @@ def test_a_long_run_is_a_small_page(tmp_path: Path) -> None:
     assert {f"groups {step}" for step in recorded["steps"]} <= answers.keys()
 
 
-def test_metrics_that_do_not_fit_are_not_named(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "CURVES_BYTES", 0)
-    answers = said(reported(run))
-    assert answers["curves"]["names"] == []
-    assert not [request for request in answers if request.startswith("curve ")]
-
-
 # ------------------------------------------------------------------------------------------------------------- refusals
 
 
@@ -220,12 +199,6 @@ def test_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("steps", ["5", "7:5", "a:b", "-1:4", ":"])
 def test_steps_that_are_none(run: Path, steps: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--steps" in refused("report", str(run), f"--steps={steps}", capsys=capsys)
-
-
-def test_steps_without_a_trace(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "0:3 (attempt 1)" in refused("report", str(run), "--steps", "7:9", capsys=capsys)
-    shutil.rmtree(run / "trace")
-    assert "there are none" in refused("report", str(run), "--steps", "7:9", capsys=capsys)
 
 
 def test_nowhere_to_write(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -336,26 +309,6 @@ def test_a_report_is_clicked_through(tmp_path: Path, tab: Tab) -> None:
     assert tab.run("document.title") == f"run: {STEPS}/8", "no script of a model has run"
     assert tab.complaints == []
     assert tab.requested == [page.as_uri()]
-
-
-@in_chromium
-def test_what_is_left_out_is_said(tmp_path: Path, tab: Tab) -> None:
-    page = reported(make_live_run(tmp_path / "run"))
-    page.write_text(page.read_text().replace('"group 3 1":', '"group 3 9":'))
-    tab.open(f"{page.as_uri()}#/rollouts")
-    tab.click("#groups li:nth-child(2) button")
-    tab.until("!document.querySelector('#unreached').hidden")
-    assert "trireme watch RUN --web" in tab.text("#unreached")
-    tab.click("#groups li:first-child button")
-    tab.until("document.querySelector('#unreached').hidden")
-
-
-@in_chromium
-def test_a_page_without_a_trace_says_so(run: Path, tab: Tab) -> None:
-    shutil.rmtree(run / "trace")
-    tab.open(f"{reported(run).as_uri()}#/timeline")
-    tab.until("document.querySelector('#timeline-note').textContent.includes('This run has no trace')")
-    assert tab.run(count("canvas")) == 0
 
 
 @in_chromium

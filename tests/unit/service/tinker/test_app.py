@@ -242,14 +242,6 @@ class TestTheClient:
 
 
 class TestTheProtocol:
-    def test_a_repeated_post_changes_nothing(self, served: Served) -> None:
-        _, model = begun(served)
-        body = {"model_id": model, "seq_id": 1, "path": "s"}
-        ids = {post(served, "save_weights", body).json()["request_id"] for _ in range(3)}
-        assert len(ids) == 1
-        saved = result(served, ids.pop())
-        assert saved["path"] == f"tinker://{model}/weights/s", "the second would have failed"
-
     def test_a_second_client_waits_and_is_told_so(self, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("service.tinker.desk.HOLD_S", 0.1)
         session, model = begun(served)
@@ -300,9 +292,6 @@ class TestTheProtocol:
         answer = post(served, path, body)
         assert answer.status_code == status
         assert answer.json()["error"]["message"]
-
-    def test_it_is_closed_without_a_key(self, served: Served) -> None:
-        assert post(served, "create_session", {"sdk_version": "0.38.0"}, key="tml-wrong-0123456789").status_code == 401
 
     def test_an_untested_client_is_warned(self, served: Served) -> None:
         for untested in ("0.99.0", "0.24.1", "1.30.0", "0.3", ""):

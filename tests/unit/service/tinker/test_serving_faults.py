@@ -13,7 +13,6 @@ from tinker_posts import accepted, begun, passing, post, result, sampler_of, sam
 from tinker_support import BASE_MODEL, DEADLINE_S, Served, Written, tinker_server
 
 from service.tinker.catalog import Catalog
-from service.tinker.state import HEIR_S
 from trireme.checkpoint.files import FileRecord, write_bytes
 from trireme.core.errors import DiskFull
 from trireme.core.types import SampleResponse
@@ -151,24 +150,3 @@ def test_what_a_killed_server_left_is_removed(tmp_path: Path) -> None:
     assert not left[0].parent.exists()
     assert not left[1].exists()
     assert kept.exists()
-
-
-def test_a_client_that_died_gives_its_place_to_itself_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is started again with a state that it had saved, while the server waits for its beats. Then it does not wait
-    for as long as another client would."""
-    monkeypatch.setattr("service.tinker.serving.LOOK_S", 0.05)
-    now = [1000.0]
-    with tinker_server(tmp_path, now=lambda: now[0]) as served:
-        _, model = begun(served.url)
-        saved = {"model_id": model, "seq_id": 1, "path": "x"}
-        path = result(served.url, accepted(served.url, "save_weights", saved))["path"]
-        again = post(served.url, "create_session", {"sdk_version": "0.38.0"}).json()["session_id"]
-        created = {"session_id": again, "model_seq_id": 0, "path": path, "optimizer": True}
-        waiting = accepted(served.url, "load_weights", created)
-        assert served.server.state.position(served.server.state.promise(waiting)).queue_state == "paused_capacity"
-        now[0] += HEIR_S + 1
-        assert result(served.url, waiting)["model_id"] == f"{again}:train:0"
-        refused = result(served.url, accepted(served.url, "optim_step", {**saved, "seq_id": 2, "adam_params": {}}))
-        assert f"{again}:train:0 continues it" in refused["error"]

@@ -302,36 +302,6 @@ def test_a_model_that_could_not_be_created_gives_the_trainer_back() -> None:
     assert "no such base" in refused.error
 
 
-def test_outcomes_are_forgotten_after_they_were_given() -> None:
-    state = new_state("s")
-    promise = state.create_model("s", 0, None)
-    assert state.give(promise, 5.0) is None
-    run_all(state)
-    for now in (10.0, 10.0 + KEPT_S):  # asked again, as the first answer was lost
-        state.beat("s", now)
-        state.expire(now)
-        assert state.give(state.promise(promise.request_id), now) == DONE
-    state.beat("s", 11.0 + KEPT_S)
-    state.expire(11.0 + KEPT_S)
-    with pytest.raises(GoneError, match="forgotten"):
-        state.promise(promise.request_id)
-    again = state.create_model("s", 0, None)
-    assert again.request_id == promise.request_id, "a repeated post does not do it again"
-    assert again.forgotten
-    assert state.next_training() is None
-
-
-def test_outcomes_that_were_never_fetched_are_forgotten_after_the_session() -> None:
-    state = new_state("s")
-    promise = state.create_model("s", 0, None)
-    run_all(state)
-    state.finish("s", 20.0)
-    state.expire(20.0 + KEPT_S)
-    assert state.promise(promise.request_id).outcome == DONE
-    state.expire(21.0 + KEPT_S)
-    assert promise.forgotten
-
-
 def test_a_long_session_keeps_no_promises_that_were_fetched() -> None:
     """Also where one in between is never asked for: that one is forgotten too, after an hour."""
     state, now = new_state("s"), 0.0
