@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from cluster_support import NODES, Nodes, ask, cluster_of_one, free_port
+from cluster_support import NODES, Nodes, ask, cluster_of_one
 from run_support import DEADLINE_S, ROOT, TINY, Ended, assert_bound_and_conservation, run_rl
 
 from trireme.checkpoint.store import CheckpointStore
@@ -131,9 +131,3 @@ def test_a_run_spans_two_nodes_and_replicas_come_and_go_on_a_third(tmp_path: Pat
     assert not (ended.root / "incidents.jsonl").exists()
     assert [commit.name for commit in CheckpointStore(ended.root).commits()][-1] == f"step_{len(ended.rows):06d}"
     assert json.loads((ended.root / "STATUS").read_text())["ended"]["exit_code"] == EXIT_SIGTERM
-
-
-def test_an_address_without_a_cluster_is_refused(tmp_path: Path) -> None:
-    ended = run_rl(tmp_path, *TINY, "--cluster.address", f"127.0.0.1:{free_port()}")
-    assert ended.code == EXIT_BAD_INPUT, ended.out
-    assert "ray start --head" in ended.out

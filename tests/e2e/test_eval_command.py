@@ -30,12 +30,6 @@ def test_the_shipped_model_is_evaluated(tmp_path: Path) -> None:
     assert numbers["eval/sort/pass@1"] <= numbers["eval/sort/pass@2"]
 
 
-def test_bad_input_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    done = subprocess.run([*COMMAND, str(tmp_path / "none")], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2
-    assert "error:" in done.stderr
-
-
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "6 * 7"}}\n</tool_call>'
 SEVEN = " That is #### 7"
 FOLLOWS = {":": [CALL, SEVEN], CALL: ["<eos>"], SEVEN: ["<eos>", "\n\nUs"], "\n\nUs": ["er"], "er": [":"]}

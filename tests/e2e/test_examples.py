@@ -77,15 +77,3 @@ def test_sl_loop(tmp_path: Path) -> None:
     assert after < before - 0.05
     assert rows[-1]["train_mean_nll"] < rows[0]["train_mean_nll"]
     check_model(tmp_path / "sl_loop" / "model")
-
-
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_is_short(path: Path) -> None:
-    assert len(path.read_text().splitlines()) < 120
-
-
-def test_the_documentation_counts_their_lines_right() -> None:
-    text = (ROOT / "docs" / "own-loop.md").read_text()
-    for path in EXAMPLES:
-        (said,) = [line for line in text.splitlines() if line.startswith(f"uv run python examples/{path.name}")]
-        assert said.endswith(f": {len(path.read_text().splitlines())} lines")

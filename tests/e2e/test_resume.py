@@ -288,13 +288,6 @@ class TestAsynchronous:
         assert numbers["eval/sort/avg@2"] > 0.2, "the start of the quickstart has about .43"
         assert numbers["eval/sort/pass@1"] <= numbers["eval/sort/pass@2"]
 
-    def test_another_loss_is_refused_with_the_difference(self, ended: Ended) -> None:
-        refused = run_rl(ended.root.parent, *SMALL, "--resume", "--trainer.loss-normalization", "sum")
-        assert refused.code == EXIT_BAD_INPUT
-        assert "token_mean" in refused.out
-        assert "sum" in refused.out
-        assert "--resume.force" in refused.out
-
     def test_at_max_steps_there_is_nothing_to_do(self, ended: Ended) -> None:
         again = run_rl(ended.root.parent, *SMALL, "--resume", "--max-steps", str(LAST))
         assert again.code == EXIT_OK
@@ -404,12 +397,6 @@ class TestGoingBack:
     @pytest.fixture
     def root(self, chain: Chain, tmp_path: Path) -> Path:
         return shutil.copytree(chain.ended.root, tmp_path / "run")
-
-    def test_a_damaged_commit_is_refused_if_asked_for(self, root: Path) -> None:
-        flip_a_bit(root / "checkpoints" / "step_000012" / "inference" / "model-00001.safetensors")
-        refused = run_rl(root.parent, *self.FLAGS, "--resume.step", "12")
-        assert refused.code == EXIT_BAD_INPUT
-        assert "model-00001.safetensors" in refused.out
 
     def test_the_commit_before_a_damaged_one_is_taken_and_that_is_said(self, root: Path) -> None:
         flip_a_bit(next((root / "checkpoints" / "step_000012" / "trainer").glob("*.distcp")))

@@ -63,14 +63,6 @@ class TestTwoShardsTwoReplicas:
         for expected in ("trainer", "orchestrator", "inference", "written to", "12/12", "What next", "tokens"):
             assert expected in ended.out
 
-    def test_weights_open_with_transformers(self, ended: Ended) -> None:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        weights = ended.root / "checkpoints" / "step_000012" / "inference"
-        model = AutoModelForCausalLM.from_pretrained(weights)
-        assert model.num_parameters() > 100_000
-        assert len(AutoTokenizer.from_pretrained(weights)) == model.config.vocab_size
-
     def test_each_room_has_a_log(self, ended: Ended) -> None:
         logs = sorted((ended.root / "logs" / "attempt_1").glob("*.log"))
         assert len(logs) == 5

@@ -3,7 +3,7 @@
 import io
 import json
 
-from doctor_support import HEAD, THIRD, broken, changed, healthy, problems
+from doctor_support import HEAD, THIRD, broken, healthy, problems
 from rich.console import Console
 
 from trireme.core.finite_json import to_json
@@ -23,18 +23,6 @@ def test_a_healthy_cluster_is_shown_with_its_nodes() -> None:
     assert "nothing is wrong" in text
     assert "3 nodes examined; 10.0.0.2 sends 8,000 Mbit/s to the slowest of the others" in text
     assert THIRD in text
-
-
-def test_findings_are_shown_with_what_to_type() -> None:
-    text = shown(changed(THIRD, available_bytes=1))
-    assert "warning, memory" in text
-    assert "ps aux --sort=-rss" in text
-
-
-def test_a_node_that_does_not_answer_is_shown() -> None:
-    good = healthy()
-    text = shown(Examination(good.nodes, good.driver, {}, silent={THIRD: "it did not answer"}))
-    assert "does not answer" in text
 
 
 def test_programs_get_the_same() -> None:

@@ -86,16 +86,6 @@ def test_wrong_values_on_all_ranks_are_refused_although_they_agree() -> None:
         LoadedProof("a replica").check(manifest_of(WHOLE), [rank(FIRST, values), rank(SECOND, values)])
 
 
-def test_later_answers_say_no_more_what_they_are_of() -> None:
-    proof = LoadedProof("a replica")
-    proof.check(manifest_of(WHOLE), [rank(FIRST), rank(SECOND)])
-    later = [pickle.dumps(LoadedSums(pickle.loads(each).sums, None)) for each in (rank(FIRST), rank(SECOND))]
-    proof.check(manifest_of(WHOLE, version=2), later)
-    changed = WHOLE | {"up": WHOLE["up"] * 2}
-    with pytest.raises(WeightsRefused, match=r"version 3: .* of up"):
-        proof.check(manifest_of(changed, version=3), later)
-
-
 def test_what_no_rank_has_loaded_is_refused_and_so_is_a_part() -> None:
     published = WHOLE | {f"extra {i}": torch.ones(2) for i in range(5)}
     proof = LoadedProof("a replica")
@@ -114,12 +104,6 @@ def test_what_cannot_be_followed_is_said_once_and_not_compared(caplog: pytest.Lo
     (said,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert said.startswith("inference replica 3: 3 of 6 published tensors cannot be followed")
     assert said.endswith(f"layers.*.bias (3: {COMPUTED})")
-
-
-def test_parts_that_overlap_cannot_be_added(caplog: pytest.LogCaptureFixture) -> None:
-    overlapping = SECOND | {"up": [slice(1, 4)]}
-    LoadedProof("a replica").check(manifest_of(WHOLE), [rank(FIRST), rank(overlapping)])
-    assert "up (1: parts overlap)" in caplog.text
 
 
 # ---------------------------------------------------------------------------------------------- a rank and its loaders
@@ -272,16 +256,6 @@ def test_what_is_changed_after_the_reload_is_seen_and_packing_then_is_not_taken_
         assert following.packed == 4
 
 
-def test_a_version_of_another_layout_is_followed_anew() -> None:
-    model = model_of()
-    follower = TensorFollower(model)
-    update(follower, model, fresh(), known=False)
-    narrow = {name: tensor.bfloat16() for name, tensor in fresh().items()}
-    loaded = update(follower, model, narrow)
-    assert loaded.following is not None
-    assert found(loaded) == expected(narrow, loaded.following), "float32 holds each value of bfloat16"
-
-
 def seen(tensor: Tensor, load: Callable[[Tensor, Tensor], None], held: Tensor) -> CopyWatch:
     watch = CopyWatch({"t": tensor})
     with watch:
@@ -319,25 +293,6 @@ def test_values_that_are_held_in_fewer_bits_are_not_followed() -> None:
 def padded(p: Tensor, t: Tensor) -> None:
     p[:4].copy_(t)
     p[4:].fill_(0)
-
-
-@pytest.mark.parametrize(
-    ("load", "place", "part"),
-    [
-        (padded, Elements(0, (24,), (1,)), Elements(0, (24,), (1,))),
-        (lambda p, t: p[1:5].copy_(t), Elements(6, (24,), (1,)), Elements(0, (24,), (1,))),
-        (lambda p, t: p[:2, :3].copy_(t[2:, 3:]), Elements(0, (2, 3), (6, 1)), Elements(15, (2, 3), (6, 1))),
-        (lambda p, t: p.view(6, 6)[:, :4].copy_(t.t()), Elements(0, (4, 6), (1, 6)), Elements(0, (24,), (1,))),
-        (lambda p, t: p[0, :4].copy_(t[:, 0]), Elements(0, (4,), (1,)), Elements(0, (4,), (6,))),
-    ],
-)
-def test_slices_are_followed_wherever_they_lie(
-    load: Callable[[Tensor, Tensor], None], place: Elements, part: Elements
-) -> None:
-    watch = seen(torch.randn(4, 6), load, torch.zeros(6, 6, device="meta"))
-    ((copy, number),) = watch.copies["p"].items()
-    assert (copy.place, copy.part, number) == (place, HeldPart("t", part), 0)
-    assert not watch.unfollowed
 
 
 def test_experts_that_change_places_at_the_first_update_are_out_of_order() -> None:

@@ -21,9 +21,8 @@ from renderer_support import QWEN3, bpe
 
 from orchestrator.env import Env, EnvGroupBuilder, StepResult, StopCondition, Trajectory
 from orchestrator.message_env import MessageEnv, MessageStep, RenderedEnv
-from orchestrator.rollout import RolloutLimits
 from orchestrator.watch import LAG_TICK_S
-from trireme.core.errors import LimitReached, RoomFailed
+from trireme.core.errors import RoomFailed
 from trireme.renderers import Message, make_renderer
 
 BAD = 1
@@ -346,23 +345,6 @@ def test_a_fault_in_cleaning_up_is_counted_and_the_group_is_trained_on(fault: Fa
     run = played(fault)
     assert errors(run, counted) == 1
     assert BAD in trained(run)
-
-
-def test_a_prompt_beyond_the_limit_is_refused_once() -> None:
-    fault = Fault(observe=gives(([1] * 9, ())))
-    run = asyncio.run(whole_run(Run(small_config(max_steps=3, retries=2), Faulty(fault), RolloutLimits(1000, 100, 8))))
-    assert errors(run, "PromptTooLong") == 2
-    assert BAD not in trained(run)
-
-
-@pytest.mark.parametrize("name", [name for name in IN_A_ROLLOUT if IN_A_ROLLOUT[name][1] != "TimeoutError"])
-def test_what_always_fails_stops_the_run_with_the_first_traceback(name: str) -> None:
-    fault, counted = IN_A_ROLLOUT[name]
-    run = Run(small_config(max_steps=1, retries=1, max_filtered_batches=1000), Faulty(fault, everywhere=True))
-    with pytest.raises(
-        LimitReached, match=rf"(?s)100% of the last 32 rollouts.*environment fake: Traceback.*{counted}"
-    ):
-        asyncio.run(whole_run(run))
 
 
 async def test_tasks_that_a_group_leaves_are_cancelled_and_counted() -> None:

@@ -349,26 +349,6 @@ async def test_a_failed_update_is_raised_by_the_next_verb(verb: Callable[[Pipeli
             await verb(run.pipeline)
 
 
-def test_a_row_tells_of_the_update_to_the_version_that_was_trained_on() -> None:
-    run = asyncio.run(whole_run(Run(small_config(2, 3))))
-    assert [row["weights/canary_max_diff"] for row in run.rows] == [0.0, 0.01, 0.02]
-    assert [row["weights/canary_mean_diff"] for row in run.rows] == [0.0, 0.005, 0.01]
-    assert [row["weights/reprefill_tokens"] for row in run.rows] == [0, 10, 20]
-    assert all(row["time/update"] >= row["time/update_pause"] >= 0 for row in run.rows)
-
-
-async def test_dropped_rollouts_are_cancelled_and_cleaned_up() -> None:
-    run = Run(small_config(1, 3, stale_policy="drop"))
-    run.sampler.hold(0)
-    async with run:
-        await run.step(0)
-        await run.step(1)
-        await quiesce()
-        assert run.dataset.cleaned[0] == 1  # type: ignore[attr-defined]
-    assert run.rows[1]["off_policy/expired_running"] == run.rows[1]["off_policy/dropped"] == 1
-    assert len([r for r in run.sampler.requests if r.prompt[0] == 0]) == 2, "its problem is not sampled again"
-
-
 async def test_cleaning_up_is_not_interrupted_by_a_drop() -> None:
     class Slow(Problem):
         async def cleanup(self) -> None:
@@ -437,14 +417,6 @@ def test_too_many_failures_stop_the_run_with_the_first() -> None:
     with pytest.raises(LimitReached, match=r"(?s)100% .* environment fake .*in fails\n.*ZeroDivisionError: problem 0"):
         asyncio.run(whole_run(run))
     assert MIN_WINDOW <= len(run.sampler.requests) // 2 <= MIN_WINDOW + 8
-
-
-def test_refused_prompts_are_not_retried_and_end_in_a_limit() -> None:
-    run = Run(small_config(max_steps=1, max_filtered_batches=2), limits=RolloutLimits(1000, 2))
-    said = r"last 4 groups.* all failed, the first by .*PromptTooLong.*raise --\S+, or shorten"
-    with pytest.raises(LimitReached, match=said):
-        asyncio.run(whole_run(run))
-    assert run.sampler.requests == []
 
 
 def test_a_refused_prompt_is_counted_once_and_not_held_against_the_environment() -> None:

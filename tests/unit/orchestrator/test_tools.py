@@ -13,8 +13,6 @@ import virtual_time
 from orchestrator.tools import MOST_THREADS, Tool, Toolbox, ToolError, in_thread
 from trireme.renderers import ToolCall, ToolSpec
 
-THOUSANDS = 5000
-
 
 def spec(name: str) -> ToolSpec:
     return ToolSpec(name=name, description="", parameters={"type": "object", "properties": {}})
@@ -125,16 +123,6 @@ def test_calls_of_one_tool_beyond_its_number_wait_and_their_wait_is_not_in_the_l
     assert virtual_time.run(played()) == pytest.approx(30)
     assert most == 3
     virtual_time.run(played())  # in another event loop
-
-
-def test_thousands_of_tools_sleep_for_as_long_as_the_longest() -> None:
-    async def played() -> float:
-        calls = [[call("sleep", seconds=1 + n % 29)] for n in range(THOUSANDS)]
-        answers = await asyncio.gather(*map(BOX.answer, calls))
-        assert {answer.messages[0]["content"] for answer in answers} == {"slept"}
-        return asyncio.get_running_loop().time()
-
-    assert virtual_time.run(played()) == pytest.approx(29)
 
 
 def test_a_function_that_blocks_has_a_thread_of_its_own() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,9 +11,7 @@ from hypothesis import strategies as st
 from whole_turns import continues, datums
 
 from orchestrator import advantages
-from orchestrator.advantages import ScoredGroup, WeightedTrajectory, lay_out
-from orchestrator.ledger import Group
-from orchestrator.state import OrchestratorState
+from orchestrator.advantages import WeightedTrajectory, lay_out
 from orchestrator.trajectory import Trajectory, TrajectoryBuilder, Transition
 from trireme.core.types import VersionSpan, WeightIdentity
 
@@ -116,32 +112,6 @@ def test_the_trainer_gets_what_it_got_of_whole_turns(rollouts: list[tuple[Played
 GROUPS = st.lists(st.lists(TURNS, min_size=1, max_size=3), max_size=2)
 
 
-@settings(deadline=None, max_examples=30)
-@given(
-    st.lists(st.lists(TURNS, min_size=1, max_size=3), max_size=2),
-    st.lists(st.lists(TURNS, min_size=1, max_size=2), max_size=2),
-)
-def test_a_commit_gives_them_back(finished: list[list[PlayedTurns]], filtered: list[list[PlayedTurns]]) -> None:
-    def scored(index: int, rollouts: list[PlayedTurns]) -> ScoredGroup:
-        trajectories = tuple(Trajectory.of(played(turns), "length") for turns in rollouts)
-        return ScoredGroup(
-            Group(index, f"p{index}", 0), trajectories, (0.5,) * len(rollouts), ({},) * len(rollouts), (), 1.0
-        )
-
-    groups = [tuple(map(scored, range(len(part)), part)) for part in (finished, filtered)]
-    with tempfile.TemporaryDirectory() as directory:
-        OrchestratorState({}, {}, {}, *groups, {}, {}, {}, {}).write(Path(directory))
-        read = OrchestratorState.read(Path(directory))
-    for found_P, given_P in zip((read.finished, read.filtered), groups, strict=True):
-        assert len(found_P) == len(given_P)
-        for found, scored_group in zip(found_P, given_P, strict=True):
-            for trajectory, before in zip(found.trajectories_G, scored_group.trajectories_G, strict=True):
-                assert trajectory.turns == before.turns
-                np.testing.assert_array_equal(trajectory.tokens, before.tokens)
-                np.testing.assert_array_equal(trajectory.logprobs, before.logprobs)
-                assert (trajectory.tokens.dtype, trajectory.logprobs.dtype) == (np.int32, np.float32)
-
-
 SPANS = (VersionSpan(IDENTITIES[2], 0, 2), VersionSpan(IDENTITIES[3], 2, 3))
 
 
@@ -186,25 +156,6 @@ def test_what_was_handed_out_does_not_change() -> None:
     assert [array.tolist() for array, _ in kept] == [values for _, values in kept]
     with pytest.raises(ValueError, match="read-only"):
         builder.prompt[0] = 5
-
-
-def test_a_trajectory_is_continued_as_if_it_had_not_been_interrupted() -> None:
-    builders = [TrajectoryBuilder()]
-    for turn in range(4):
-        for builder in builders:
-            builder.ask(asked(turn), follows=bool(turn) and turn != 2)
-        for builder in builders:
-            answer(builder, turn, 1, 2)
-        builders.append(TrajectoryBuilder(builders[0].so_far()))
-    for builder in builders:
-        builder.ask(asked(9), follows=True)
-        assert (builder.extends, builder.began) == (builders[0].extends, IDENTITIES[2])
-        answer(builder, 9, 9, 9)
-    first, *others = [builder.finish("stop") for builder in builders]
-    for other in others:
-        assert other.turns == first.turns
-        assert other.tokens.tolist() == first.tokens.tolist()
-        assert other.logprobs.tolist() == first.logprobs.tolist()
 
 
 def test_turns_can_be_picked() -> None:

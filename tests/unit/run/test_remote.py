@@ -10,13 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from store_support import Double, Driver, config, everything, objects, rows, stored
+from store_support import Double, Driver, everything, objects, rows, stored
 
 from trireme.checkpoint import bucket
 from trireme.checkpoint.bucket import Bucket, StoreSilent
 from trireme.checkpoint.manifest import MANIFEST, Manifest
 from trireme.checkpoint.store import HEAD, KEEP, CheckpointStore
-from trireme.checkpoint.stored_run import StoredRun
 from trireme.config.load import load
 from trireme.core.errors import EXIT_FAILED, BadInput, CheckpointInvalid, LockLost, StorageFailed
 from trireme.process.faults import InjectedFault
@@ -122,13 +121,6 @@ def test_of_two_that_begin_together_one_is_refused(url: str, tmp_path: Path) -> 
     second.claim()
     with pytest.raises(BadInput, match="another driver has put"):
         third.claim()
-
-
-def test_an_idle_driver_notices_too(url: str, tmp_path: Path) -> None:
-    first = begun(url, tmp_path / "one")
-    Driver(url, tmp_path / "two", "--resume").claim()
-    with pytest.raises(LockLost):
-        first.bring()
 
 
 @pytest.mark.parametrize("point", POINTS)
@@ -348,10 +340,3 @@ def test_the_command_that_resumes_names_both_places(url: str, tmp_path: Path) ->
     words = shlex.split(resume_command(driver.run.root, own=True))
     given = load(words[words.index("@") :], {}).config
     assert (given.run, given.resume.latest) == (driver.config.run, True)
-
-
-def test_head_survives_its_text(url: str, tmp_path: Path) -> None:
-    begun(url, tmp_path)
-    state = stored(url)
-    assert StoredRun.from_json(state.to_json()) == state
-    assert config(url, tmp_path).run.directory == str(tmp_path)

@@ -68,11 +68,6 @@ class TestCursor:
         again.load_state_dict(json.loads(json.dumps(cursor.state_dict())))
         assert again.take(after) == cursor.take(after)
 
-    def test_orders_differ_by_epoch_and_seed(self) -> None:
-        orders = [ExampleCursor(50, seed, True, epoch).take(50) for seed in (-1, 0) for epoch in (0, 1)]
-        assert len({tuple(each) for each in orders}) == 4
-        assert ExampleCursor(3, 0, False, 7).take(3) == [0, 1, 2]
-
     def test_it_ends_where_it_is_told(self) -> None:
         cursor = ExampleCursor(5, 0, False, end=7)
         assert cursor.take(4) == [0, 1, 2, 3]
@@ -88,11 +83,6 @@ class TestSteps:
         assert resolved.max_steps == steps
         sizes = [len(cursor.take(4)) for _ in range(steps)]
         assert sizes == [4] * (steps - 1) + [last]
-
-    def test_max_steps_is_taken_at_its_word(self) -> None:
-        cursor = ExampleCursor(10, 0, True)
-        assert cursor.with_steps(config(max_steps=7), 0).max_steps == 7
-        assert cursor.end is None
 
     def test_a_resumed_run_counts_from_where_it_is(self) -> None:
         cursor = ExampleCursor(10, 0, True, position=8)  # two steps of 4, and now of 1
@@ -155,13 +145,6 @@ def test_paths_of_data_hold_from_anywhere(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.chdir(tmp_path)
     absolute = config(data__test="deep/t.jsonl").with_absolute_paths()
     assert (absolute.data.train, absolute.data.test) == (f"{tmp_path}/d.jsonl", f"{tmp_path}/deep/t.jsonl")
-
-
-@pytest.mark.parametrize(
-    ("train", "label"), [("/data/chats.jsonl", "chats"), ("data/*.jsonl", "data"), ("my chats.npz", "my-chats")]
-)
-def test_a_run_is_named_after_its_data(train: str, label: str) -> None:
-    assert config(data__train=train).label == label
 
 
 def test_conversations_of_a_real_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

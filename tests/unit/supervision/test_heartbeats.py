@@ -197,22 +197,6 @@ def test_a_monitor_that_was_stopped_itself_does_not_blame_others_for_it(monkeypa
     assert processes.health("a") is PartHealth.SUSPECT, "it does answer nothing"
 
 
-def test_a_process_that_was_not_reached_is_asked_again_and_silent_since_the_first_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    processes = Processes(monkeypatch, "a")
-    for now in range(10):
-        assert processes.look(float(now)) == ["a"]
-        processes.answer("a", unavailable())
-        assert processes.monitor.is_unreached("a")
-        assert processes.health("a") is PartHealth.HEALTHY
-    processes.look(10.0)
-    assert processes.health("a") is PartHealth.SUSPECT
-    processes.answer("a")
-    assert processes.health("a") is PartHealth.HEALTHY
-    assert not processes.monitor.is_unreached("a")
-
-
 def test_a_successor_is_not_blamed_and_no_process_is_after_it_left(monkeypatch: pytest.MonkeyPatch) -> None:
     processes = Processes(monkeypatch, "a")
     processes.look(0.0)

@@ -330,21 +330,6 @@ class TestScale:
         assert world.room.told == [("drain", 1), ("leave", 1), ("remove", 1), ("give back", 1), ("keep spares",)]
         assert not world.waits_for("drain", 1)
 
-    def test_up_and_down_again_and_again_takes_as_many_places_as_it_gives_back(self, world: World) -> None:
-        world.serve()
-        for _ in range(5):
-            before = len(world.room.told)
-            world.manager.scale(4)
-            for index in world.room.added[-2:]:
-                world.answer("start", index)
-                world.answer("join", index)
-            world.manager.scale(2)
-            for index in world.room.added[-2:]:
-                world.answer("drain", index)
-            told = [each[0] for each in world.room.told[before:]]
-            assert (told.count("take"), told.count("give back")) == (2, 2)
-            assert list(world.health()) == ["inference_0", "inference_1"]
-
     def test_one_that_starts_leaves_at_once(self, world: World) -> None:
         world.answer("start", 0)
         world.manager.attach(world.room)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from trireme.supervision.roster import KEPT, LONGEST, Incident, PartHealth, Roster, RunPart
+from trireme.supervision.roster import KEPT, Incident, PartHealth, Roster
 
 
 class Ticks:
@@ -48,15 +48,6 @@ def test_a_part_goes_through_its_life(roster: Roster) -> None:
         assert part is not None
         assert (part.health, part.why) == (health, f"why {health}")
     assert len(roster.parts) == 1
-
-
-def test_since_is_when_the_health_began_not_when_it_was_last_said(roster: Roster) -> None:
-    roster.set("trainer_0", PartHealth.HEALTHY)
-    begun = roster.parts[0].since
-    roster.set("trainer_0", PartHealth.HEALTHY, "for another reason")
-    assert roster.parts[0].since == begun
-    roster.set("trainer_0", PartHealth.SUSPECT)
-    assert roster.parts[0].since > begun
 
 
 def test_processes_and_node_stay_until_others_are_given(roster: Roster) -> None:
@@ -99,26 +90,6 @@ def test_an_answer_that_comes_too_late_raises_nobody_from_the_dead(roster: Roste
     roster.answered("nobody_0", (), "")
 
 
-def test_successors_are_counted(roster: Roster) -> None:
-    roster.set("inference_0", PartHealth.HEALTHY)
-    for n in (1, 2):
-        roster.set("inference_0", PartHealth.DEAD)
-        roster.set("inference_0", PartHealth.STARTING, successor=True)
-        assert roster.parts[0].restarts == n
-
-
-def test_parts_keep_their_place_and_leave_it(roster: Roster) -> None:
-    for name in ("driver_0", "trainer_0", "inference_0"):
-        roster.set(name, PartHealth.HEALTHY)
-    roster.set("trainer_0", PartHealth.DEAD)
-    assert [part.name for part in roster.parts] == ["driver_0", "trainer_0", "inference_0"]
-    roster.remove("trainer_0")
-    assert [part.name for part in roster.parts] == ["driver_0", "inference_0"]
-    assert roster.part("trainer_0") is None
-    roster.set("trainer_0", PartHealth.STARTING)
-    assert roster.parts[-1] == RunPart("trainer_0", PartHealth.STARTING, roster.parts[-1].since)
-
-
 def test_a_listener_hears_of_changes_only(roster: Roster) -> None:
     heard = told(roster)
     roster.set("a_0", PartHealth.HEALTHY)
@@ -129,20 +100,6 @@ def test_a_listener_hears_of_changes_only(roster: Roster) -> None:
     assert heard == [None, None, Incident(roster.incidents[0].at, "a_0", "two lines", 3, 1)]
     roster.remove("a_0")
     assert len(heard) == 4
-
-
-def test_a_listener_may_leave_also_while_it_is_told(roster: Roster) -> None:
-    heard: list[str] = []
-
-    def once(_roster: Roster, _incident: Incident | None) -> None:
-        heard.append("once")
-        leave()
-
-    leave = roster.listen(once)
-    roster.listen(lambda *_: heard.append("always"))
-    roster.note("a_0", "x")
-    roster.note("a_0", "y")
-    assert heard == ["once", "always", "always"]
 
 
 def test_a_listener_may_read_and_change_the_roster(roster: Roster) -> None:
@@ -164,17 +121,6 @@ def test_incidents_carry_attempt_and_step_and_the_oldest_go(roster: Roster) -> N
     assert roster.incidents_total == KEPT + 5
     assert [i.what for i in roster.incidents] == [f"{n}" for n in range(5, KEPT + 5)]
     assert {(i.attempt, i.step) for i in roster.incidents} == {(2, 7)}
-
-
-def test_reasons_are_lines_of_a_bearable_length(roster: Roster) -> None:
-    roster.set("a_0", PartHealth.DEAD, "it raised\n  ValueError: " + 1000 * "x")
-    roster.note("a_0", "it raised\n  ValueError: " + 1000 * "x")
-    roster.note("a_0", "\x1b[36mcoloured\x1b[39m")
-    assert "\x1b" not in roster.incidents[1].what
-    for line in (roster.parts[0].why, roster.incidents[0].what):
-        assert line.startswith("it raised ValueError: xxx")
-        assert line.endswith("x ...")
-        assert len(line) == LONGEST + 4
 
 
 def test_a_return_says_where_it_goes_on(roster: Roster) -> None:

@@ -84,23 +84,6 @@ class TestStatus:
                 roster.set("inference_1", health)
                 until(lambda health=health: said(tmp_path).parts[1].health == health)
 
-    def test_many_changes_are_written_as_few(
-        self, tmp_path: Path, roster: Roster, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        written: list[int] = []
-        put = module._replace_json
-
-        def counted(file: Path, value: dict[str, object]) -> None:
-            written.append(1)
-            put(file, value)
-
-        monkeypatch.setattr(module, "_replace_json", counted)
-        with StatusWriter(tmp_path, roster):
-            for step in range(5000):
-                roster.at_step(step)
-        assert len(written) < 100
-        assert said(tmp_path).step == 4999, "the last change is never lost"
-
     def test_whoever_reads_finds_it_whole(
         self, tmp_path: Path, roster: Roster, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -205,11 +188,6 @@ def test_metrics_count_those_that_serve() -> None:
 
 
 class TestDriver:
-    def test_nobody_yet(self, tmp_path: Path) -> None:
-        assert DriverProcess.read(tmp_path) is None
-        (tmp_path / LOCK).write_text("")
-        assert DriverProcess.read(tmp_path) is None
-
     def test_it_lives_as_long_as_it_holds_the_lock_file(self, tmp_path: Path) -> None:
         here = os.uname().nodename
         with driven(tmp_path):
@@ -264,20 +242,6 @@ class TestScaleRequests:
                 requests.answer(request, f"{expected}")
             assert (first(), second()) == ("4", "2")
 
-    def test_who_gives_up_takes_the_request_back(self, tmp_path: Path) -> None:
-        requests = ScaleRequests(tmp_path)
-        with pytest.raises(KeyboardInterrupt), request_scale(tmp_path, 4):
-            raise KeyboardInterrupt
-        assert requests.poll() is None
-
-    def test_an_answer_that_nobody_waits_for_is_no_harm(self, tmp_path: Path) -> None:
-        requests = ScaleRequests(tmp_path)
-        with request_scale(tmp_path, 4):
-            request = requests.poll()
-        assert request is not None
-        requests.answer(request, "too late")
-        assert requests.poll() is None
-
     def test_a_new_driver_does_nothing_that_an_older_one_was_asked(self, tmp_path: Path) -> None:
         (tmp_path / "scale").mkdir()
         old = tmp_path / "scale" / "0.json"
@@ -294,12 +258,3 @@ class TestScaleRequests:
             request = ScaleRequests(tmp_path).poll()
             assert request is not None
             assert request.replicas == 5
-
-    def test_a_file_of_another_kind_is_passed_over(self, tmp_path: Path) -> None:
-        requests = ScaleRequests(tmp_path)
-        with request_scale(tmp_path, 3):
-            for name, text in (("a", "4"), ("b", "{"), ("c", '{"replicas": 4}')):
-                (tmp_path / "scale" / f"{name}.json").write_text(text)
-            request = requests.poll()
-            assert request is not None
-            assert request.replicas == 3

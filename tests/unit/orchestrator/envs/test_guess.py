@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -120,28 +119,3 @@ def maker() -> Any:
     sys.path.insert(0, directory)
     yield importlib.import_module("make_guess_base")
     sys.path.remove(directory)
-
-
-def test_the_base_learns_from_games_half_of_whose_guesses_ignore_the_hints(maker: Any) -> None:
-    played = [maker.play(0, i) for i in range(3000)]
-    assert played[:5] == [maker.play(0, i) for i in range(5)]
-    firsts = Counter(game.guesses[0] for game in played)
-    assert set(firsts) == set(DIGITS)
-    assert min(firsts.values()) > 200
-    seconds = [game for game in played if len(game.guesses) > 1]
-    by_hint = [a != b and (b > a) == (g.secret > a) for g in seconds for a, b in [g.guesses[:2]]]
-    assert 0.75 < sum(by_hint) / len(seconds) < 0.86
-    assert all(len(g.guesses) <= 4 and g.secret not in g.guesses[:-1] for g in played)
-
-
-def test_examples_weigh_the_guesses_and_look_like_the_game(maker: Any, tokenizer: Any) -> None:
-    tokens, weights = maker.make_example(maker.Game("7", ("5", "8", "7")), tokenizer)
-    assert tokenizer.decode(tokens).replace("<eos>", ".") == "Guess 0-9\n5.>8.<7."
-    assert tokenizer.decode([t for t, w in zip(tokens, weights, strict=True) if w]).replace("<eos>", ".") == "5.8.7."
-
-
-def test_the_asset_is_small_and_has_the_tokenizers_vocabulary(tokenizer: Any) -> None:
-    from transformers import AutoConfig
-
-    assert (ASSET / "model.safetensors").stat().st_size <= 1_300_000
-    assert AutoConfig.from_pretrained(ASSET).vocab_size == len(tokenizer)
