@@ -151,23 +151,6 @@ def test_killed_at_every_point(tmp_path: Path, reference: Ended, asynchronous: s
 
 
 @pytest.mark.long
-def test_games_are_killed_at_several_points_and_at_random_times(tmp_path: Path, reference: Ended) -> None:
-    for point, asynchronous in [
-        ("inference.sample@3", "true"),
-        ("orchestrator.save@1", "false"),
-        ("trainer.save@1", "true"),
-        ("commit.manifest@1", "true"),
-        ("inference.sample@3", "false"),
-        ("trainer.forward_backward@1", "true"),
-    ]:
-        kill_and_compare(tmp_path, reference, [*DETERMINISTIC, "--checkpoint.async-save", asynchronous], point)
-    times = random.Random(1)
-    for _ in range(3):
-        run_and_kill(tmp_path, [*DETERMINISTIC, "--resume"], after_s=times.uniform(10.0, 20.0))
-    assert_goes_on_to_the_end(tmp_path, reference, *DETERMINISTIC)
-
-
-@pytest.mark.long
 def test_killed_at_random_times(tmp_path: Path) -> None:
     """Ten times, anywhere between the start of the program and its end."""
     times = random.Random(0)
@@ -397,20 +380,6 @@ class TestGoingBack:
     @pytest.fixture
     def root(self, chain: Chain, tmp_path: Path) -> Path:
         return shutil.copytree(chain.ended.root, tmp_path / "run")
-
-    def test_the_commit_before_a_damaged_one_is_taken_and_that_is_said(self, root: Path) -> None:
-        flip_a_bit(next((root / "checkpoints" / "step_000012" / "trainer").glob("*.distcp")))
-        tomorrow = time.time() + 86400
-        for path in [root, *root.rglob("*")]:  # the clock was set back since: all that is there is of later than now
-            os.utime(path, (tomorrow, tomorrow))
-        again = run_rl(root.parent, *self.FLAGS, "--resume", "--max-steps", "10")
-        assert again.code == EXIT_OK, again.out
-        assert "passed over" in again.out
-        assert [row["step"] for row in again.rows] == list(range(10))
-        assert again.rows[-2]["attempt"] == 3 < again.rows[-1]["attempt"]
-        assert [commit.name for commit in CheckpointStore(root).commits()][-1] == "step_000010"
-        parked = [path.parent.parent for path in root.glob("branches/*/checkpoints/step_000012")]
-        assert [[row["step"] for row in rows_of(branch / "metrics.jsonl")] for branch in parked] == [[9, 10, 11]]
 
     @pytest.mark.parametrize("damage", ["flipped", "truncated", "deleted"])
     def test_each_file_of_a_commit_is_looked_at(self, root: Path, damage: str) -> None:

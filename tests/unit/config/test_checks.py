@@ -8,24 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from config_support import small as config
 from model_support import FACTS
 
 from trireme.config import Config
 from trireme.config.checks import check
 from trireme.config.model_facts import ModelFacts
 from trireme.core.errors import BadInput
-
-
-def config(**given: Any) -> Config:
-    """A configuration that passes, with sections and plain values laid over it."""
-    base: dict[str, dict] = {
-        "model": {"name": "m"},
-        "env": {"id": "sort"},
-        "orchestrator": {"batch_size": 16},
-        "inference": {"sampling": {"max_tokens": 10}},
-    }
-    sections = {name: {**base.get(name, {}), **value} for name, value in given.items() if isinstance(value, dict)}
-    return Config.model_validate({**base, **given, **sections})
 
 
 def refusal(given: Config, facts: ModelFacts | None = FACTS) -> str:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from config_support import small
 
 from trireme.config import Config, model_facts
 from trireme.config.model_facts import ModelFacts
@@ -28,14 +29,7 @@ QWEN3_06B = {
 
 
 def config(name: str) -> Config:
-    return Config.model_validate(
-        {
-            "model": {"name": name},
-            "env": {"id": "sort"},
-            "orchestrator": {"batch_size": 1},
-            "inference": {"sampling": {"max_tokens": 1}},
-        }
-    )
+    return small(model={"name": name})
 
 
 def refusal(name: str) -> str:

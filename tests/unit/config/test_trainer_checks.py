@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import sft_support
 import torch
+from config_support import small
 from model_support import FACTS
 from peft import LoraConfig as PeftConfig
 from peft import get_peft_model
@@ -27,15 +28,7 @@ UNTIED = replace(FACTS, tied_embeddings=False)
 
 
 def config(lora: dict[str, Any], **trainer: Any) -> Config:
-    return Config.model_validate(
-        {
-            "model": {"name": "m"},
-            "env": {"id": "sort"},
-            "orchestrator": {"batch_size": 16},
-            "inference": {"sampling": {"max_tokens": 10}},
-            "trainer": {"lora": lora, **trainer},
-        }
-    )
+    return small(trainer={"lora": lora, **trainer})
 
 
 def refusal(lora: dict[str, Any], facts: ModelFacts | None = FACTS, **trainer: Any) -> str:

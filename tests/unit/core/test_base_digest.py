@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from config_support import small
 from safetensors.numpy import save_file
 
 from orchestrator.state import ARRAYS, LAYOUT, STATE, OrchestratorState
-from trireme.config import Config
 from trireme.config.model_facts import ModelFacts
 from trireme.core.base_digest import base_digest, read_header, stored_shapes
 from trireme.core.errors import BadInput, CheckpointInvalid
@@ -77,14 +77,7 @@ def test_digests_of_bases_never_change(file: Path) -> None:
 def test_one_that_is_not_true_is_refused_by_the_name_of_its_file(file: Path, bomb: Callable[[Path], None]) -> None:
     bomb(file)
     (file.parent / "config.json").write_text("{}")
-    config = Config.model_validate(
-        {
-            "model": {"name": str(file.parent)},
-            "env": {"id": "sort"},
-            "orchestrator": {"batch_size": 4},
-            "inference": {"sampling": {"max_tokens": 4}},
-        }
-    )
+    config = small(model={"name": str(file.parent)})
     reads: list[Callable[[], object]] = [
         lambda: read_header(file),
         lambda: stored_shapes(str(file.parent)),

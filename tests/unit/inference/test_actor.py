@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from config_support import small
 from vllm.logprobs import FlatLogprobs
 
 from inference import actor as replica_module
@@ -43,15 +44,11 @@ NOTHING_LOADED = pickle.dumps(LoadedSums(np.zeros((0, 2), np.uint64), Following(
 
 
 def config(deterministic: bool = False, update_s: float = 60.0, **inference: Any) -> Config:
-    return Config.model_validate(
-        {
-            "deterministic": deterministic,
-            "timeouts": {"update_s": update_s},
-            "model": {"name": "m"},
-            "orchestrator": {"batch_size": 2, "max_steps_off_policy": 0},
-            "env": {"id": "sort"},
-            "inference": {"sampling": {"max_tokens": 8}, **inference},
-        }
+    return small(
+        deterministic=deterministic,
+        timeouts={"update_s": update_s},
+        orchestrator={"batch_size": 2, "max_steps_off_policy": 0},
+        inference=inference,
     )
 
 

@@ -162,32 +162,3 @@ def test_vllm_reads_each_variable_of_its_environment_that_is_set() -> None:
     assert isinstance(known, ast.Dict)
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" in asked
     assert asked - {ast.literal_eval(key) for key in known.keys if key} == set()
-
-
-PLANTED = """
-
-
-def planted(extension: WorkerExtension, engine: AsyncLLM, head: ParallelLMHead) -> None:
-    runner = extension.model_runner
-    {request: runner.requests[request].num_tokens for request in runner.input_batch.req_ids}  # refused
-    runner.reload_weights(weights=None)  # refused
-    head.wieght  # refused
-    getattr(runner, "requests")  # refused
-    untyped(runner)  # refused
-    engine.pause_genration()  # refused
-    LoRARequest(**{"lora_nmae": "a"})  # refused
-    LLM("m", enable_chunkd_prefill=False)  # refused
-    torch.cuda.mem_get_inf()  # refused
-    torch.accelerator.synchronize(devcie=None)  # refused
-
-
-def untyped(anything: Any) -> None:  # refused
-    ...
-
-
-from typing import Any
-from vllm import LLM
-from vllm.lora.request import LoRARequest
-from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.worker.gpu.model_runner import GPUModelRuner  # refused
-"""

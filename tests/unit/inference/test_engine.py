@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from config_support import small
 from vllm import envs
 from vllm.config import SchedulerConfig
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, ShmRingBuffer
@@ -37,14 +38,8 @@ from trireme.plan.rl import QUEUE_BYTES
 
 
 def config(deterministic: bool = False, **inference: Any) -> Config:
-    return Config.model_validate(
-        {
-            "deterministic": deterministic,
-            "model": {"name": "m"},
-            "orchestrator": {"batch_size": 2, "max_steps_off_policy": 0},
-            "env": {"id": "sort"},
-            "inference": {"sampling": {"max_tokens": 8}, **inference},
-        }
+    return small(
+        deterministic=deterministic, orchestrator={"batch_size": 2, "max_steps_off_policy": 0}, inference=inference
     )
 
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from config_support import small
 
 from inference import handle as group_module
 from inference.actor import ReplicaInfo
@@ -45,14 +46,7 @@ class World:
         monkeypatch.setattr(group_module, "ready", self._ready)
         monkeypatch.setattr(group_module, "on_node", lambda node: node)
         monkeypatch.setattr(group_module.ray, "kill", self.killed.append)
-        config = Config.model_validate(
-            {
-                "model": {"name": "m"},
-                "env": {"id": "sort"},
-                "orchestrator": {"batch_size": 4},
-                "inference": {"sampling": {"max_tokens": 4}, "replicas": 2, "spare": spare},
-            }
-        )
+        config = small(inference={"replicas": 2, "spare": spare})
         self.group = InferenceHandle.start(config, [{"num_cpus": 2, "num_gpus": 1}] * 2, None)
         for index, node in enumerate("ab"):
             self.answers[self.group.ready_ref(index)] = ReplicaInfo(100 + index, (100 + index,), None, node, str(index))

@@ -290,11 +290,6 @@ def test_values_that_are_held_in_fewer_bits_are_not_followed() -> None:
     assert not watch.copies
 
 
-def padded(p: Tensor, t: Tensor) -> None:
-    p[:4].copy_(t)
-    p[4:].fill_(0)
-
-
 def test_experts_that_change_places_at_the_first_update_are_out_of_order() -> None:
     tensors = {f"layers.{layer}.experts.{expert}.up": torch.randn(2) for layer in range(2) for expert in range(11)}
 

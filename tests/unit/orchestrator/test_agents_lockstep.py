@@ -14,6 +14,7 @@ import guessing_agent
 import httpx
 import numpy as np
 import pytest
+from config_support import small
 from games_support import Engine, Jitter, waves
 from orchestrator_fakes import FakeSampler, Run, whole_run
 
@@ -53,24 +54,21 @@ class Table(Engine, Player):
 
 
 def config(env: dict[str, Any], deterministic: bool = True, limit_s: float = 30.0) -> Config:
-    return Config.model_validate(
-        {
-            "max_steps": STEPS,
-            "deterministic": deterministic,
-            "model": {"name": str(MODEL), "max_seq_len": MAX_LEN},
-            "renderer": {"name": "guessing_agent:Bare"},
-            "orchestrator": {
-                "batch_size": PROBLEMS,
-                "group_size": 2,
-                "max_steps_off_policy": 0,
-                "generation_timeout_s": limit_s,
-                "remove_constant_reward_groups": True,
-                "retries": 0,
-            },
-            "env": env,
-            "inference": {"sampling": {"max_tokens": 3}},
-            "timeouts": {"batch_s": 60, "update_s": 60},
-        }
+    return small(
+        max_steps=STEPS,
+        deterministic=deterministic,
+        model={"name": str(MODEL), "max_seq_len": MAX_LEN},
+        renderer={"name": "guessing_agent:Bare"},
+        orchestrator={
+            "batch_size": PROBLEMS,
+            "group_size": 2,
+            "max_steps_off_policy": 0,
+            "generation_timeout_s": limit_s,
+            "remove_constant_reward_groups": True,
+            "retries": 0,
+        },
+        env=env,
+        timeouts={"batch_s": 60, "update_s": 60},
     )
 
 

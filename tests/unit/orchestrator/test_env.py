@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from config_support import small
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from orchestrator.cursor import ProblemCursor
 from orchestrator.env import Env, EnvContext, EnvGroupBuilder, RLDataset, load_dataset
 from orchestrator.requests import IdleClock
 from orchestrator.rollout import RolloutLimits
-from trireme.config import Config
 from trireme.config.schema import EnvConfig
 from trireme.core.errors import BadInput
 from trireme.core.tokenizer import load_tokenizer
@@ -196,13 +196,10 @@ def test_the_tokenizer_opens_from_its_directory(model_dir: Path) -> None:
 def test_limits_come_from_model_and_configuration(
     model_dir: Path, model: dict[str, int], inference: dict[str, int], longest: int
 ) -> None:
-    config = Config.model_validate(
-        {
-            "model": {"name": str(model_dir), **model},
-            "orchestrator": {"batch_size": 1, "max_prompt_len": 5},
-            "env": {"id": "sort"},
-            "inference": {"sampling": {"max_tokens": 4, "stop": ["b"]}, **inference},
-        }
+    config = small(
+        model={"name": str(model_dir), **model},
+        orchestrator={"batch_size": 1, "max_prompt_len": 5},
+        inference={"sampling": {"max_tokens": 4, "stop": ["b"]}, **inference},
     )
     expected = RolloutLimits(vocab_size=4, max_seq_len=longest, max_prompt_len=5, stop=("b",), decode=str)
     assert RolloutLimits.of(config, str) == expected

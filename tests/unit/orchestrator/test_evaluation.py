@@ -175,24 +175,6 @@ async def test_training_goes_on_but_the_next_version_waits() -> None:
         assert row["time/wait_for_evaluation"] >= 0
 
 
-class Busy(FakeSampler):
-    """Takes many turns for each answer, and counts what is in flight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.in_flight = {"eval": 0, "train": 0}
-        self.seen: list[tuple[int, int]] = []
-
-    async def sample(self, request: SampleRequest) -> SampledSequence:
-        kind = "eval" if request.request_id.startswith("eval/") else "train"
-        self.in_flight[kind] += 1
-        self.seen.append((self.in_flight["eval"], self.in_flight["train"]))
-        for _ in range(30):
-            await asyncio.sleep(0)
-        self.in_flight[kind] -= 1
-        return await super().sample(request)
-
-
 def test_training_is_what_it_is_without() -> None:
     def training(run: Run) -> Any:
         requests = [

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from config_support import small
 
 from orchestrator.advantages import ScoredGroup
 from orchestrator.ledger import Group
@@ -17,15 +18,7 @@ from trireme.core.types import WeightIdentity
 
 
 def small_config(**rollouts: Any) -> Config:
-    return Config.model_validate(
-        {
-            "model": {"name": "m"},
-            "orchestrator": {"batch_size": 2},
-            "env": {"id": "sort"},
-            "inference": {"sampling": {"max_tokens": 8}},
-            "rollouts": rollouts,
-        }
-    )
+    return small(rollouts=rollouts)
 
 
 def turn(observation: list[int], action: list[int], versions: list[int] | None = None, **given: Any) -> Transition:

@@ -109,9 +109,6 @@ def test_the_trainer_gets_what_it_got_of_whole_turns(rollouts: list[tuple[Played
             assert found.loss_fn_inputs[name].data.dtype == column.data.dtype
 
 
-GROUPS = st.lists(st.lists(TURNS, min_size=1, max_size=3), max_size=2)
-
-
 SPANS = (VersionSpan(IDENTITIES[2], 0, 2), VersionSpan(IDENTITIES[3], 2, 3))
 
 

@@ -36,8 +36,6 @@ from orchestrator.unfinished import (
 from trireme.config import Config
 from trireme.config.schema import SamplingConfig
 
-ENDS = ("trained", "filtered", "dropped", "failed")
-
 
 def resumed(run: Run, directory: Path, dataset: RLDataset, config: Config | None = None) -> Run:
     """A run in a new process, as it were, that continues from the last boundary of `run`."""
@@ -194,18 +192,6 @@ def test_a_state_of_a_class_that_takes_none_any_more_says_whose_it_is() -> None:
 
     with pytest.raises(TypeError, match="a state of Changed with heard, last; expected its class to have load_state_"):
         asyncio.run(Changed().load_state_dict({"heard": [1], "last": 1}))
-
-
-class Letters:
-    """A tokenizer of ten digits and an end."""
-
-    eos_token_id = 10
-
-    def __len__(self) -> int:
-        return 11
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        return "".join("0123456789$"[token] for token in tokens)
 
 
 # ---- whole runs

@@ -14,7 +14,6 @@ from trireme.core.errors import BadInput
 from trireme.process import device
 from trireme.process.device import VISIBLE, choose_device, find_device
 
-ROOT = Path(__file__).parents[3]
 TEXT = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\n"
 OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (dvs-builder@U22)\n"
 OLD = "The NVIDIA driver on your system is too old (found version 12020).\nPlease update"

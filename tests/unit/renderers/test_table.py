@@ -14,7 +14,6 @@ from renderer_support import CONVERSATIONS, OPENS_THINKING, QWEN3, SAYS, bpe, ch
 
 from trireme.core.errors import BadInput
 from trireme.renderers import Message, ToolSpec, make_renderer, unknown_renderer
-from trireme.renderers.history import HistoryRule
 from trireme.renderers.kinds.chat_template import ChatTemplateRenderer
 from trireme.renderers.kinds.qwen3 import Qwen3Renderer
 from trireme.renderers.kinds.role_colon import RoleColonRenderer
@@ -163,18 +162,6 @@ def test_what_a_format_writes_behind_a_message_is_the_end_of_the_whole(
     assert looked > 8
 
 
-class LoudRenderer(Qwen3Renderer):
-    """Writes all messages in another way."""
-
-    def text(self, messages: Sequence[Message], tools: Sequence[ToolSpec], generate: bool) -> str:
-        return super().text(messages, tools, generate).replace("user", "USER")
-
-
-def test_a_format_that_was_made_from_another_writes_its_own_text_behind_a_message() -> None:
-    messages = [said("user", "a"), said("assistant", "b"), said("user", "c")]
-    assert "USER" in LoudRenderer(bpe(QWEN3), HistoryRule()).text_behind(messages, 1, ())
-
-
 @pytest.mark.parametrize("name", ["qwen3", "chat_template"])
 @pytest.mark.parametrize("remembers_prompt", [True, False])
 def test_stripped_as_the_template_does_it(name: str, remembers_prompt: bool) -> None:
@@ -187,20 +174,6 @@ def test_stripped_as_the_template_does_it(name: str, remembers_prompt: bool) -> 
         as_text = [{k: v for k, v in m.items() if k not in ("tokens", "prompt")} for m in chat.messages]
         assert chat.prompts[-1] == expected(tokenizer, as_text, (), True)  # type: ignore[arg-type]
     assert chat.extends == [False] * 3
-
-
-def test_what_is_left_of_a_stripped_turn_are_its_own_tokens() -> None:
-    tokenizer = bpe(QWEN3)
-    renderer = make_renderer("qwen3", tokenizer)
-    answer = scattered(tokenizer, "The answer is 4.", 7)
-    assert answer != tokenizer.encode("The answer is 4.")
-    chat = Chat(renderer)
-    chat.hear([*tokenizer.encode("<think>\nhm\n</think>\n\n"), *answer, end_of(renderer)], said("user", "and?"))
-    assert chat.prompts[-1] == [
-        *tokenizer.encode("<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"),
-        *answer,
-        *tokenizer.encode("<|im_end|>\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n"),
-    ]
 
 
 def test_thinking_stays_while_tools_are_called() -> None:
@@ -227,16 +200,6 @@ def test_compaction_breaks_extension_every_n_turns(name: str, every: int, turns:
     assert chat.extends == [turn % every != 0 for turn in range(1, turns + 1)]
 
 
-def test_turns_without_thinking_are_one_sequence_in_any_case() -> None:
-    tokenizer = bpe(QWEN3)
-    for options in ({}, {"compact_every": 1}, KEEPING):
-        renderer = make_renderer("qwen3", tokenizer, **options)
-        chat = Chat(renderer)
-        for turn in range(3):
-            chat.hear([*scattered(tokenizer, "The answer", turn), end_of(renderer)], said("user", "and?"))
-        assert chat.extends == [True] * 3
-
-
 @pytest.mark.parametrize(("name", "template"), NAMES)
 def test_a_message_cut_off_is_ended_for_it(name: str, template: str | None) -> None:
     tokenizer = bpe(template)
@@ -246,14 +209,6 @@ def test_a_message_cut_off_is_ended_for_it(name: str, template: str | None) -> N
     assert chat.extends == [True]
     after = chat.prompts[1][len(chat.prompts[0]) + len(chat.sampled[0]) :]
     assert after[0] in renderer.stop_tokens()
-
-
-def test_thinking_cut_off_leaves_nothing_when_stripped() -> None:
-    tokenizer = bpe(QWEN3)
-    renderer = make_renderer("qwen3", tokenizer)
-    chat = Chat(renderer)
-    chat.hear(tokenizer.encode("<think>\nLet me"), said("user", "what?"))
-    assert "assistant\n<|im_end|>" in tokenizer.decode(chat.prompts[1])
 
 
 def test_a_prompt_that_opens_the_thinking() -> None:
@@ -329,15 +284,6 @@ def test_a_supervised_example_begins_with_its_generation_prompt(
     message, whole = renderer.parse_response(tokens[weights == 1].tolist())
     assert whole
     assert message["content"] == messages[-1]["content"]
-
-
-def test_calls_of_tools_count() -> None:
-    messages, tools = CONVERSATIONS["a tool call"]
-    tokenizer = bpe(QWEN3)
-    made = make_renderer("qwen3", tokenizer, **KEEPING).supervised_example(messages, "all_assistant_messages", tools)
-    shown = marked(tokenizer, *made)
-    assert shown.startswith('<think>\nI call it.\n</think>\n\n<tool_call>\n{"name": "calculator"')
-    assert shown.endswith("</tool_call><|im_end|><think>\nSo.\n</think>\n\nIt is 4.<|im_end|>")
 
 
 def test_sampled_messages_keep_their_tokens_in_supervised_examples() -> None:
@@ -567,13 +513,6 @@ def test_a_template_without_the_switch_is_refused() -> None:
         make_renderer("auto", bpe(SAYS), enable_thinking=False)
     with pytest.raises(BadInput, match=r"renderer\.enable_thinking = true with role_colon"):
         make_renderer("auto", characters(), enable_thinking=True)
-
-
-def test_a_template_without_tool_calls_leaves_them_in_the_text() -> None:
-    tokenizer = bpe(SAYS)
-    renderer = make_renderer("chat_template", tokenizer)
-    message, whole = renderer.parse_response([*tokenizer.encode(call()), *tokenizer.encode("<end>")])
-    assert (message["content"], whole) == (call(), True)
 
 
 def test_either_end_stops() -> None:

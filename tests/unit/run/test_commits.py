@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from commit_support import Room, weights
+from config_support import small
 
 from trireme.checkpoint import store as store_module
 from trireme.checkpoint.manifest import CommitRef, Manifest
@@ -58,15 +59,8 @@ class Bench:
 
 
 def config(**checkpoint: Any) -> Config:
-    return Config.model_validate(
-        {
-            "max_steps": 6,
-            "model": {"name": "m"},
-            "env": {"id": "sort"},
-            "orchestrator": {"batch_size": 16, "max_steps_off_policy": 1},
-            "inference": {"sampling": {"max_tokens": 10}},
-            "checkpoint": {"every": 2, **checkpoint},
-        }
+    return small(
+        max_steps=6, orchestrator={"batch_size": 16, "max_steps_off_policy": 1}, checkpoint={"every": 2, **checkpoint}
     )
 
 

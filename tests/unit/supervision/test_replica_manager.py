@@ -7,10 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from config_support import small
 from ray.exceptions import ActorUnavailableError
 from supervision_support import Room
 
-from trireme.config import Config
 from trireme.core.errors import BadInput, LimitReached, RoomFailed, TriremeError, WeightsRefused
 from trireme.core.sampler import Heartbeat
 from trireme.supervision import heartbeats as heartbeats_module
@@ -36,15 +36,7 @@ class World:
         self.roster, self.room = Roster(lambda: self.now), Room(indices, reserved)
         places: Any = self.room
         self.monitor = HeartbeatMonitor(self.roster, HEARTBEAT_S, self._lost)
-        config = Config.model_validate(
-            {
-                "model": {"name": "m"},
-                "env": {"id": "sort"},
-                "orchestrator": {"batch_size": 4},
-                "inference": {"sampling": {"max_tokens": 4}, "replicas": len(indices)},
-                "eval": {"replicas": len(reserved)},
-            }
-        )
+        config = small(inference={"replicas": len(indices)}, eval={"replicas": len(reserved)})
         self.manager = ReplicaManager(config, self.room, self.roster, self.monitor, self._again, places)
         self.manager.begin()
 

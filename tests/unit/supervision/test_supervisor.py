@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from config_support import small
 from ray.exceptions import ActorUnavailableError
 from supervision_support import Ref, Room
 
-from trireme.config import Config
 from trireme.core.errors import LimitReached, RoomFailed, TriremeError
 from trireme.core.sampler import Heartbeat
 from trireme.process import waits
@@ -50,15 +50,7 @@ class World:
         self.unreachable = threading.Event()
         for module in (heartbeats_module, supervisor_module):
             monkeypatch.setattr(module, "send", self._send)
-        cfg = Config.model_validate(
-            {
-                "model": {"name": "m"},
-                "env": {"id": "sort"},
-                "orchestrator": {"batch_size": 4, "max_steps_off_policy": 0},
-                "inference": {"sampling": {"max_tokens": 4}},
-                **config,
-            }
-        )
+        cfg = small(orchestrator={"batch_size": 4, "max_steps_off_policy": 0}, **config)
         (root / LOCK).touch()
         self.supervised_config = cfg
         self.roster, self.room = Roster(time.time), Orchestrator([0], [])

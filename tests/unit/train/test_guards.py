@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from config_support import small
 
 from trireme.config import Config
 from trireme.core.errors import LimitReached, NonFiniteGradient
@@ -11,15 +12,7 @@ from trireme.train.guards import Guard
 
 
 def config(**trainer) -> Config:
-    return Config.model_validate(
-        {
-            "model": {"name": "m"},
-            "env": {"id": "sort"},
-            "orchestrator": {"batch_size": 4},
-            "inference": {"sampling": {"max_tokens": 8, "temperature": 0.7}},
-            "trainer": trainer,
-        }
-    )
+    return small(inference={"sampling": {"max_tokens": 8, "temperature": 0.7}}, trainer=trainer)
 
 
 def refuse() -> OptimStepResponse:

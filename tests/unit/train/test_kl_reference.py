@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from config_support import small
 
 from trireme.checkpoint.manifest import MANIFEST
 from trireme.config import Config
@@ -25,23 +26,18 @@ def models(tmp_path, monkeypatch):
 
 
 def resolved(base_model="./base", path=None, update_every=0) -> Config:
-    config = Config.model_validate(
-        {
-            "model": {"name": str(BASE)},
-            "env": {"id": "sort"},
-            "orchestrator": {"batch_size": 4},
-            "inference": {"sampling": {"max_tokens": 8}},
-            "trainer": {
-                "kl": {
-                    "coef": 0.1,
-                    "reference": {
-                        "base_model": base_model,
-                        "load_checkpoint_path": path,
-                        "update_every": update_every,
-                    },
-                }
-            },
-        }
+    config = small(
+        model={"name": str(BASE)},
+        trainer={
+            "kl": {
+                "coef": 0.1,
+                "reference": {
+                    "base_model": base_model,
+                    "load_checkpoint_path": path,
+                    "update_every": update_every,
+                },
+            }
+        },
     )
     facts = ModelFacts.of(config, required=True)
     assert facts

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from config_support import small
 
 from trireme.config import Config
 from trireme.core.errors import LimitReached, NonFiniteGradient
@@ -80,16 +81,7 @@ class StandIns(SimpleNamespace):
 
 
 def config(max_steps: int, **trainer: int) -> Config:
-    return Config.model_validate(
-        {
-            "max_steps": max_steps,
-            "model": {"name": "m"},
-            "env": {"id": "sort"},
-            "trainer": trainer,
-            "orchestrator": {"batch_size": 4},
-            "inference": {"sampling": {"max_tokens": 4}},
-        }
-    )
+    return small(max_steps=max_steps, trainer=trainer)
 
 
 def run(all_: Any, config: Config, guard: RefusedSteps, check: Callable[[], None] = lambda: None) -> None:

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch.distributed as dist
+from config_support import small
 
 # The tiny models and batches are the end-to-end tests' too.
 from trainer_support import VOCAB, make_batch, make_config, make_model
@@ -10,7 +11,6 @@ from trainer_support import VOCAB, make_batch, make_config, make_model
 from trainer.batch_checks import nonfinite_datums
 from trainer.batching import ShardOutput
 from trainer.shard import Shard
-from trireme.config import Config
 from trireme.config.losses import LOSSES
 from trireme.core.batch import BatchPart
 from trireme.core.errors import BadInput, NonFiniteGradient
@@ -41,14 +41,7 @@ def test_a_datum_was_sampled_at_a_positive_temperature(temperature):
 
 def test_the_configuration_refuses_temperature_0_by_its_key():
     with pytest.raises(ValueError, match=r"inference.sampling.temperature"):
-        Config.model_validate(
-            {
-                "model": {"name": "m"},
-                "env": {"id": "sort"},
-                "orchestrator": {"batch_size": 4},
-                "inference": {"sampling": {"max_tokens": 8, "temperature": 0}},
-            }
-        )
+        small(inference={"sampling": {"max_tokens": 8, "temperature": 0}})
 
 
 def test_a_datum_unlike_the_others_is_named():

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 # The tiny models and batches are the end-to-end tests' too.
-from trainer_support import make_batch, make_config, make_model
+from trainer_support import make_batch, make_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer import model as trainer_model
@@ -19,12 +19,11 @@ from trainer import proof
 from trainer.batching import scatter_outputs
 from trainer.logprobs import add_token_logprobs
 from trainer.proof import Agreement, decide, prove, prove_reload
-from trainer.shard import Shard
 from trainer.twin import make_twin
 from trireme.core.class_tensors import persistent_buffers
 from trireme.core.errors import BadInput
 from trireme.core.types import AdamParams
-from trireme.transports.packing import Packer, tensor_of
+from trireme.transports.packing import tensor_of
 
 LENGTHS = (5, 9, 1, 7, 9)
 CPU = torch.device("cpu")
@@ -114,15 +113,6 @@ def test_a_small_softcap_shows_although_logits_are_small_at_first():
 def test_packed_rows_that_leak_are_refused_by_name(shard, tmp_path):
     with pytest.raises(BadInput, match=r"(?s)packing = packed for StableLmForCausalLM.*moves by.*--trainer.packing"):
         shard(saved("stablelm", tmp_path), trainer__packing="packed")
-
-
-def refusal(rank, world_size, store, source):
-    config = make_config(source, trainer__packing="packed", trainer__shards=world_size)
-    try:
-        Shard(config, rank, store, Packer(np.copy, rank, world_size))
-    except BadInput as error:
-        return str(error)
-    return "none"
 
 
 def test_a_packed_row_that_fails_half_way_leaves_a_sharded_model_as_it_was(shard, tmp_path):

@@ -107,15 +107,3 @@ def test_secrets_follow_from_seed_split_and_place(tokenizer: Any) -> None:
 def test_bad_arguments_are_bad_input(tokenizer: Any, args: dict[str, int]) -> None:
     with pytest.raises(BadInput, match=r"env\.args"):
         games(tokenizer, **args)
-
-
-@pytest.fixture(scope="module")
-def maker() -> Any:
-    """`scripts/make_guess_base.py` as a module."""
-    import importlib
-    import sys
-
-    directory = str(ASSET.parents[1] / "scripts")
-    sys.path.insert(0, directory)
-    yield importlib.import_module("make_guess_base")
-    sys.path.remove(directory)

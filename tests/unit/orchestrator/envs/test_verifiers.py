@@ -19,11 +19,9 @@ from pathlib import Path
 from textwrap import dedent, indent
 from typing import Any
 
-import numpy as np
 import pytest
 import verifiers.v1 as vf
 from chat_support import Policy, ended
-from orchestrator_fakes import Run, small_config, trajectory_to_data, whole_run
 from renderer_support import QWEN3, bpe
 from verifiers.v1.errors import TaskError
 
@@ -35,7 +33,6 @@ from orchestrator.workers import WorkerTimeout
 from trireme.config.schema import EnvConfig, RendererConfig, SamplingConfig
 from trireme.core.errors import BadInput
 
-ROOT = Path(__file__).parents[4]
 NUMBERS = count()
 
 TASKSET = """
@@ -149,18 +146,6 @@ def test_a_task_is_asked_and_its_answer_scored(written: Written) -> None:
     assert bpe().decode(turn.observation) == (
         f"<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n{task.data.prompt}<|im_end|>\n<|im_start|>assistant\n"
     )
-
-
-def test_what_was_sampled_is_what_is_trained(written: Written) -> None:
-    trajectory = answer(written(), "scattered in tokens as nobody would write it")
-    (turn,) = trajectory.transitions
-    (datum,) = trajectory_to_data(trajectory, 1.0, 1.0)
-    columns, prompt = datum.loss_fn_inputs, len(turn.observation)
-    sampled = [False] * (prompt - 1) + [True] * len(turn.action)
-    np.testing.assert_array_equal(datum.model_input.to_ints(), [*turn.observation, *turn.action[:-1]])
-    np.testing.assert_array_equal(columns["target_tokens"], [*turn.observation[1:], *turn.action])
-    np.testing.assert_array_equal(columns["mask"], sampled)
-    np.testing.assert_array_equal(np.asarray(columns["logprobs"])[sampled], -1.0 - np.arange(len(turn.action)))
 
 
 def test_rewards_are_weighted_and_metrics_reported(written: Written) -> None:
@@ -307,23 +292,6 @@ def test_deferred_scoring_is_no_reward_of_zero(written: Written) -> None:
         asyncio.run(answered(env, Policy([ended("4", context().renderer)])))
 
 
-def test_in_the_pipeline_what_failed_is_counted_and_not_trained(written: Written) -> None:
-    name = written("""
-        @vf.reward
-        async def given(self, trace: vf.Trace) -> float:
-            if self.data.answer == "2":
-                raise ZeroDivisionError("by nothing")
-            return 1.0
-    """)
-    dataset = opened(name, hold_out=False, scoring="loop", size=3)
-    config = small_config(max_steps=3, batch_size=1, retries=1, max_failure_rate=1.0)
-    run = asyncio.run(whole_run(Run(config, dataset, RolloutLimits(1000, 1000))))
-    last = run.rows[-1]
-    assert [row["reward/total"] for row in run.rows] == [row["env/all/score/given"] for row in run.rows] == [1.0] * 3
-    assert last["ledger/trained"] == 3
-    assert sum(row.get("rollout_errors/TaskError", 0) for row in run.rows) == last["ledger/failed"] * 2 * 2 > 0
-
-
 def test_scoring_in_a_worker_process(written: Written) -> None:
     """There math-verify has its time limit, what is raised comes back, and what never ends is killed: a task's own
     limit goes before the other one."""
@@ -354,12 +322,6 @@ def test_scoring_in_a_worker_process(written: Written) -> None:
 
 
 # ---- what is refused
-
-
-TOOLS = """
-class Search(vf.Toolset):
-    pass
-"""
 
 
 @pytest.mark.parametrize(
@@ -495,16 +457,6 @@ def test_a_taskset_without_end_takes_a_limit(written: Written) -> None:
     )
 
 
-def test_a_game_is_refused_before_its_tasks_are_looked_for(written: Written) -> None:
-    name = written(
-        taskset="INFINITE = True\ndef load(self):\n    raise FileNotFoundError('boards')",
-        module="class Game(vf.SingleAgentEnv):\n    pass",
-        exported=("Questions", "Game"),
-    )
-    with pytest.raises(BadInput, match=r"an Env of its own \(Game\), the one thing .* continue without tools"):
-        opened(name)
-
-
 def test_without_tools_and_an_env_there_is_one_answer() -> None:
     """What is refused for it, and what is not, hangs on that: it must hold in the version that is installed. A plain
     taskset is one run of the agent, whose program ends with an answer that calls no tool."""
@@ -550,14 +502,6 @@ def test_a_taskset_with_a_split_of_its_own(written: Written) -> None:
     assert (len(trained), len(held_out)) == (40, 40)
     assert all(task.data.prompt.startswith("train:") for task in trained)
     assert all(task.data.prompt.startswith("test:") for task in held_out)
-
-
-def test_the_order_follows_from_the_seed(written: Written) -> None:
-    name = written()
-    orders = [[task.data.idx for task in tasks(opened(name, "train", seed))] for seed in (0, 0, 1)]
-    assert orders[0] == orders[1]
-    assert orders[0] != orders[2]
-    assert sorted(orders[0]) == sorted(orders[2])
 
 
 def test_problems_come_in_batches_and_can_be_pickled(written: Written) -> None:

@@ -8,14 +8,11 @@ from pathlib import Path
 
 import pytest
 import tinker
-from tinker import types
 from tinker_posts import begun, post, sampler_of, sampling
 from tinker_support import BASE_MODEL, DEADLINE_S, KEY, Served, tinker_server
 
 from service.keys import ServiceKey
 from service.quotas import Quota
-
-PROMPT = types.ModelInput.from_ints([1, 2, 3])
 
 
 @contextmanager
