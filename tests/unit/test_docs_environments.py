@@ -166,40 +166,6 @@ def test_a_program_runs_behind_a_service(service: tuple[str, Directories], progr
     assert (sessions.started, list(sessions.root.iterdir())) == (1, []), "closed"
 
 
-async def test_a_start_that_is_cancelled_is_closed_once_it_is_over(
-    service: tuple[str, Directories], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    url, sessions = service
-    begun, may_start = threading.Event(), threading.Event()
-    put = sessions.put
-
-    def late(session: str, body: str) -> None:
-        begun.set()
-        assert may_start.wait(20)
-        put(session, body)
-
-    monkeypatch.setattr(sessions, "put", late)
-    env = await dataset("run_code:Programs", service=url).get_batch(0)[0].make_env(0)
-    start = asyncio.create_task(env.initial_observation())
-    assert await asyncio.to_thread(begun.wait, 20)
-    start.cancel()
-    await asyncio.wait([start])
-    closing = asyncio.create_task(env.close())
-    await asyncio.sleep(0.1)  # a request to end the session would have come by now
-    may_start.set()
-    await closing
-    assert (sessions.started, list(sessions.root.iterdir())) == (1, [])
-
-
-async def test_no_session_is_left_when_a_run_stops(service: tuple[str, Directories]) -> None:
-    url, sessions = service
-    sampler = Holds()
-    async with Run(small_config(), dataset("run_code:Programs", service=url), LIMITS, sampler):
-        await sampler.asked.wait()
-        assert len(list(sessions.root.iterdir())) >= 4
-    assert list(sessions.root.iterdir()) == []
-
-
 class Holds(FakeSampler):
     """Never answers; `asked` is set from the fourth request on."""
 

@@ -135,17 +135,6 @@ async def test_one_that_is_late_is_left_out_is_said_once_and_costs_its_time_limi
     )
 
 
-async def test_one_that_was_late_takes_part_again_once_it_has_answered() -> None:
-    late = Replica(1, ready_s=READY_S + 10.0)
-    router = fleet(Replica(0), late)
-    assert (await publish(router, 0)).members == (0,)
-    late.ready_s = 0.0
-    assert (await publish(router, 1)).members == (0,), "the answer that comes later is about version 0"
-    await asyncio.sleep(11.0)
-    assert (await publish(router, 2)).members == (0, 1)
-    assert late.offered == [0, 2]
-
-
 async def test_one_that_refuses_is_left_out_as_long_as_it_does_and_stays_a_replica(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -232,19 +221,6 @@ async def test_one_that_fetches_what_was_not_sent_to_it_is_waited_for_once() -> 
         await asyncio.sleep(1.0)
         assert (await router.offer(offer(2))).members == (0,), "it was sent that version and is slow all the same"
         assert now() == before + 1.0
-    await update
-
-
-async def test_one_that_fetches_for_longer_than_that_is_left_out_and_not_waited_for_again() -> None:
-    refusing = Replica(1, update_s=100.0)
-    refusing.refusal = RoomFailed("replica 1: its group broke")
-    router = fleet(Replica(0), refusing)
-    await router.offer(offer(0))
-    update = asyncio.create_task(router.update_weights(version(0)))
-    await asyncio.sleep(1.0)
-    assert [(await router.offer(offer(number))).members for number in (1, 2)] == [(0,), (0,)]
-    assert now() == 1.0 + READY_S / 2
-    assert refusing.offered == [0]
     await update
 
 

@@ -590,19 +590,6 @@ async def test_when_all_take_far_longer_than_usual_the_update_waits_for_the_firs
     assert router.acknowledged() == {0: 10}
 
 
-async def test_an_update_of_one_that_is_being_drained_counts() -> None:
-    """The others may have died meanwhile."""
-    only = Updated("replica 0", 0)
-    router = Router({0: only})
-    busy = asyncio.create_task(router.sample(request("a")))
-    await turns()
-    drain = asyncio.create_task(router.drain(0, 20.0))
-    await turns()
-    assert [report.replica for report in await router.update_weights(version(0))] == [0]
-    only.go.set()
-    await asyncio.gather(busy, drain)
-
-
 async def test_in_deterministic_mode_updates_wait_as_long_as_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is sampled depends on every replica."""
     monkeypatch.setattr(deadline_module, "LEAST_S", 0.05)
@@ -663,18 +650,6 @@ async def test_a_joiner_for_which_there_are_no_newer_weights_yet_gets_no_request
     await requests
 
 
-async def test_a_member_that_finds_the_bytes_gone_is_left_behind_until_the_next_update() -> None:
-    first, second = Updated("replica 0", 3, 4), Fetching("replica 1", 3, 4, gone=(3,))
-    router = Router({0: first, 1: second})
-    assert [report.replica for report in await router.update_weights(version(3))] == [0]
-    assert router.acknowledged() == {0: 3}
-    assert [report.replica for report in await router.update_weights(version(4))] == [0, 1]
-    failure = asyncio.create_task(router.next_failure())
-    await turns()
-    assert not failure.done(), "it was not dismissed"
-    failure.cancel()
-
-
 @pytest.mark.parametrize("fixed", [False, True])
 async def test_an_update_whose_bytes_are_gone_for_all_says_so_and_the_next_one_finds_them_all(fixed: bool) -> None:
     fakes = {i: Fetching(f"replica {i}", 3, 4, gone=(3,)) for i in range(2)}
@@ -712,18 +687,6 @@ async def test_a_joiner_that_fails_is_the_affair_of_who_asked_it_to_join() -> No
     with pytest.raises(RoomFailed, match="replica 1 was killed"):
         await join
     assert router.acknowledged() == {0: 3}
-    failure = asyncio.create_task(router.next_failure())
-    await turns()
-    assert not failure.done()
-    failure.cancel()
-
-
-async def test_a_failure_of_which_there_is_a_successor_is_not_reported() -> None:
-    router, (first,) = fleet(1)
-    first.loaded = RoomFailed("replica 0 died")
-    with pytest.raises(RoomFailed):
-        await router.stats()
-    await router.join(0, FakeReplica("replica 0"))
     failure = asyncio.create_task(router.next_failure())
     await turns()
     assert not failure.done()

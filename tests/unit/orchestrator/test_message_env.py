@@ -278,15 +278,6 @@ def test_compaction_vectors(name: str, template: str | None, vector: dict[str, i
     assert assert_each_sampled_token_is_trained_once(trajectory) == vector["num_datums"]
 
 
-@pytest.mark.parametrize("every", [1, 2, 3, 5])
-@pytest.mark.parametrize("turns", [1, 2, 3, 5, 6, 7])
-@pytest.mark.parametrize("role", ["user", "tool"])
-def test_compaction_gives_a_datum_for_every_n_turns(role: str, turns: int, every: int) -> None:
-    made = renderer(compact_every=every)
-    trajectory = play(Questions(turns, role), made, Policy([ended(THINKING, made, turn) for turn in range(turns)]))
-    assert assert_each_sampled_token_is_trained_once(trajectory) == ceil(turns / every)
-
-
 def test_stripping_gives_a_datum_for_every_query_and_keeping_one() -> None:
     answers = partial(ended, THINKING)
     for options, datums in (({}, 4), (KEEPING, 1)):

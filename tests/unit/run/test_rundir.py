@@ -516,13 +516,3 @@ class TestTrace:
         assert traced.read_bytes() == before
         assert (outputs / "r" / "trace" / "attempt_2" / "driver_0.json").exists()
         assert list(outputs.glob("r/branches/*/trace")) == []
-
-    def test_a_fork_starts_without(self, outputs: Path, traced: Path) -> None:
-        with open_run(config(outputs, "other", "--resume.dir", str(outputs / "r"))) as run:
-            run.checkout()
-            assert not (run.root / "trace").exists()
-        assert traced.exists()
-
-    def test_clean_takes_it_away(self, outputs: Path, traced: Path) -> None:
-        with open_run(config(outputs, "r", "--clean")):
-            assert not traced.exists()

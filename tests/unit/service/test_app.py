@@ -430,17 +430,6 @@ async def test_what_is_open_without_a_key_takes_no_body() -> None:
         assert refused.status_code == 413
 
 
-async def test_a_body_that_does_not_come_is_given_up() -> None:
-    async with served("4", limits=Limits(1000, 0.05, None)) as service:
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(service.url.rpartition(":")[2]))
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {CLIENT}\r\nContent-Length: 9\r\n\r\n"
-        )
-        writer.write(head.encode())
-        assert b"408" in await reader.readline()
-        writer.close()
-
-
 async def test_a_key_has_so_many_requests_in_a_minute() -> None:
     async with served("4", limits=Limits(LIMITS.body_bytes, 5.0, 2)) as service:
         codes = [(await service.client.get("/v1/models")) for _ in range(3)]

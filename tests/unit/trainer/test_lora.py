@@ -184,17 +184,6 @@ def test_the_reference_is_the_base(make: Make, kind: str) -> None:
     assert shard._reference is None, "no second model"
 
 
-def test_another_model_as_the_reference(make: Make, models: dict[str, str], tmp_path: Path) -> None:
-    other = AutoModelForCausalLM.from_pretrained(models["tied"])
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.mul_(0.9)
-    other.save_pretrained(tmp_path)
-    batch = make_batch(LENGTHS)
-    shard = make("tied", trainer__kl={"coef": 0.1, "reference": {"base_model": str(tmp_path)}})
-    np.testing.assert_allclose(logprobs(shard, batch, "reference"), expected(other, batch).detach().numpy(), atol=1e-5)
-
-
 def test_a_frozen_base_is_kept_in_the_inference_dtype(make: Make, kind: str) -> None:
     shard = make(kind, model__dtype="bfloat16")
     dtypes = {p.requires_grad: p.dtype for p in shard._model.parameters()}

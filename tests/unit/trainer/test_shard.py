@@ -21,10 +21,8 @@ from trainer.model import fsdp_units
 from trireme.core.batch import BatchPart
 from trireme.core.errors import BadInput, ProvenanceError
 from trireme.core.normalization import Normalization
-from trireme.core.transport import join_parts
 from trireme.core.types import AdamParams, Provenance, TokenBatch, WeightIdentity
 from trireme.core.weights import EXACT, ROUNDED, check_canary, check_received
-from trireme.transports.packing import Packer, fused_group, lay_out
 
 LENGTHS = (5, 9, 1, 7, 9)
 
@@ -148,32 +146,6 @@ def test_the_canary_is_computed_from_what_was_gathered_to_be_sent_where_memory_a
         assert len(gathers) == times * len(units) > times
         assert all(isinstance(parameter, DTensor) for parameter in each._model.parameters()), "nothing stays gathered"
     assert np.array_equal(canaries["auto"], canaries[True])
-
-
-def test_fused_tensors_share_a_bucket_and_the_buffer_is_reused():
-    buckets = []
-
-    def put(bucket):
-        buckets.append(bucket.copy())
-        return len(buckets) - 1
-
-    names = [f"layers.{i}.{part}.weight" for i in range(2) for part in ("attn.q_proj", "attn.k_proj", "norm")]
-    packer = Packer(put)
-    for version in range(2):
-        buckets.clear()
-        units = [[(name, torch.full((50 + i,), float(i + version))) for i, name in enumerate(names)]]
-        layout = lay_out(units, bucket_bytes=512)
-        entries, references = layout.entries, join_parts([packer.send(version, layout, units, None)])
-        assert list(references) == list(range(len(buckets)))
-        for i, e in enumerate(entries):
-            got = buckets[e.bucket][e.offset : e.offset + e.nbytes].view(np.float32)
-            assert (e.name, set(got.tolist()), len(got)) == (names[i], {float(i + version)}, 50 + i)
-        place = {
-            fused_group(e.name): {x.bucket for x in entries if fused_group(x.name) == fused_group(e.name)}
-            for e in entries
-        }
-        assert all(len(where) == 1 for where in place.values())
-        assert len(references) > 1
 
 
 def test_missing_columns_are_named(shard):
