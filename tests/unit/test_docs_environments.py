@@ -166,20 +166,6 @@ def test_a_program_runs_behind_a_service(service: tuple[str, Directories], progr
     assert (sessions.started, list(sessions.root.iterdir())) == (1, []), "closed"
 
 
-class Holds(FakeSampler):
-    """Never answers; `asked` is set from the fourth request on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked = asyncio.Event()
-
-    async def sample(self, request: SampleRequest) -> SampledSequence:
-        self.requests.append(request)
-        if len(self.requests) >= 4:
-            self.asked.set()
-        return await asyncio.Future()
-
-
 def test_the_command_is_a_valid_one() -> None:
     (command,) = [line for line in DOCUMENT.splitlines() if "--env.id letters" in line]
     flags = shlex.split(command.removeprefix("PYTHONPATH=. uv run rl "))

@@ -19,7 +19,7 @@ from trireme.config import Config
 from trireme.config.checks import check
 from trireme.config.model_facts import ModelFacts
 from trireme.config.resume_compat import fixed_parts
-from trireme.config.trainer import LINEAR, LoraConfig
+from trireme.config.trainer import LoraConfig
 from trireme.config.trainer_checks import RANKS
 from trireme.core.errors import BadInput
 
@@ -62,26 +62,6 @@ def test_a_rank_that_vllm_does_not_take(rank: int, nearest: str) -> None:
     text = refusal({"rank": rank})
     assert f"trainer.lora.rank = {rank}" in text
     assert nearest in text
-
-
-@pytest.mark.parametrize("rank", RANKS)
-def test_ranks_that_it_takes(rank: int) -> None:
-    assert check(config({"rank": rank}), FACTS) == []
-
-
-@pytest.mark.parametrize(
-    ("lora", "targets"),
-    [
-        ({}, LINEAR[:7]),
-        ({"train_mlp": False}, ("q_proj", "k_proj", "v_proj", "o_proj")),
-        ({"train_attn": False}, ("gate_proj", "up_proj", "down_proj")),
-        ({"train_unembed": True}, LINEAR),
-        ({"targets": ["v_proj", "q_proj"]}, ("q_proj", "v_proj")),
-        ({"lora_target_modules": ["o_proj"], "lora_alpha": 4}, ("o_proj",)),
-    ],
-)
-def test_targets(lora: dict[str, Any], targets: tuple[str, ...]) -> None:
-    assert LoraConfig.model_validate({"rank": 8, **lora}).target_modules == targets
 
 
 def test_targets_that_no_decoder_has() -> None:

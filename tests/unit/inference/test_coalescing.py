@@ -29,7 +29,6 @@ from inference.coalescing import (
     CoalescingScheduler,
     HeldOutputs,
     can_wait,
-    joined,
 )
 from inference.engine import READ, coalesce_outputs
 
@@ -123,10 +122,6 @@ class TestHeldOutputs:
         assert (made.prefill_stats, made.new_prompt_logprobs_tensors) == (PrefillStats(7), prompt)
         assert (made.events, made.finish_reason, made.stop_reason) == ([*events, *preempted], FinishReason.STOP, 5)
 
-    def test_a_request_without_logprobs(self) -> None:
-        made = joined([EngineCoreOutput("a", [1]), EngineCoreOutput("a", [2], finish_reason=FinishReason.LENGTH)])
-        assert (made.new_token_ids, made.new_logprobs) == ([1, 2], None)
-
     def test_each_field_of_vllm_is_joined_or_does_not_wait(self) -> None:
         joined_fields = {"new_token_ids", "new_logprobs", "new_prompt_logprobs_tensors", "events", "prefill_stats"}
         of_the_last = {"request_id", "stop_reason", "trace_headers", "num_nans_in_logits"}
@@ -184,10 +179,6 @@ class TestCoalescing:
         assert step(scheduler, output("a", [3])) == {"a": [1, 2, 3], "b": [11, 12]}
         assert step(scheduler, output("a", [4])) is None
 
-    def test_an_end_is_said_at_once_and_alone(self, scheduler: CoalescingScheduler) -> None:
-        step(scheduler, output("a", [1]), output("b", [11]))
-        assert step(scheduler, output("a", [2], finish_reason=FinishReason.STOP), output("b", [12])) == {"a": [1, 2]}
-
     def test_ends_wait_for_each_other_for_a_share_of_their_time(
         self, scheduler: CoalescingScheduler, clock: ManualClock
     ) -> None:
@@ -209,12 +200,6 @@ class TestCoalescing:
         assert step(scheduler) is None
         clock.now += 0.02 * END_S
         assert step(scheduler) == {"a": [1, 2]}
-
-    def test_the_last_end_of_all_is_said_at_once(self, scheduler: CoalescingScheduler, clock: ManualClock) -> None:
-        step(scheduler, output("a", [1]))
-        scheduler._all_sent = clock.now = clock.now + 1.0
-        scheduler.requests = {}
-        assert step(scheduler, output("a", [2], finish_reason=FinishReason.STOP)) == {"a": [1, 2]}
 
     def test_requests_that_were_aborted_are_forgotten(self, scheduler: CoalescingScheduler, clock: ManualClock) -> None:
         step(scheduler, output("a", [1]), output("b", [11]))

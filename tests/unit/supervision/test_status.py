@@ -78,12 +78,6 @@ class TestStatus:
             assert status.parts[0] == RunPart("inference_0", PartHealth.HEALTHY, 1.8e9, "", (100, 200), "here", 0)
             assert status.recent == tuple(roster.incidents)
 
-    def test_each_change_arrives(self, tmp_path: Path, roster: Roster) -> None:
-        with StatusWriter(tmp_path, roster):
-            for health in (PartHealth.CATCHING_UP, PartHealth.HEALTHY):
-                roster.set("inference_1", health)
-                until(lambda health=health: said(tmp_path).parts[1].health == health)
-
     def test_whoever_reads_finds_it_whole(
         self, tmp_path: Path, roster: Roster, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -147,11 +141,6 @@ class TestIncidents:
         first, second = read_incidents(tmp_path)
         assert first == Incident(1.8e9, "inference_0", "died in attempt 1", 0, 1)
         assert second.attempt == 2
-
-    def test_an_incident_is_there_as_soon_as_it_is_noted(self, tmp_path: Path, roster: Roster) -> None:
-        with StatusWriter(tmp_path, roster):
-            roster.note("inference_0", "died")
-            assert len(read_incidents(tmp_path)) == 1
 
     def test_a_torn_line_costs_only_itself(self, tmp_path: Path, roster: Roster) -> None:
         (tmp_path / INCIDENTS).write_text('{"at": 1.0, "part": "infer')

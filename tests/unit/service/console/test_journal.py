@@ -12,7 +12,7 @@ from console_support import answer, records_of, turn, write_sessions
 from service.console import journal
 from service.console.journal import JournalReader
 from service.sessions.journal import SessionJournal
-from service.sessions.records import AnswersDelivered, SessionForgotten, SessionOpened, TurnAnswered
+from service.sessions.records import SessionForgotten, TurnAnswered
 from service.sessions.session import LOST, SessionBook
 from service.sessions.tree import ROOT
 
@@ -46,17 +46,6 @@ def test_a_session_is_as_the_service_has_it(tmp_path: Path) -> None:
             assert session.tree.nodes[node].delivered == known.tree.nodes[node].delivered
 
 
-def test_records_are_seen_as_they_are_written(tmp_path: Path) -> None:
-    writer, reader = write_sessions(tmp_path), JournalReader(tmp_path)
-    read_in(reader)
-    assert reader.sessions["open-one"].delivered == 1
-    writer.append(AnswersDelivered("open-one", 1006.0, (4,)))
-    writer.append(SessionOpened("third", 1007.0, 4, 1.0))
-    read_in(reader)
-    assert reader.sessions["open-one"].delivered == 2
-    assert list(reader.sessions) == ["open-one", "ended-one", "third"]
-
-
 def test_half_a_record_waits_for_its_rest(tmp_path: Path) -> None:
     write_sessions(tmp_path).close()
     file = tmp_path / "000000.log"
@@ -69,16 +58,6 @@ def test_half_a_record_waits_for_its_rest(tmp_path: Path) -> None:
     read_in(reader)
     assert reader.sessions["ended-one"].ended == "by its harness"
     assert reader.sessions["open-one"].turns == 2
-
-
-@pytest.mark.parametrize("most_bytes", [1, 100, 1000])
-def test_a_long_journal_is_taken_in_over_several_looks(tmp_path: Path, most_bytes: int) -> None:
-    write_sessions(tmp_path)
-    reader = JournalReader(tmp_path)
-    looks = read_in(reader, most_bytes)
-    assert looks > 1
-    assert reader.sessions["ended-one"].ended == "by its harness"
-    assert reader.sessions["open-one"].sampled == 89
 
 
 def test_what_was_forgotten_is_gone(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from trireme.run.rollout_records import write_records
 
 FLAGS = [*QUIET, "--enable-logging=stderr", "--virtual-time-budget=2000"]
 """With what scripts complain of on stderr."""
-DARK = "--blink-settings=preferredColorScheme=0"
 
 
 @pytest.fixture
@@ -228,43 +226,6 @@ def picture(page: Path, profile: Path, tab: str, *flags: str) -> npt.NDArray[np.
     assert ended.returncode == 0, ended.stderr
     assert [line for line in ended.stderr.splitlines() if ":CONSOLE" in line] == []
     return np.asarray(Image.open(file).convert("RGB"))
-
-
-def places(image: npt.NDArray[np.uint8], color: str) -> npt.NDArray[np.intp]:
-    """(y, x) of the pixels of a colour."""
-    return np.argwhere((image == rgb(color)).all(axis=-1))
-
-
-def rgb(color: str) -> tuple[int, ...]:
-    return tuple(int(color[i : i + 2], 16) for i in (1, 3, 5))
-
-
-def colors(page: Path, dark: bool) -> dict[str, str]:
-    """The colours that the page's style gives names to."""
-    styles = re.findall(r":root \{(.*?)\}", page.read_text(), re.DOTALL)
-    return dict(re.findall(r"--(\w+): (#[0-9a-f]{6});", styles[int(dark)]))
-
-
-@in_chromium
-@pytest.mark.parametrize("dark", [False, True])
-def test_the_picture(run: Path, tmp_path: Path, dark: bool) -> None:
-    page = reported(run)
-    flags, named = [DARK] if dark else [], colors(page, dark)
-    image = picture(page, tmp_path / "curves", "curves", *flags)
-    assert tuple(image[5, 5]) == rgb(named["page"])
-    assert len(places(image, named["c0"])) > 500  # the first curve of each panel, and the bars of the ages
-    image = picture(page, tmp_path / "timeline", "timeline", *flags)
-    waiting, groups, training, update = (places(image, named[n]) for n in ("waiting", "groups", "training", "update"))
-    driver = waiting[:, 0].max()  # the last line of pixels of the driver's row: below the legend, and below the words
-    for kind in (waiting, groups, training, update):
-        assert (kind[:, 0] > driver - 15).sum() > 300
-    assert waiting[-1, 0] < groups[-1, 0] < training[-1, 0] < update[-1, 0]  # the rooms, from top to bottom
-    line = [tuple(pixel) for pixel in image[driver]]
-    first, second, *rest = [
-        color for color, _ in groupby(p for p in line if p in (rgb(named["waiting"]), rgb(named["training"])))
-    ]
-    assert (first, second, len(rest)) == (rgb(named["waiting"]), rgb(named["training"]), 6)  # four steps of two halves
-    assert 0.9 < line.count(first) / line.count(second) < 1.1
 
 
 @pytest.fixture(scope="module")
