@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import uvicorn
 import uvloop
 from turns import ANSWER, LONG
 
@@ -31,6 +30,7 @@ from service.front import Front, ServedModels
 from service.guard import Limits
 from service.keys import ServiceKey, ServiceKeys
 from service.places import Places
+from service.ports import http_server
 from service.sessions.door import PlacedSampler, SessionDoor
 from service.sessions.journal import SessionJournal
 from service.sessions.registry import SessionRegistry
@@ -153,14 +153,10 @@ def make_service(directory: Path, seconds: float, places: int) -> Any:
 
 
 async def _serve(app: Any, port: Callable[[int], None]) -> None:
-    own: Any = {"log_config": None, "access_log": False, "lifespan": "off", "timeout_keep_alive": 3600}
-    config = uvicorn.Config(app, "127.0.0.1", 0, **own)
-    server = uvicorn.Server(config)
-    serving = asyncio.create_task(server.serve())
-    while not server.started and not serving.done():  # noqa: ASYNC110  uvicorn has no event for it
-        await asyncio.sleep(0.01)
-    port(server.servers[0].sockets[0].getsockname()[1])
-    await serving
+    server = http_server(app, "127.0.0.1", 0, 3600)
+    await server.open()
+    port(server.port)
+    await server.serving
 
 
 def _child(pipe: Connection, core: int | None, seconds: float, places: int) -> None:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import ray
-import uvicorn
 
 from service.app import make_app
 from service.asked import Made
@@ -26,6 +25,7 @@ from service.front import Front, ServedModels
 from service.guard import Limits
 from service.keys import ServiceKey, ServiceKeys
 from service.places import Places
+from service.ports import http_server
 from service.sessions.ages import TrainingStanding
 from service.sessions.door import PlacedSampler, SessionDoor
 from service.sessions.history import AttemptStart, RunHistory
@@ -45,8 +45,6 @@ from trireme.renderers import make_renderer
 LOOK_S = 5.0
 AGAIN_S = 10.0
 """A replica that failed a chat is tried again after this time, unless it was removed meanwhile."""
-CLOSE_S = 3.0
-MEGABYTE = 10**6
 log = logging.getLogger(__name__)
 
 
@@ -105,26 +103,17 @@ class ServiceActor:
         self._places = Places(1, options.max_waiting, options.wait_s)
         self._chats = BoundedSampler(self._sampler, self._config.inference.answer_s)
         front = self._front = Front(self._chats, self._models, tokenizer, renderer, self._places)
-        limits = Limits(int(options.max_body_mb * MEGABYTE), options.body_s, options.requests_per_minute)
         keys = ServiceKeys(self._keys)
         self._door = await asyncio.to_thread(self._open_door, front, keys)
         run = RunReader(self._directory.parent, lambda: tokenizer)
-        app = make_app(front, self._door, keys, limits, run)
-        self._server = uvicorn.Server(
-            uvicorn.Config(app, options.host, options.port or 0, log_config=None, access_log=False, lifespan="off")
-        )
-        serving = asyncio.create_task(self._serve())
-        while not self._server.started:
-            if serving.done():
-                raise serving.exception() or RoomFailed("the service ended before it began")
-            await asyncio.sleep(0.01)
+        app = make_app(front, self._door, keys, Limits.of(options), run)
+        self._server = http_server(app, options.host, options.port or 0)
+        await self._server.open()
         beside = (self._fit_places(), self._bring_back(), self._door.keep_swept())
-        self._tasks = [serving, *(asyncio.create_task(each) for each in beside)]
+        self._tasks = [self._server.serving, *(asyncio.create_task(each) for each in beside)]
         self._started.set()
         spare_collector()  # requests and sessions are many objects too
-        port = self._server.servers[0].sockets[0].getsockname()[1]
-        host = f"[{options.host}]" if ":" in options.host else options.host
-        return f"http://{host}:{port}"
+        return self._server.address_at(options.host)
 
     def _open_door(self, front: Front, keys: ServiceKeys) -> SessionDoor:
         """Opens the sessions that the journal has. Raises StorageFailed."""
@@ -169,16 +158,6 @@ class ServiceActor:
         if self._adopt:
             return None
         return TrainingStanding(self._newest, self._config.orchestrator.max_steps_off_policy)
-
-    async def _serve(self) -> None:
-        options = self._config.service
-        try:
-            await self._server.serve()
-        except SystemExit:  # uvicorn's answer to a port that it cannot have
-            raise RoomFailed(
-                f"the service cannot listen at {options.host}:{options.port}: the port is taken, or the address is not "
-                "of this machine; set --service.port to another one, or to 0"
-            ) from None
 
     async def _fit_places(self) -> None:
         """Sets the places of chats to `service.share` of the sequences that the replicas decode together."""
@@ -248,7 +227,4 @@ class ServiceActor:
         if self._tasks:
             self._front.end("the run has ended, and its service with it")
             await self._door.close()
-            self._server.should_exit = True
-            await asyncio.wait(self._tasks[:1], timeout=CLOSE_S)
-            self._server.force_exit = True  # a client does not read its answer
-            await asyncio.wait(self._tasks[:1], timeout=CLOSE_S)
+            await self._server.close()

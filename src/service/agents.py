@@ -8,16 +8,11 @@ agent of a rollout does not outlive the orchestrator. The port has no route for 
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from math import inf
-from typing import Any
-
-import uvicorn
 
 from service.app import make_app
 from service.asked import Made
@@ -25,6 +20,7 @@ from service.front import Front, ServedModels
 from service.guard import Limits
 from service.keys import ServiceKey, ServiceKeys
 from service.places import Places
+from service.ports import http_server
 from service.sessions.door import SessionDoor
 from service.sessions.journal import Replayed
 from service.sessions.records import SessionRecord
@@ -39,8 +35,6 @@ from trireme.renderers import make_renderer
 
 HOST = "127.0.0.1"
 MANY = 1 << 30
-MEGABYTE = 10**6
-STOP_S = 3.0
 
 
 class NoJournal:
@@ -105,23 +99,15 @@ class LoopbackSessions:
         )
         keys = ServiceKeys([ServiceKey("admin", secrets.token_urlsafe())])  # which only signs
         self._door = SessionDoor(self._registry, front, keys, sampling, _no_floor, MANY)
-        bounds = Limits(int(options.max_body_mb * MEGABYTE), options.body_s, None)
-        app = make_app(front, self._door, keys, bounds, owners=False)
-        self._server = uvicorn.Server(uvicorn.Config(app, HOST, 0, log_config=None, access_log=False, lifespan="off"))
-        server: Any = self._server
-        server.capture_signals = nullcontext  # they are the orchestrator's
-        self._serving = asyncio.create_task(self._server.serve())
-        while not self._server.started:
-            if self._serving.done():
-                raise RoomFailed(f"no port on {HOST} for agents: {self._serving.exception()}")
-            await asyncio.sleep(0.01)
+        bounds = replace(Limits.of(options), per_minute=None)
+        self._server = http_server(make_app(front, self._door, keys, bounds, owners=False), HOST, 0)
+        await self._server.open()
 
     async def open(self, sample: SampleTurn) -> tuple[str, AgentAccess]:
         """Opens a session for one rollout."""
         opened = await self._door.open()
         self._sampler.rollouts[opened.name] = sample
-        port = self._server.servers[0].sockets[0].getsockname()[1]
-        base = f"http://{HOST}:{port}/sessions/{opened.name}"
+        base = f"{self._server.address_at(HOST)}/sessions/{opened.name}"
         return opened.name, AgentAccess(f"{base}/v1", base, opened.key)
 
     async def close(self, session: str) -> PlayedSession:
@@ -135,10 +121,7 @@ class LoopbackSessions:
     async def stop(self) -> None:
         """Closes the port; turns that are being sampled end."""
         await self._door.close()
-        self._server.should_exit = True
-        await asyncio.wait([self._serving], timeout=STOP_S)
-        self._server.force_exit = True  # an agent does not read its answer
-        await asyncio.wait([self._serving], timeout=STOP_S)
+        await self._server.close()
 
 
 async def _no_floor() -> WeightIdentity:

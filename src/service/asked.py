@@ -5,6 +5,7 @@ body --dialect--> Asked --front--> Delta, Delta, ..., ServiceAnswer --dialect-->
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -15,6 +16,7 @@ import numpy.typing as npt
 from trireme.core.types import SampledSequence, SamplingParams, VersionSpan
 from trireme.renderers import Message, ToolCall, ToolSpec
 
+COUNT = re.compile("[0-9]{1,18}")
 Finish = Literal["stop", "length", "tool_calls"]
 
 
@@ -35,6 +37,12 @@ class RequestRefused(Exception):
         super().__init__(message)
         self.message, self.status, self.param, self.code = message, status, param, code
         self.retry_after_s = retry_after_s
+
+
+def count_of(text: str) -> int | None:
+    """Returns the number that a client wrote in decimal digits of ASCII; None: it is none, or has too many digits.
+    (`str.isdigit` takes digits that `int` refuses, and `int` refuses very long numbers.)"""
+    return int(text) if COUNT.fullmatch(text) else None
 
 
 @dataclass(frozen=True)

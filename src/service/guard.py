@@ -15,10 +15,12 @@ from typing import Protocol
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.asked import RequestRefused
+from service.asked import RequestRefused, count_of
 from service.errors import error_reply
 from service.keys import ServiceKey, ServiceKeys
+from service.ports import ADMISSION
 from service.routes import Caller, caller_of, in_session, name_of
+from trireme.config.service import ServiceConfig
 
 FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
 """A proxy on this machine says with these that the caller is elsewhere."""
@@ -30,7 +32,10 @@ KEYED: tuple[Caller, ...] = ("client", "session", "admin")
 """Callers that need a key wherever they are."""
 KEYS_AT_FIRST = 1024
 """So many keys are counted before those whose bucket is full are looked for."""
-UNANNOUNCED = 10**6
+MEGABYTE = 10**6
+MOST_STRINGS = 100_000
+"""Of a large body of JSON."""
+UNANNOUNCED = MEGABYTE
 """The largest body, in bytes, that does not say its length first. Clients that send chunks without end cost the others
 little then; those of OpenAI, Anthropic and Tinker always say it."""
 
@@ -45,6 +50,11 @@ class Limits:
     """Seconds in which it must have come."""
     per_minute: int | None
     """Requests of one key in a minute; None: as many as come."""
+
+    @classmethod
+    def of(cls, options: ServiceConfig) -> Limits:
+        """Returns those of a configuration."""
+        return cls(int(options.max_body_mb * MEGABYTE), options.body_s, options.requests_per_minute)
 
 
 class Rates:
@@ -132,20 +142,27 @@ class RequestGuard:
             raise _not_open(f"{scope['method']} {name_of(scope['path'])}", caller, key)
         scope[SESSION] = session or (key.session if key else "")
         scope[KEY] = key
-        keyed = caller in KEYED
-        if key and keyed:
+        if caller != "all" and ADMISSION in scope:
+            scope[ADMISSION].granted = True
+        length = count_of(headers.get("content-length", ""))
+        if caller not in KEYED:  # what is open without a key takes no body, and waits for none
+            if length or "transfer-encoding" in headers:
+                raise _too_large(0)
+            return b""
+        if key:
             self._rates.take(key.name)
-        most = self._limits.body_bytes if keyed else 0  # what is open without a key takes no body
-        return await self._body(headers, receive, most)
+        body = await self._body(length, receive)
+        if len(body) > UNANNOUNCED and "json" in headers.get("content-type", ""):
+            _refuse_many_strings(body)
+        return body
 
-    async def _body(self, headers: Headers, receive: Receive, most: int) -> bytes:
-        length = headers.get("content-length", "")
-        said = length.isdigit()
-        if said and int(length) > most:
+    async def _body(self, length: int | None, receive: Receive) -> bytes:
+        most = self._limits.body_bytes
+        if length is not None and length > most:
             raise _too_large(most)
         try:
             async with asyncio.timeout(self._limits.body_s):
-                return await self._read(receive, most, most if said else min(most, UNANNOUNCED))
+                return await self._read(receive, most, min(most, UNANNOUNCED) if length is None else most)
         except TimeoutError:
             raise RequestRefused(
                 f"the body took longer than {self._limits.body_s:g} s (service.body_s)", status=408, code="body_timeout"
@@ -165,6 +182,13 @@ class RequestGuard:
                 raise _too_large(most, here)
             if not message.get("more_body", False):
                 return b"".join(parts)
+
+
+def _refuse_many_strings(body: bytes) -> None:
+    """Refuses JSON with very many strings before it is parsed: they take ten times their bytes, and the loop waits.
+    (Each begins with a quote before which no backslash stands.)"""
+    if body.count(b'"') - body.count(b'\\"') > 2 * MOST_STRINGS:
+        raise RequestRefused(f"a body of more than {MOST_STRINGS:,} strings", status=413, code="body_too_large")
 
 
 def _not_open(route: str, caller: Caller, key: ServiceKey | None) -> RequestRefused:

@@ -30,6 +30,8 @@ OF_SESSIONS = "tr-session-"
 """The beginning of the keys of sessions."""
 SHORTEST = 16
 """Characters of a key that cannot be guessed."""
+ANY_TEXT = "surrogatepass"
+"""How texts of clients become bytes: also those that UTF-8 cannot hold."""
 OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,63}")
 
 
@@ -83,19 +85,23 @@ class ServiceKeys:
                 "an admin key, which signs the keys of sessions",
                 "write a line `admin KEY` into the file of service.keys",
             ).error()
-        signed = hmac.new(self._signs, session.encode(errors="surrogateescape"), hashlib.sha256).hexdigest()
+        signed = hmac.new(self._signs, session.encode(errors=ANY_TEXT), hashlib.sha256).hexdigest()
         return f"{OF_SESSIONS}{session}-{signed}"
 
     def _of_session(self, given: str) -> ServiceKey | None:
         session = given.removeprefix(OF_SESSIONS).rpartition("-")[0]
         if self._signs is None or not given.startswith(OF_SESSIONS):
             return None
-        same = hmac.compare_digest(_digest(given), _digest(self.of_session(session)))
-        return ServiceKey("session", given, session) if same else None
+        return ServiceKey("session", given, session) if same_text(given, self.of_session(session)) else None
+
+
+def same_text(given: str, secret: str) -> bool:
+    """Tells whether a client gave a secret, in a time that says nothing of it, whatever letters came."""
+    return hmac.compare_digest(_digest(given), _digest(secret))
 
 
 def _digest(value: str) -> bytes:
-    return hashlib.sha256(value.encode(errors="surrogateescape")).digest()
+    return hashlib.sha256(value.encode(errors=ANY_TEXT)).digest()
 
 
 def new_key(role: Role, prefix: str = "tr") -> ServiceKey:

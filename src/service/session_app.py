@@ -37,7 +37,7 @@ class RewardBody(Body):
     """A reward."""
 
     value: float
-    answer: int | None = None
+    answer: Annotated[int, Field(ge=0, lt=2**53)] | None = None
     """The answer's name, as its `usage.answers` has it; none: the whole session."""
     metrics: Metrics = Field({})
 

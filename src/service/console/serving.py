@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Callable
 from ipaddress import ip_address
 from pathlib import Path
 
-import uvicorn
 from fastapi import FastAPI
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from service import ports
 from service.asked import RequestRefused
 from service.console.app import PATH, ConsoleRoutes, add_refusals
 from service.console.reading import RunReader
@@ -22,8 +23,6 @@ from service.routes import Caller, caller_of
 from trireme.core.refusals import Refusal
 
 LIMITS = Limits(body_bytes=0, body_s=5.0, per_minute=None)
-MOST_CONNECTIONS = 64
-CLOSE_S = 2
 
 
 def is_loopback(host: str) -> bool:
@@ -90,8 +89,7 @@ def console_keys(host: str, file: Path | None) -> list[ServiceKey]:
 def listen(host: str, port: int) -> socket.socket:
     """Returns a socket that listens. Raises BadInput if the address is not of this machine, or the port is taken."""
     try:
-        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        return socket.create_server(address[:2], family=family, backlog=MOST_CONNECTIONS)
+        return ports.listen(host, port)
     except OSError as error:
         raise Refusal(
             f"--host {host} --port {port}: {error}",
@@ -113,15 +111,13 @@ def serve_console(reader: RunReader, host: str, port: int, key_file: Path | None
     listening = listen(host, port)
     say(f"{reader.root}: {address_of(listening, host, keys)}")
     say("open it in a browser; Ctrl-C ends this, and the run does not notice")
-    app = make_console_app(reader, keys)
-    config = uvicorn.Config(
-        app,
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        ws="none",
-        limit_concurrency=MOST_CONNECTIONS,
-        timeout_graceful_shutdown=CLOSE_S,
-    )
-    with listening:
-        uvicorn.Server(config).run(sockets=[listening])
+    asyncio.run(serve(ports.HttpServer(make_console_app(reader, keys), listening)))
+
+
+async def serve(server: ports.HttpServer) -> None:
+    """Serves until it is told to end, or the event loop ends."""
+    await server.open()
+    try:
+        await server.serving
+    finally:
+        await server.close()

@@ -66,7 +66,7 @@ class ChatToolCall(Body):
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
-    index: int | None = None
+    index: Annotated[int, Field(ge=0, lt=2**31)] | None = None
 
 
 class ChatMessage(Body):

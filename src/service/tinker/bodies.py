@@ -6,31 +6,28 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from service.asked import RequestRefused
-from service.dialects.wire import Stop, TokenId
+from service.dialects.wire import Body, Few, Many, Stop, StopIds, Stops, TokenId, TopK
 from service.tinker.adapters import AdapterWish
 from trireme.core.types import AdamParams, SamplingParams
 
-Seq = Annotated[int, Field(ge=0)]
+Seq = Annotated[int, Field(ge=0, lt=2**53)]
 Seed = Annotated[int, Field(ge=0, lt=2**62)]
 """Further samples count on from it, below 2^63."""
+Lifetime = Annotated[int, Field(gt=0, le=10**10)]
+"""Seconds; calendars hold the date at their end."""
+Labels = Annotated[dict[str, str], Few]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
-class Told(BaseModel):
+class Told(Body):
     """A body of which only these fields matter."""
 
-    model_config = ConfigDict(extra="ignore", protected_namespaces=())
-
-
-class Strict(BaseModel):
-    """A body all of whose fields matter."""
-
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(extra="ignore")
 
 
 class SessionBody(Told):
@@ -76,7 +73,7 @@ class OptimizerBody(Told):
 class LoraBody(Told):
     """Describes the adapter that is wanted."""
 
-    rank: int
+    rank: Seq
     seed: Seed | None = None
     train_attn: bool = True
     train_mlp: bool = True
@@ -118,7 +115,7 @@ class ModelBody(Told):
     model_id: str
 
 
-class AdamBody(Strict):
+class AdamBody(Body):
     """The parameters of an update."""
 
     learning_rate: NonNegative = 1e-4
@@ -149,9 +146,9 @@ class SaveBody(Told):
     model_id: str
     seq_id: Seq
     path: str | None = None
-    ttl_seconds: Annotated[int, Field(gt=0)] | None = None
+    ttl_seconds: Lifetime | None = None
     overwrite: bool = False
-    user_metadata: dict[str, str] | None = None
+    user_metadata: Labels | None = None
     sampling_session_seq_id: Seq | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"
 
@@ -175,27 +172,27 @@ class ChunkBody(Told):
     """A part of a prompt."""
 
     type: str = "encoded_text"
-    tokens: list[TokenId] = []
+    tokens: Many[TokenId] = Field([])
 
 
 class PromptBody(Told):
     """A prompt."""
 
-    chunks: list[ChunkBody]
+    chunks: Many[ChunkBody]
 
 
-class SamplingBody(Strict):
+class SamplingBody(Body):
     """How to sample."""
 
-    max_tokens: Annotated[int, Field(gt=0)] | None = None
+    max_tokens: Annotated[Seq, Field(gt=0)] | None = None
     seed: Seed | None = None
-    stop: Stop | list[Stop] | list[TokenId] | None = None
+    stop: Stop | Stops | StopIds | None = None
     temperature: NonNegative = 1.0
-    top_k: Annotated[int, Field(ge=-1)] = -1
+    top_k: TopK = -1
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
 
 
-class SampleBody(Strict):
+class SampleBody(Body):
     """Asks for samples, and for log-probabilities of their prompt."""
 
     num_samples: Annotated[int, Field(gt=0, le=1024)] = 1
@@ -205,10 +202,10 @@ class SampleBody(Strict):
     seq_id: Seq
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
-    topk_sample_logprobs: int = 0
+    topk_sample_logprobs: Seq = 0
     target_prompt_logprobs: dict[str, Any] | None = None
-    prompt_alt_tokens_k: int = 0
-    prompt_logprobs_last_n: int | None = None
+    prompt_alt_tokens_k: Seq = 0
+    prompt_logprobs_last_n: Seq | None = None
     record_stability_info: bool | None = None
     base_model: str | None = None
     model_path: str | None = None
@@ -259,16 +256,16 @@ class TargetBody(Told):
     """Names a clone of a sampler."""
 
     sampling_session_id: str
-    cloned_sampler_id: int = 0
+    cloned_sampler_id: Seq = 0
 
 
 class RetrieveManyBody(Told):
     """Asks which samples are done."""
 
     target: TargetBody
-    prev_cursor: int = 0
+    prev_cursor: Seq = 0
     timeout: Finite | None = None
-    retrieved_request_ids: list[str] = []
+    retrieved_request_ids: Many[str] = Field([])
 
 
 class PathBody(Told):
@@ -280,7 +277,7 @@ class PathBody(Told):
 class TtlBody(Told):
     """Says how long something shall be kept."""
 
-    ttl_seconds: Annotated[int, Field(gt=0)] | None = None
+    ttl_seconds: Lifetime | None = None
 
 
 class CopyBody(Told):
@@ -288,7 +285,7 @@ class CopyBody(Told):
 
     source_path: str
     destination_project_id: str
-    ttl_seconds: Annotated[int, Field(gt=0)] | None = None
+    ttl_seconds: Lifetime | None = None
 
 
 class SaveExternalBody(Told):
@@ -297,39 +294,39 @@ class SaveExternalBody(Told):
     model_id: str
     seq_id: Seq
     path: str
-    ttl_seconds: Annotated[int, Field(gt=0)] | None = None
-    age_encryption_recipients: list[str] | None = None
+    ttl_seconds: Lifetime | None = None
+    age_encryption_recipients: Many[str] | None = None
 
 
-class OwnerBody(Strict):
+class OwnerBody(Body):
     """Says whose sessions are searched."""
 
     type: Literal["own", "accessible", "user"] = "own"
-    owner_urns: list[str] = []
+    owner_urns: Many[str] = Field([])
 
 
-class StatusBody(Strict):
+class StatusBody(Body):
     """Names a status of sessions."""
 
     type: Literal["active", "cancelled", "failed", "client_finished"]
-    reasons: list[str] | None = None
+    reasons: Many[str] | None = None
 
 
-class SearchCursor(Strict):
+class SearchCursor(Body):
     """Says where the next page of sessions begins."""
 
     last_created_at: datetime
     last_session_id: str
 
 
-class SearchBody(Strict):
+class SearchBody(Body):
     """Asks for sessions."""
 
     session_id: str | None = None
-    project_ids: list[str] | None = None
-    user_metadata: dict[str, str] = {}
+    project_ids: Many[str] | None = None
+    user_metadata: Labels = Field({})
     display_name: str | None = None
     owner: OwnerBody = OwnerBody()
-    statuses: list[StatusBody] | None = None
+    statuses: Many[StatusBody] | None = None
     limit: Annotated[int, Field(ge=1, le=200)] = 50
     cursor: SearchCursor | None = None

@@ -17,9 +17,10 @@ from starlette.responses import FileResponse
 
 from service.asked import RequestRefused
 from service.errors import JsonReply
+from service.keys import ANY_TEXT, same_text
 from service.routes import SIGNED
 from service.tinker.asked import Saving
-from service.tinker.bodies import SaveExternalBody
+from service.tinker.bodies import SaveExternalBody, Seq
 from service.tinker.callers import Asking, OwnThings
 from service.tinker.catalog import SCHEME, Catalog, SavedKind
 from service.tinker.serving import TinkerServer
@@ -65,9 +66,9 @@ class DownloadRoutes:
             urls[file] = f"{base}{SIGNED}{until}/{signature}/{quote(f'{model_id}/{name}/{file}')}"
         return JsonReply({"urls": urls, "expires": datetime.fromtimestamp(until, UTC).isoformat()})
 
-    async def file(self, until: int, signature: str, model_id: str, name: str, file: str) -> FileResponse:
+    async def file(self, until: Seq, signature: str, model_id: str, name: str, file: str) -> FileResponse:
         """Gives a file to those who have its address."""
-        if not hmac.compare_digest(signature, self._sign(until, model_id, name, file)) or until < self._now():
+        if not same_text(signature, self._sign(until, model_id, name, file)) or until < self._now():
             raise RequestRefused(
                 "an address that this server did not sign, or not within the last hour; get_external_weights_urls "
                 "gives new ones",
@@ -78,4 +79,4 @@ class DownloadRoutes:
 
     def _sign(self, until: int, *parts: str) -> str:
         """Returns the signature of a file, which only this process can make."""
-        return hmac.new(self._secret, "\n".join((str(until), *parts)).encode(), sha256).hexdigest()
+        return hmac.new(self._secret, "\n".join((str(until), *parts)).encode(errors=ANY_TEXT), sha256).hexdigest()

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from service.asked import RequestRefused
 from service.errors import JsonReply
 from service.quotas import GIGABYTE
-from service.tinker.bodies import CopyBody, PathBody, TtlBody
+from service.tinker.bodies import CopyBody, PathBody, Seq, TtlBody
 from service.tinker.callers import Asking
 from service.tinker.catalog import KINDS, SCHEME, SavedKind, SavedRun, SavedWeights
 from service.tinker.owners import Caller
@@ -62,7 +62,7 @@ class SavedRoutes:
         """Refuses what this server has not got."""
         raise RequestRefused(f"this server has not got {NOT_HERE[request.scope['route'].path]}", status=404)
 
-    async def runs(self, caller: Asking, limit: int = 20, offset: int = 0, project_id: str | None = None) -> JsonReply:
+    async def runs(self, caller: Asking, limit: Seq = 20, offset: Seq = 0, project_id: str | None = None) -> JsonReply:
         """Lists training runs, the newest first."""
         found = [run for run in self._catalog.runs(caller) if project_id in (None, self._project(run))]
         shown = [self._run(run) for run in found[offset : offset + limit]]
@@ -83,7 +83,7 @@ class SavedRoutes:
         saved = self._catalog.saved(self._found(caller, model_id).model_id)
         return JsonReply({"checkpoints": [_checkpoint(each) for each in saved]})
 
-    async def all_checkpoints(self, caller: Asking, limit: int = 100, offset: int = 0) -> JsonReply:
+    async def all_checkpoints(self, caller: Asking, limit: Seq = 100, offset: Seq = 0) -> JsonReply:
         """Lists what all training runs saved."""
         found = [saved for run in self._catalog.runs(caller) for saved in self._catalog.saved(run.model_id)]
         shown = [_checkpoint(each) for each in found[offset : offset + limit]]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from service.asked import count_of
 from service.tinker.promises import (
     ClientModel,
     ClientSampler,
@@ -121,9 +122,10 @@ class PromiseBook:
         """Returns a promise. Raises UnknownId, and GoneError where its outcome is forgotten."""
         if (promise := self._promises.get(request_id)) is not None:
             return promise
-        owner_id, _, seq = request_id.rpartition("/")
-        if (owner_id in self.models or owner_id in self.samplers) and seq.isdecimal():
-            retired, number = self._retired(owner_id, int(seq))
+        owner_id, _, digits = request_id.rpartition("/")
+        seq = count_of(digits)
+        if (owner_id in self.models or owner_id in self.samplers) and seq is not None:
+            retired, number = self._retired(owner_id, seq)
             if number in retired:
                 raise GoneError(
                     f"the result of {request_id!r} was given more than {KEPT_S:g} s ago, or not asked for in "

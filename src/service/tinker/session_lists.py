@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from starlette.responses import Response
 
 from service.errors import JsonReply
-from service.tinker.bodies import FinishBody, ProjectBody, SearchBody, StatusBody
+from service.tinker.bodies import FinishBody, ProjectBody, SearchBody, Seq, StatusBody
 from service.tinker.callers import Asking, OwnThings
 from service.tinker.owners import Caller
 from service.tinker.promises import ClientSession
@@ -34,7 +34,7 @@ class SessionListRoutes:
         app.put(SESSIONS + "/{session_id}/project")(self.set_project)
         app.post(SESSIONS + "/{session_id}/finish")(self.finish)
 
-    async def sessions(self, caller: Asking, limit: int = 20, offset: int = 0) -> JsonReply:
+    async def sessions(self, caller: Asking, limit: Seq = 20, offset: Seq = 0) -> JsonReply:
         """Lists sessions, the newest first."""
         found = [each.session_id for each in reversed(OwnThings(self._state, caller).sessions())]
         return JsonReply({"sessions": found[offset : offset + limit]})

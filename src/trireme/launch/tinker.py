@@ -28,7 +28,6 @@ from trireme.process import signals
 from trireme.supervision.restarts import Restarts
 
 RUNS, JOURNAL, COMMITS, BASE = "runs", "journal", "commits", ".tinker-base-"
-MEGABYTE = 10**6
 TICK_S = 0.2
 
 
@@ -66,8 +65,7 @@ def serve_clients(
     server = TinkerServer(offer, catalog, journal, commits)
     if server.begin():
         say("what clients had asked the last server for is continued")
-    limits = Limits(int(options.max_body_mb * MEGABYTE), options.body_s, options.requests_per_minute)
-    listener = TinkerListener(server, ServiceKeys(keys), limits, options.host, options.port or 0)
+    listener = TinkerListener(server, ServiceKeys(keys), Limits.of(options), options.host, options.port or 0)
     listener.start()
     restarts = Restarts(config.cluster.max_restarts, config.cluster.restart_window_s)
     try:

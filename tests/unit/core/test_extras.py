@@ -14,7 +14,7 @@ from trireme.core.extras import require
 
 REPOSITORY = Path(__file__).parents[3]
 OPTIONAL = ("httpx", "math_verify", "matplotlib", "pyarrow", "renderers", "verifiers")
-SERVERS = ("fastapi", "starlette", "uvicorn")
+SERVERS = ("fastapi", "httptools", "starlette", "uvicorn")
 """The extra `web`, which vLLM's packages bring too."""
 WITHOUT = f"import sys\nfor name in {OPTIONAL + SERVERS}: sys.modules[name] = None\n"
 

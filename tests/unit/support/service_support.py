@@ -13,7 +13,6 @@ from typing import Any
 
 import httpx
 import numpy as np
-import uvicorn
 from renderer_support import QWEN3, bpe
 
 from service.app import make_app
@@ -23,6 +22,7 @@ from service.front import Front, ServedModels
 from service.guard import Limits
 from service.keys import ServiceKey, ServiceKeys
 from service.places import Places
+from service.ports import http_server
 from service.sessions.ages import TrainingStanding
 from service.sessions.door import PlacedSampler, SessionDoor
 from service.sessions.journal import SessionJournal
@@ -170,15 +170,11 @@ async def served(
 
 @asynccontextmanager
 async def _running(app: Any, sampler: ScriptedSampler, front: Front, door: SessionDoor) -> AsyncIterator[Served]:
-    server = uvicorn.Server(uvicorn.Config(app, "127.0.0.1", 0, log_config=None, lifespan="off"))
-    server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
-    running = asyncio.create_task(server.serve())
-    while not server.started:  # noqa: ASYNC110  uvicorn has no event for it
-        await asyncio.sleep(0.001)
-    url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    server = http_server(app, "127.0.0.1", 0)
+    await server.open()
+    url = server.address_at("127.0.0.1")
     headers = {"Authorization": f"Bearer {CLIENT}"}
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=30) as client:
         yield Served(url, sampler, front, client, front.renderer, door, app)
-    server.should_exit = True
-    await running
+    await server.close()
     await door.close()

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import uvicorn
 from browser_support import Tab, browser, in_chromium
 from console_support import ATTACK, STEPS, make_live_run, reader_of
 from supervision_support import driven
 
-from service.console.serving import address_of, listen, make_console_app
+from service.console.serving import address_of, listen, make_console_app, serve
 from service.keys import ServiceKey, new_key
+from service.ports import HttpServer
 
 DEADLINE_S = 30.0
 
@@ -25,19 +25,14 @@ DEADLINE_S = 30.0
 def served(root: Path, *keys: ServiceKey) -> Iterator[str]:
     """Serves the console of a run from a thread. Yields the address to open."""
     app, listening = make_console_app(reader_of(root), list(keys)), listen("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", ws="none"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    server = HttpServer(app, listening)
+    thread = threading.Thread(target=lambda: asyncio.run(serve(server)), daemon=True)
     thread.start()
-    ends = time.monotonic() + DEADLINE_S
-    while not server.started:
-        assert time.monotonic() < ends, f"the console did not listen within {DEADLINE_S:g} s"
-        time.sleep(0.01)
     try:
         yield address_of(listening, "127.0.0.1", list(keys))
     finally:
         server.should_exit = True
         thread.join(DEADLINE_S)
-        listening.close()
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,211 @@
+"""The server behind every port of the project, with limits that hold before a key is known.
+
+    connection --head--> app: RequestGuard --body--> routes
+
+A request reaches the guard (`service.guard`), which looks for its key, once its head is complete. What a connection may
+cost before that is bounded here: bytes and lines of the head, the seconds in which it must come, and the number of
+connections that have not shown a key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.types import ASGIApp
+from uvicorn import Config, Server
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from service.asked import RequestRefused
+from service.errors import error_reply
+from trireme.core.errors import RoomFailed
+
+HEAD_BYTES = 32 * 1024
+"""Bytes of a request's line and headers, or between two pieces of its body."""
+HEAD_LINES = 128
+"""Headers of a request, those behind its body included."""
+HEAD_S = 10.0
+"""Seconds in which the head of a request must come, from its first byte or from the connection on."""
+PENDING_CONNECTIONS = 256
+"""Connections without a key. A further one takes the place of the oldest: clients send their key at once."""
+ACCEPTED_AT_ONCE = 64
+"""Connections that asyncio accepts before it does other work."""
+QUEUE = 2048
+"""Connections that the system keeps until they are accepted."""
+TICKS = 10
+"""The server's ticks in a second."""
+IDLE_S = 5
+CLOSE_S = 3.0
+ADMISSION = "trireme.admission"
+"""The key of a connection's Admission in the scope of its requests."""
+
+
+@dataclass(slots=True)
+class Admission:
+    """Tells whether a connection has shown a key, or is one that needs none; the guard sets it."""
+
+    granted: bool = False
+
+
+class PortState(ServerState):
+    """The connections of a port."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pending: dict[BoundedHttp, None] = {}
+        """Connections that were not admitted when they were last looked at, the oldest first."""
+
+    def add(self, connection: BoundedHttp) -> None:
+        """Adds a new connection, and closes the oldest where too many are not admitted."""
+        while len(self.pending) >= PENDING_CONNECTIONS:
+            oldest = next(iter(self.pending))
+            del self.pending[oldest]
+            if not oldest.admission.granted:
+                oldest.transport.abort()
+        self.pending[connection] = None
+
+
+class BoundedHttp(HttpToolsProtocol):
+    """A connection whose requests have bounded heads."""
+
+    server_state: PortState
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.admission = Admission()
+        self._unread = 0
+        """Bytes since the last piece of body, or the last complete head."""
+        self._since_s = self.loop.time()
+        """When the first of them came."""
+        self.server_state.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.server_state.pending.pop(self, None)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        while data and not self.transport.is_closing():
+            if not self._unread:
+                self._since_s = self.loop.time()
+            piece = data[: HEAD_BYTES - self._unread]
+            data = data[len(piece) :]
+            self._unread += len(piece)
+            super().data_received(piece)  # a callback below sets the count back
+            if self._unread >= HEAD_BYTES:
+                self._refuse(431, f"a request with {HEAD_BYTES:,} bytes before its body; send shorter headers")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope[ADMISSION] = self.admission  # type: ignore[literal-required]
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        if len(self.headers) > HEAD_LINES:
+            self._refuse(431, f"a request with more than {HEAD_LINES} headers; send fewer")
+            raise ValueError("too many headers")  # the parser stops
+
+    def on_headers_complete(self) -> None:
+        self._unread = 0
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._unread = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._unread = 0
+        super().on_message_complete()
+
+    def expire(self, now_s: float) -> None:
+        """Closes the connection if a head should have come by now."""
+        idle = self.cycle is None or self.cycle.response_complete
+        if idle and (self._unread or self.cycle is None) and now_s - self._since_s > HEAD_S:
+            self._refuse(408, f"a request whose headers took longer than {HEAD_S:g} s; send it whole")
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, "what is no request of HTTP/1.1")
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Closes the connection, with an answer where none has begun."""
+        if self.transport.is_closing():
+            return
+        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+            reply = error_reply("", RequestRefused(message, status=status), close=True)
+            lines = [STATUS_LINE[status], *(name + b": " + value + b"\r\n" for name, value in reply.raw_headers)]
+            self.transport.write(b"".join([*lines, b"\r\n", reply.body]))
+        self.transport.close()
+
+
+class HttpServer(Server):
+    """Serves one app at one address, in the event loop that runs."""
+
+    def __init__(self, app: ASGIApp, listening: socket.socket, idle_s: int = IDLE_S) -> None:
+        """`listening`: it is closed with the server. `idle_s`: seconds for which a connection may wait for its next
+        request."""
+        quiet: dict[str, Any] = {
+            "log_config": None,
+            "log_level": "error",
+            "access_log": False,
+        }  # else clients fill logs
+        super().__init__(
+            Config(
+                app,
+                http=BoundedHttp,
+                ws="none",
+                lifespan="off",
+                timeout_keep_alive=idle_s,
+                backlog=ACCEPTED_AT_ONCE,
+                **quiet,
+            )
+        )
+        self._listening = listening
+        self.port = listening.getsockname()[1]
+        self.server_state: PortState = PortState()
+
+    def address_at(self, host: str) -> str:
+        """Returns the URL by which `host` is asked."""
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+    async def open(self) -> None:
+        """Begins to answer."""
+        self.config.load()
+        self.lifespan = self.config.lifespan_class(self.config)
+        await self.startup([self._listening])
+        self._listening.listen(QUEUE)
+        self.serving = asyncio.create_task(self.main_loop())
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % TICKS == 0:
+            now_s = asyncio.get_running_loop().time()
+            for connection in list(self.server_state.connections):
+                connection.expire(now_s)  # type: ignore[union-attr]
+        return await super().on_tick(counter)
+
+    async def close(self) -> None:
+        """Closes the port, and after a while also connections whose clients do not read their answers."""
+        self.should_exit = True
+        await asyncio.wait({self.serving}, timeout=CLOSE_S)
+        ending = asyncio.create_task(self.shutdown([self._listening]))
+        await asyncio.wait({ending}, timeout=CLOSE_S)
+        self.force_exit = True
+        await asyncio.wait({ending}, timeout=CLOSE_S)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Returns a socket that listens. Raises OSError if the address is not of this machine, or the port is taken."""
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    return socket.create_server(address[:2], family=family, backlog=QUEUE)
+
+
+def http_server(app: ASGIApp, host: str, port: int, idle_s: int = IDLE_S) -> HttpServer:
+    """Returns a server that listens. Raises RoomFailed if it cannot."""
+    try:
+        return HttpServer(app, listen(host, port), idle_s)
+    except OSError as error:
+        raise RoomFailed(
+            f"the server cannot listen at {host}:{port}: {error}; set service.host to an address of this machine, and "
+            "service.port to a port that is free, or to 0"
+        ) from None
