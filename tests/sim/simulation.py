@@ -13,7 +13,7 @@ Replicas die, hang (they say nothing more, until somebody watches), leave and jo
 the loss was found.
 
 The trainer is lost, too: it is built again after `rebuild_s` from the newest commit, one of which is taken every
-`commit_every` steps, and so is the pipeline. The replicas stay.
+`commit_every` steps, and so is the pipeline. The replicas stay. The n-th resume may change options of the run.
 
 With `sessions` the trainer offers each version before it sends it. Those that are ready have its bytes when they are to
 take it, unless one of them dies or hangs meanwhile; others fetch it, while the trainer keeps it: until the next but one
@@ -119,6 +119,8 @@ class Scenario:
     evaluation: Mapping[str, Any] = field(default_factory=dict)
     trainer_dies_at_s: Sequence[float] = ()
     commit_every: int = 1
+    resumes_with: Sequence[Mapping[str, Any]] = ()
+    """Options of the scenario that the n-th resume changes."""
     rebuild_s: float = 30.0
     tool_s: float = 0.0
     says_state: bool = False
@@ -544,6 +546,8 @@ class Outcome:
     attempt: int = 1
     kept: list[str] = field(default_factory=list)
     """What each commit that the run went back to had of unfinished rollouts."""
+    options: list[Scenario] = field(default_factory=list)
+    """The scenario as each released step was trained with it."""
 
     def serving(self) -> dict[int, SimReplica]:
         """Returns the replicas of an attempt that begins: where lost ones are replaced, successors of them."""
@@ -556,9 +560,11 @@ class Outcome:
 
     def begins_again(self, step: int) -> None:
         """Begins the next attempt after `step` steps: those after them are forgotten."""
+        for options in self.scenario.resumes_with[self.attempt - 1 : self.attempt]:
+            self.scenario = replace(self.scenario, **options)
         self.attempt += 1
         self.trainer.newest = step
-        for done in (self.minibatches, self.released, self.ended_s):
+        for done in (self.minibatches, self.released, self.ended_s, self.options):
             del done[step:]
         self.trained_lengths = [n for minibatches in self.minibatches for m in minibatches for n in lengths_of(m)]
 
@@ -622,7 +628,7 @@ async def _simulate(outcome: Outcome, router: type[Router], beside: Sequence[Bes
     deaths = iter(sorted(scenario.trainer_dies_at_s))
     try:
         while not await attempt(outcome, router, commits, next(deaths, math.inf)):
-            await asyncio.sleep(scenario.rebuild_s)
+            await asyncio.sleep(outcome.scenario.rebuild_s)
             outcome.begins_again(commits[-1].step)
     finally:
         for task in besides:
@@ -750,6 +756,7 @@ async def train(pipeline: Pipeline, outcome: Outcome, commits: list[Commit]) -> 
         await pipeline.update_weights(weights)
         outcome.released.append(pipeline.release(step))
         outcome.ended_s.append(loop.time())
+        outcome.options.append(scenario)
         oldest = step + 1 - scenario.max_steps_off_policy
         identities = (*(each for each in identities if each.version >= oldest), weights.identity)
         if (step + 1) % scenario.commit_every == 0:

@@ -21,8 +21,8 @@ def check(outcome: Outcome) -> Outcome:
     outside: what was dispatched after the commit is forgotten, and comes again."""
     scenario, last = outcome.scenario, outcome.rows[-1]
     assert len(outcome.released) == len(outcome.minibatches) == scenario.steps
-    for step in range(scenario.steps):
-        check_batch(outcome, step)
+    for step, options in enumerate(outcome.options):
+        check_batch(replace(outcome, scenario=options), step)
     for row in outcome.rows:
         assert row["ledger/dispatched"] == sum(row[f"ledger/{end}"] for end in ENDS)
     trained = [outcome.problems.number(g["problem"]) for released in outcome.released for g in released.trained]
@@ -46,29 +46,51 @@ def test_no_rule_is_broken_when_the_trainer_dies(policy: str, max_steps_off_poli
     assert len(outcome.kept) == len(deaths)
 
 
-@settings(deadline=None, max_examples=20, phases=[Phase.explicit, Phase.reuse, Phase.generate])
-@given(
-    deaths=st.lists(st.floats(0.0, 250.0), min_size=1, max_size=4),
-    dies=st.dictionaries(st.integers(0, 3), st.floats(0.0, 250.0), max_size=2),
-    options=st.fixed_dictionaries(
-        {
-            "policy": st.sampled_from(POLICIES),
-            "max_steps_off_policy": st.integers(0, 3),
-            "commit_every": st.integers(1, 3),
-            "turns": st.sampled_from([1, 3]),
-            "says_state": st.booleans(),
-            "tool_s": st.sampled_from([0.0, 4.0, 60.0]),
-            "update_s": st.sampled_from([0.5, 12.0]),
-            "minibatches": st.sampled_from([1, 2, "auto"]),
-            "max_concurrent": st.sampled_from([10, 1_000_000]),
-            "constant": st.sampled_from([0, 3]),
-            "failing": st.sampled_from([0, 5]),
-        }
-    ),
-)
-def test_whenever_the_trainer_dies(deaths: list[float], dies: dict[int, float], options: dict[str, Any]) -> None:
-    lost = {"dies_at_s": dies, "restart_s": 5.0, "patience_s": 1000.0} if dies else {}
-    check(simulate(replace(GAMES, steps=6, trainer_dies_at_s=deaths, **lost, **options)))
+@st.composite
+def scenarios(draw: st.DrawFn) -> Scenario:
+    """Draws a run whose trainer, replicas and options change at any time."""
+    policies = st.sampled_from(POLICIES)
+    bounds = st.integers(0, 4)
+    batch_sizes = st.sampled_from([4, 8, 12])
+    times = st.floats(0.0, 250.0)
+    lost = draw(st.sampled_from(["dies_at_s", "hangs_at_s", "drains_at_s"]))
+    options = {
+        "policy": policies,
+        "max_steps_off_policy": bounds,
+        "batch_size": batch_sizes,
+        "substeps": st.sampled_from([1, 2]),
+        "minibatches": st.sampled_from([1, 2, "auto"]),
+        "steps": st.integers(3, 8),
+        "turns": st.sampled_from([1, 3]),
+        "spread": st.sampled_from([0.0, 1.0, 1.6]),
+        "says_state": st.booleans(),
+        "tool_s": st.sampled_from([0.0, 4.0, 60.0]),
+        "update_s": st.sampled_from([0.5, 12.0]),
+        "max_updating": st.sampled_from([None, 1]),
+        "train_s": st.sampled_from([0.0, 8.0, 100.0]),
+        "slower": st.dictionaries(st.integers(0, 3), st.floats(1.0, 8.0), max_size=2),
+        "acknowledges_late_s": st.dictionaries(st.integers(0, 3), st.floats(0.0, 60.0), max_size=2),
+        lost: st.dictionaries(st.integers(0, 3), times, max_size=3),
+        "joins_at_s": st.dictionaries(st.integers(4, 6), times, max_size=3),
+        "max_concurrent": st.sampled_from([10, 1_000_000]),
+        "constant": st.sampled_from([0, 3]),
+        "failing": st.sampled_from([0, 5]),
+        "commit_every": st.integers(1, 3),
+        "trainer_dies_at_s": st.lists(times, max_size=4),
+        "resumes_with": st.lists(
+            st.fixed_dictionaries(
+                {}, optional={"policy": policies, "max_steps_off_policy": bounds, "batch_size": batch_sizes}
+            ),
+            max_size=4,
+        ),
+    }
+    return replace(GAMES, restart_s=5.0, patience_s=1000.0, **draw(st.fixed_dictionaries(options)))
+
+
+@settings(deadline=None, max_examples=30, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@given(scenario=scenarios())
+def test_whatever_happens_no_rule_is_broken(scenario: Scenario) -> None:
+    check(simulate(scenario))
 
 
 def test_a_commit_gives_finished_rollouts_and_turns_of_environments_that_say_their_state() -> None:
