@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -488,6 +489,17 @@ def test_a_group_beyond_the_bound_is_refused_even_if_the_rules_were_broken() -> 
     group.floor = -2
     with pytest.raises(ProvenanceError, match="age 2, at most 1"):
         ledger.take(0, 1)
+
+
+@pytest.mark.parametrize("how", [Ledger.finish, Ledger.filter, Ledger.fail])
+def test_a_group_ends_once(how: Callable[[Ledger, Group], None]) -> None:
+    ledger = make()
+    group = fill(ledger)[0]
+    ledger.finish(group)
+    with pytest.raises(ValueError, match="group 0 .* is not running"):
+        how(ledger, group)
+    assert group.finished
+    assert ledger.active[0] is group
 
 
 def test_lost_groups_are_noticed() -> None:
