@@ -112,7 +112,6 @@ MUTANTS = {
         "if self.deadline(group) < self.batch]",
         "if group.finished and self.deadline(group) < self.batch]",
     ),
-    "wait gives up too": ('if self.policy == "wait":\n            return []\n', ""),
     "running and finished drops are confused": (
         "self.tally.expired_finished += group.finished",
         "self.tally.expired_finished += not group.finished",
