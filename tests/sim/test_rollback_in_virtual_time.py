@@ -5,7 +5,6 @@ environment is closed, and what the commit has is kept."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import Phase, given, settings

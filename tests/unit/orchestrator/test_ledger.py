@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -407,6 +408,31 @@ TestLedger = LedgerMachine.TestCase
 TestLedger.settings = settings(max_examples=250, stateful_step_count=60, deadline=None)
 
 
+def test_synchronous_dispatches_nothing_before_release_and_acknowledgement() -> None:
+    ledger = make(max_steps_off_policy=0)
+    for group in fill(ledger):
+        ledger.finish(group)
+    assert took(ledger.take(0, 2)) == ([0, 1], [])
+    assert fill(ledger) == []
+    ledger.acknowledge({0: 1})
+    assert fill(ledger) == []
+    ledger.release(0)
+    assert [g.floor for g in fill(ledger)] == [1, 1]
+
+
+def test_slots_wait_for_the_slowest_live_replica() -> None:
+    ledger = make(max_steps_off_policy=0)
+    ledger.acknowledge({0: 0, 1: 0})
+    for group in fill(ledger):
+        ledger.finish(group)
+    ledger.take(0, 2)
+    ledger.release(0)
+    ledger.acknowledge({0: 1, 1: 0})
+    assert not ledger.can_dispatch()
+    ledger.acknowledge({0: 1})
+    assert ledger.can_dispatch()
+
+
 def test_evicted_groups_are_counted_by_how_far_they_were() -> None:
     ledger = make("drop", batch_size=1, max_steps_off_policy=0)
     ledger.max_steps_off_policy = 3
@@ -430,6 +456,24 @@ def test_a_batch_is_released_once_it_is_cut_and_in_order() -> None:
     with pytest.raises(ValueError, match="batch 1 cannot be released: 0 are, 1 are cut"):
         ledger.release(1)
     assert [group.index for group in ledger.release(0)] == [0, 1]
+
+
+def test_batches_are_released_in_their_order() -> None:
+    ledger = make(batch_size=1, max_steps_off_policy=1)
+    for group in fill(ledger):
+        ledger.finish(group)
+    ledger.take(0, 1)
+    ledger.take(1, 1)
+    with pytest.raises(ValueError, match="batch 1 cannot be released: 0 are, 2 are cut"):
+        ledger.release(1)
+
+
+def test_a_resume_knows_no_replica_until_one_acknowledges() -> None:
+    ledger = Ledger(2, 1, "wait", 100)
+    ledger.load_state_dict(saved(make()))
+    assert not ledger.can_dispatch()
+    ledger.acknowledge({1: 0})
+    assert ledger.can_dispatch()
 
 
 def test_drop_gives_up_what_the_next_batch_could_not_take() -> None:
@@ -457,6 +501,46 @@ def test_wait_overtakes_until_a_group_is_due() -> None:
     assert ledger.take(1, 1) is None, "group 0 is due"
     ledger.finish(first)
     assert took(ledger.take(1, 1)) == ([0], [])
+
+
+def test_wait_does_not_overtake_two_groups_that_are_due_for_one_place() -> None:
+    """With K = 2 and B = 1, "overtake while nothing due is left out" lets two groups become due for the last place."""
+    ledger = make("wait", batch_size=1, max_steps_off_policy=2)
+    first, second, third = fill(ledger)
+    ledger.finish(third)
+    assert took(ledger.take(0, 1)) == ([2], [])
+    ledger.release(0)
+    ledger.acknowledge({0: 1})
+    (fourth,) = fill(ledger)
+    ledger.finish(fourth)
+    assert ledger.take(1, 1) is None, "groups 0 and 1 need batches 1 and 2"
+    ledger.finish(second)
+    assert took(ledger.take(1, 1)) == ([1], [])
+    assert ledger.take(2, 1) is None
+    ledger.finish(first)
+    assert took(ledger.take(2, 1)) == ([0], [])
+
+
+def test_nothing_overtakes_in_order() -> None:
+    ledger = make("wait", batch_size=1, in_order=True)
+    first, second = fill(ledger)
+    ledger.finish(second)
+    assert ledger.take(0, 1) is None
+    ledger.finish(first)
+    assert took(ledger.take(0, 1)) == ([0], [])
+
+
+def test_a_streamed_batch_is_cut_once() -> None:
+    ledger = make("drop", batch_size=2, max_steps_off_policy=0)
+    first, second = fill(ledger)
+    ledger.finish(second)
+    assert took(ledger.take(0, 1)) == ([1], [])
+    assert ledger.batch == 0
+    with pytest.raises(ValueError, match="lacks 1"):
+        ledger.take(0, 2)
+    ledger.finish(first)
+    assert took(ledger.take(0, 1)) == ([0], [])
+    assert ledger.batch == 1
 
 
 def test_a_part_of_a_batch_leaves_room_for_groups_of_older_weights() -> None:
@@ -496,7 +580,7 @@ def test_a_group_ends_once(how: Callable[[Ledger, Group], None]) -> None:
     ledger = make()
     group = fill(ledger)[0]
     ledger.finish(group)
-    with pytest.raises(ValueError, match="group 0 .* is not running"):
+    with pytest.raises(ValueError, match=r"group 0 .* is not running"):
         how(ledger, group)
     assert group.finished
     assert ledger.active[0] is group
@@ -512,6 +596,59 @@ def test_lost_groups_are_noticed() -> None:
 
 def test_nothing_is_dispatched_that_no_step_will_use() -> None:
     assert len(fill(make(batch_size=2, max_steps_off_policy=8, max_steps=3))) == 6
+
+
+def test_no_replica_no_dispatch() -> None:
+    ledger = Ledger(1, 0, "wait", 1)
+    assert not ledger.can_dispatch()
+    ledger.acknowledge({0: 0})
+    assert ledger.can_dispatch()
+    ledger.acknowledge({})
+    assert not ledger.can_dispatch()
+
+
+def test_a_boundary_is_that_before_the_step_under_way() -> None:
+    ledger = make("wait", batch_size=2, max_steps_off_policy=1)
+    groups = fill(ledger)
+    for group in groups[1:]:
+        ledger.finish(group)
+    assert took(ledger.take(0, 2)) == ([1, 2], [])
+    state = saved(ledger)
+    assert state["released"] == 0
+    assert [(g["index"], g["finished"]) for g in state["groups"]] == [(0, False), (1, True), (2, True), (3, True)]
+    ledger.release(0)
+    assert [g["index"] for g in saved(ledger)["groups"]] == [0, 3]
+    resumed = Ledger(2, 1, "wait", 100)
+    resumed.load_state_dict(saved(ledger))
+    assert [(g.index, g.floor) for g in resumed.active.values()] == [(0, 1), (3, 0)], "0 is sampled again"
+
+
+@pytest.mark.parametrize("live", [{0: 1}, {}], ids=["a replica holds it", "all have left"])
+def test_after_the_next_version_is_published_there_is_no_way_back(live: dict[int, int]) -> None:
+    ledger = make(max_steps_off_policy=0)
+    for group in fill(ledger):
+        ledger.finish(group)
+    ledger.take(0, 2)
+    ledger.acknowledge({0: 1})
+    ledger.acknowledge(live)
+    with pytest.raises(ValueError, match=re.escape(f"but all had 1, and replicas hold {live}")):
+        ledger.state_dict()
+
+
+def test_replicas_must_hold_the_boundary_before_anything_is_dispatched() -> None:
+    ledger = make(max_steps_off_policy=0)
+    for group in fill(ledger):
+        ledger.finish(group)
+    ledger.take(0, 2)
+    ledger.acknowledge({0: 1})
+    ledger.release(0)
+    resumed = Ledger(2, 0, "wait", 100)
+    resumed.load_state_dict(saved(ledger))
+    assert not resumed.can_dispatch()
+    with pytest.raises(ProvenanceError, match="promised version 1"):
+        resumed.acknowledge({0: 0})
+    resumed.acknowledge({0: 1})
+    assert [(g.index, g.floor) for g in fill(resumed)] == [(2, 1), (3, 1)]
 
 
 def stale_state() -> Any:
@@ -548,6 +685,67 @@ def test_what_other_options_have_no_room_for_is_sampled_afresh(
     back = [index for index in range(2, 8) if index not in kept]
     assert list(ledger.resample) == [f"p{index}" for index in back]
     assert ledger.counts()["resampled"] == len(back)
+
+
+def test_tokens_that_would_land_too_late_are_sampled_again_in_their_group() -> None:
+    """Two running groups of floor 0 have tokens; batches of one group have a place for one of them in time."""
+    ledger = make("wait", batch_size=2, max_steps_off_policy=1)
+    for group in fill(ledger)[:2]:
+        ledger.finish(group)
+    ledger.take(0, 2)
+    ledger.acknowledge({0: 1})
+    ledger.release(0)
+    resumed = Ledger(1, 1, "wait", 100)
+    assert resumed.load_state_dict(saved(ledger), {2, 3}) == {2}
+    assert [(group.index, group.floor) for group in resumed.active.values()] == [(2, 0), (3, 1)]
+    assert not resumed.resample
+
+
+def test_an_expired_group_takes_its_place_before_later_ones_are_looked_at() -> None:
+    """In order, group 2 gives its tokens up and takes batch 2, so group 4, too old for batch 3, does so too."""
+    ledger = make("wait", batch_size=1, max_steps_off_policy=3, in_order=True)
+    first, second, _, fourth = fill(ledger)
+    for step, group in enumerate([first, second]):
+        ledger.finish(group)
+        ledger.take(step, 1)
+        ledger.acknowledge({0: step + 1})
+        ledger.release(step)
+        fill(ledger)
+    ledger.filter(fourth)
+    resumed = Ledger(1, 1, "wait", 100, in_order=True)
+    assert resumed.load_state_dict(saved(ledger), {2, 4}) == set()
+    assert [(group.index, group.floor) for group in resumed.active.values()] == [(2, 2), (4, 2)]
+    assert list(resumed.resample) == ["p5"]
+
+
+def test_what_is_due_first_has_its_place_first() -> None:
+    """Group 3 has finished and is due; group 2, which began before it, is sampled again."""
+    ledger = make("wait", batch_size=2, max_steps_off_policy=1)
+    first, second, _, fourth = fill(ledger)
+    ledger.finish(first)
+    ledger.finish(second)
+    ledger.take(0, 2)
+    ledger.acknowledge({0: 1})
+    ledger.release(0)
+    ledger.finish(fourth)
+    resumed = Ledger(1, 1, "wait", 100)
+    resumed.load_state_dict(saved(ledger))
+    assert [(group.index, group.floor) for group in resumed.active.values()] == [(2, 1), (3, 0)]
+    assert not resumed.resample
+
+
+def test_more_steps_than_before_are_used() -> None:
+    ledger = make(batch_size=2, max_steps_off_policy=0, max_steps=1)
+    for group in fill(ledger):
+        ledger.finish(group)
+    ledger.take(0, 2)
+    ledger.acknowledge({0: 1})
+    ledger.release(0)
+    assert fill(ledger) == []
+    longer = Ledger(3, 0, "wait", max_steps=2)
+    longer.load_state_dict(saved(ledger))
+    longer.acknowledge({0: 1})
+    assert len(fill(longer)) == 3, "as many as a batch now has, whatever it had before"
 
 
 def test_a_state_that_does_not_add_up_is_refused() -> None:
