@@ -42,9 +42,6 @@ OWN_CODE = ("trainer/shard.py", "trainer/state.py")
 
 SPANS: dict[str, Callable[..., AbstractContextManager[Any]]] = {
     "forward_backward": lambda part, *_: trace.span("forward_backward", tokens=int(part.lengths.sum())),
-    "compute_together": lambda part, shares: trace.span(
-        "compute_together", tokens=int(part.lengths.sum()), adapters=len(shares)
-    ),
     "optim_step": lambda *_: trace.span("optim"),
     "publish_weights": lambda version, *_: trace.span("publish", version=version),
     "begin_save": lambda _: trace.span("begin_save"),

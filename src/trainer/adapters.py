@@ -15,7 +15,7 @@ its eps is above 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -98,8 +98,8 @@ class Adapters:
         that none has."""
         if name == self.name:
             return
-        self.adapter_of(name)
-        entering = self._waiting.pop(name)
+        if (entering := self._waiting.pop(name, None)) is None:
+            raise BadInput(f"an adapter {name!r}; expected one of {', '.join(map(repr, (self.name, *self._waiting)))}")
         self._checkpointer.keep()
         for live, waiting in zip(self._live(), entering.state, strict=True):
             before = live.to("cpu", copy=True)
@@ -127,39 +127,6 @@ class Adapters:
             raise BadInput(
                 f"an adapter {name!r} was to be dropped; expected one of {', '.join(map(repr, self._waiting))}"
             )
-
-    def adapter_of(self, name: str) -> Adapter:
-        """Says what an adapter is. Raises BadInput for a name that none has."""
-        if name == self.name:
-            return self.adapter
-        if (waiting := self._waiting.get(name)) is None:
-            raise BadInput(f"an adapter {name!r}; expected one of {', '.join(map(repr, (self.name, *self._waiting)))}")
-        return waiting.adapter
-
-    def values_of(self, name: str) -> list[Tensor]:
-        """Returns this rank's part of each parameter of an adapter, wherever it is. They are not to be changed."""
-        if name == self.name:
-            return [cast(DTensor, parameter.detach()).to_local() for parameter in self._all]
-        return self._waiting[name].state[:: len(MOMENTS) + 2]
-
-    def add_gradients(self, name: str, parts: Sequence[Tensor]) -> None:
-        """Adds to the gradients of an adapter, in the model or not; `parts` are this rank's, of each parameter."""
-        if name != self.name:
-            gradients = self._waiting[name].gradients
-            for number, part in enumerate(parts):
-                before, own = gradients[number], part.to("cpu", copy=True)
-                gradients[number] = own if before is None else before.add_(own)
-            return
-        for parameter, part in zip(self._all, parts, strict=True):
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            local = cast(DTensor, parameter.grad).to_local()
-            local.add_(part.to(local.device))
-
-    @property
-    def parameters(self) -> Mapping[str, nn.Parameter]:
-        """Returns the parameters of the model that belong to the adapter, by name."""
-        return self._parameters
 
     @property
     def _all(self) -> list[nn.Parameter]:

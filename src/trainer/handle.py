@@ -6,7 +6,7 @@ Importing this module imports neither torch nor transformers: each shard's proce
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,6 @@ import ray
 from ray.exceptions import RayActorError
 
 from trainer.actor import ShardActor
-from trainer.batch_checks import find_refusal
 from trainer.batching import scatter_outputs, scatter_sums
 from trainer.calls import ShardCalls
 from trainer.losses import (
@@ -30,16 +29,14 @@ from trainer.losses import (
     surrogate,
     with_sequence_ratios,
 )
-from trainer.merging import merge
 from trireme.config import CommonConfig
 from trireme.config.losses import find_loss
-from trireme.core.batch import Assign, Batch, BatchPart, Data, StoredBatch, Summary, TokenBatch
+from trireme.core.batch import Assign, Batch, Data, StoredBatch, Summary, TokenBatch
 from trireme.core.datum import Datum
-from trireme.core.errors import BadInput, NonFiniteGradient
+from trireme.core.errors import NonFiniteGradient
 from trireme.core.transport import Offer, Session, load_transport
 from trireme.core.types import (
     AdamParams,
-    AdapterPass,
     ForwardBackwardOutput,
     OptimStepResponse,
     PassOutput,
@@ -90,7 +87,6 @@ class TrainerHandle(ShardCalls):
         self._offered_s = 0.0
         self._assign: Assign | None = None
         self._suspects: list[tuple[int, ...]] = []  # of each forward_backward since the last update
-        self._together: tuple[str, int] | None = None
         self._adapter, self._suspects_of = "", dict[str, list[tuple[int, ...]]]()  # of adapters that are not in use
 
     @classmethod
@@ -164,50 +160,6 @@ class TrainerHandle(ShardCalls):
         if is_stored:
             return StoredOutput(metrics, suspects, peak_s)
         return ForwardBackwardOutput(scatter_outputs(batch, outputs_R), batch.offsets, metrics, suspects, peak_s)
-
-    def compute_together(self, passes: Sequence[AdapterPass]) -> list[ForwardBackwardOutput | BadInput]:
-        """Does for several adapters what `forward_backward`, or without a loss `forward`, does for each while it is in
-        use: in one pass of the base where the model can (`trainer.together`), else in turn. Returns for each its
-        output, or why it was refused, which does not touch the others."""
-        if not self._together:
-            self._together = self._call("together_terms")[0]
-        why_in_turn, vocabulary = self._together
-        answers: dict[int, ForwardBackwardOutput | BadInput] = {}
-        shared: dict[int, AdapterPass] = {}
-        for number, each in enumerate(passes):
-            if refusal := _refusal_of(each, vocabulary):
-                answers[number] = refusal
-            elif why_in_turn or _looks_at_sequences(each.loss_fn, each.batch):
-                answers[number] = self._alone(each)
-            else:
-                shared[number] = each
-        if len(shared) == 1:
-            answers |= {number: self._alone(each) for number, each in shared.items()}
-        elif shared:
-            answers |= dict(zip(shared, self._in_one_pass(list(shared.values())), strict=True))
-        return [answers[number] for number in range(len(passes))]
-
-    def _alone(self, each: AdapterPass) -> ForwardBackwardOutput | BadInput:
-        self.use_adapter(each.adapter)
-        try:
-            if each.loss_fn is None:
-                return self.forward(each.batch)
-            return self.forward_backward(each.batch, each.loss_fn, each.loss_fn_config)
-        except BadInput as error:
-            return error
-
-    def _in_one_pass(self, passes: Sequence[AdapterPass]) -> Iterator[ForwardBackwardOutput]:
-        batch, shares = merge(passes)
-        outputs_R = self._call_with(self._stored(batch), "compute_together", shares)
-        for number, each in enumerate(passes):
-            own_R = [outputs[number] for outputs in outputs_R]
-            suspects = tuple(sorted(d for output in own_R for d in output.suspects))
-            if each.loss_fn:
-                is_used = each.adapter == self._adapter
-                (self._suspects if is_used else self._suspects_of.setdefault(each.adapter, [])).append(suspects)
-            metrics, peak_s = reduce_metrics([output.metrics for output in own_R]), sum(out.peak_s for out in own_R)
-            logprobs = scatter_outputs(each.batch, own_R)
-            yield ForwardBackwardOutput(logprobs, each.batch.offsets, metrics, suspects, peak_s)
 
     def forward_backward_custom(self, data: Data, loss: CustomLoss) -> ForwardBackwardOutput:
         """Accumulates the gradient of a loss that is a function of all log-probabilities: see `trainer.losses`. It sees
@@ -371,16 +323,6 @@ class TrainerHandle(ShardCalls):
             ray.kill(actor, no_restart=True)
 
 
-def _looks_at_sequences(loss_fn: str | None, batch: Batch) -> bool:
+def _looks_at_sequences(loss_fn: str, batch: Batch) -> bool:
     """Tells whether a loss needs to know more of a sequence than the datum that it is computed for."""
-    return bool(loss_fn and find_loss(loss_fn).per_sequence and len(np.unique(batch.sequences)) < len(batch))
-
-
-def _refusal_of(each: AdapterPass, vocabulary: int) -> BadInput | None:
-    """Returns why the shards would refuse a pass, None if they would not."""
-    try:
-        if each.loss_fn:
-            resolve_loss(each.loss_fn, each.loss_fn_config)
-    except BadInput as error:
-        return error
-    return find_refusal(BatchPart.of(each.batch), vocabulary, each.loss_fn)
+    return find_loss(loss_fn).per_sequence and len(np.unique(batch.sequences)) < len(batch)

@@ -96,11 +96,6 @@ class Mesh:
         dist.all_reduce(least, dist.ReduceOp.MIN)
         return int(least)
 
-    def join_shards(self, table: Tensor) -> None:
-        """Makes a table whole, in place, of which each shard has its own part, and 0 elsewhere. Collective."""
-        if self.fsdp.size() > 1:
-            dist.all_reduce(table, group=self.fsdp.get_group(SHARD))
-
     def sum_over_shards(self, value: Tensor) -> float:
         """Sums a number over the ranks that hold the parts of one copy of the model. Collective."""
         value = value.to(self.device)

@@ -20,7 +20,7 @@ class Passes:
     """Computes micro-batches of a rank's part of a batch, in rows or packed, as `sharding` says at the time."""
 
     def __init__(self, sharding: Sharding, device: torch.device) -> None:
-        self.sharding, self.device = sharding, device
+        self._sharding, self._device = sharding, device
 
     def rows(self, part: BatchPart, micro: MicroBatch) -> dict[str, Tensor]:
         """Returns inputs (`tokens`) and columns as [B, L] on the device; a filler's mask is 0 everywhere."""
@@ -38,7 +38,7 @@ class Passes:
         """Computes the log-probabilities of the rows' targets, [B, L]; those at the padding have no meaning."""
         batch, places = part.batch, part.places(micro.datums)
         temperatures = batch.temperatures[places]
-        if not self.sharding.packed:
+        if not self._sharding.packed:
             tokens, targets = rows["tokens"].long(), rows["target_tokens"].long()
             return token_logprobs(model, tokens, targets, self._to_device(temperatures)[:, None].expand(tokens.shape))
         packed = Packed(batch.offsets, places)
@@ -50,4 +50,4 @@ class Passes:
         return p[0][self._to_device(packed.rows.index)]
 
     def _to_device(self, values: npt.NDArray[Any]) -> Tensor:
-        return torch.from_numpy(values).to(self.device)
+        return torch.from_numpy(values).to(self._device)

@@ -30,7 +30,6 @@ from trainer.batching import MicroBatch, RankAssignment, ShardOutput, Summarized
 from trainer.export import companion_files, own_part, write_weights
 from trainer.lora import adapter_files, adapter_mode, adapter_sums, adapter_units, published_adapters
 from trainer.losses import Metrics, backward, monitors, resolve_loss
-from trainer.merging import AdapterShare
 from trainer.mesh import Mesh
 from trainer.mfu import peak_flops, train_flops
 from trainer.model import Sharding, freed_after, gathered_units, published_units, shard_sums
@@ -38,7 +37,6 @@ from trainer.passes import Passes
 from trainer.proof import prove_models
 from trainer.publish import canary_tokens, compute_canary
 from trainer.state import Checkpointer, make_adam_state
-from trainer.together import Together
 from trireme.checkpoint.files import FileRecord
 from trireme.config import CommonConfig
 from trireme.config.model_facts import ModelFacts
@@ -177,29 +175,6 @@ class Shard(AdapterVerbs):
         suspects = () if all_finite else nonfinite_datums(part, output, function, loss_config)
         output = replace(output, suspects=suspects, peak_s=self._peak_s(part.lengths[list(output.datums)]))
         return output if wants_logprobs else replace(output, logprobs=output.logprobs[:0])
-
-    def compute_together(self, data: BatchPart | TokenBatch, shares: Sequence[AdapterShare]) -> list[ShardOutput]:
-        """Does for several adapters, each with its datums in one batch, what `forward_backward` or `forward` do for the
-        one in use (`trainer.together`). Raises BadInput for all of them."""
-        fault_point("trainer.forward_backward")
-        part = self._checked(data)
-        outputs = self._together.run(part, self._micro_batches(part.lengths), shares)
-        return [
-            replace(output, peak_s=self._peak_s(part.lengths[share.first :][list(output.datums)]))
-            for output, share in zip(outputs, shares, strict=True)
-        ]
-
-    def together_terms(self) -> tuple[str, int]:
-        """Says why adapters cannot share a pass ("" if they can), and the size of the vocabulary. Collective."""
-        return self._why_in_turn, self._facts.vocab_size
-
-    @cached_property
-    def _why_in_turn(self) -> str:
-        return str(self._mesh.broadcast_object(self._together.why_in_turn(self._config, self._sharding.dtype)))
-
-    @cached_property
-    def _together(self) -> Together:
-        return Together(self._model, self._several(), self._passes, self._mesh)
 
     def _peak_s(self, lengths: Numbers) -> float:
         """Returns this rank's share of `ForwardBackwardOutput.peak_s` for datums of these lengths."""

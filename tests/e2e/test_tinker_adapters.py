@@ -6,8 +6,6 @@ trained alone and undisturbed.
 
 from __future__ import annotations
 
-import signal
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -122,36 +120,6 @@ def test_two_clients_at_once_learn_what_each_alone_learns(server: Server, alone:
         samplers = list(threads.map(sampled_alike, models, TEXTS))
         assert len(samplers) == len(TEXTS)
         list(threads.map(sampled_alike, models, TEXTS, samplers))  # both are served, whatever was loaded last
-
-
-def test_requests_that_wait_at_the_same_time_share_a_pass(server: Server, alone: list[np.ndarray]) -> None:
-    """Those of three clients come while the shard stands still. It works on one of them at most; the others wait, and
-    are done in one pass then. Each client learns what it learns alone."""
-    models = [begun(server, number) for number in (0, 1, 1)]
-    data = [data_of(model, TEXTS[number]) for model, number in zip(models, (0, 1, 1), strict=True)]
-
-    def shared() -> int:
-        return int(httpx.get(f"{server.url}/api/v1/healthz", headers={"x-api-key": server.key}).json()["together"])
-
-    before, accepted = shared(), server.accepted
-    server.kill("ray::ShardActor", signal.SIGSTOP)
-    try:
-        passed = [model.forward_backward(own, "cross_entropy") for model, own in zip(models, data, strict=True)]
-        until = time.monotonic() + LIMIT_S
-        while server.accepted < accepted + len(models):
-            assert time.monotonic() < until, "the requests were not accepted"
-            time.sleep(0.05)
-    finally:
-        server.kill("ray::ShardActor", signal.SIGCONT)
-    for model, own, each in zip(models, data, passed, strict=True):
-        each.result(LIMIT_S)
-        model.optim_step(STEP).result(LIMIT_S)
-        for _ in range(UPDATES - 1):
-            model.forward_backward(own, "cross_entropy").result(LIMIT_S)
-            model.optim_step(STEP).result(LIMIT_S)
-    assert shared() - before in (2, 3)
-    for model, own, number in zip(models, data, (0, 1, 1), strict=True):
-        np.testing.assert_allclose(logprobs_of(model, own), alone[number], atol=1e-5)
 
 
 def test_a_shard_is_killed_and_the_client_sees_a_delay(server: Server, alone: list[np.ndarray]) -> None:

@@ -97,9 +97,8 @@ class TinkerRoutes:
     # ---- the client
 
     async def health(self) -> JsonReply:
-        """Tells that the server answers, how many requests to train were done since it began, and how many of them in
-        a pass with requests of other models."""
-        return JsonReply({"status": "ok", "trained": self._server.done, "together": self._server.together})
+        """Tells that the server answers."""
+        return JsonReply({"status": "ok"})
 
     async def client_config(self) -> JsonReply:
         """Tells the client how to behave."""

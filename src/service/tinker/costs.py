@@ -8,8 +8,6 @@ little, a save of a large one much, and whoever saves at each step pays for the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from service.tinker.codec import ForwardBackwardCall
 
 LEAST = 256
@@ -21,17 +19,6 @@ REMEMBERED = 64
 def tokens_of(work: object) -> int:
     """Returns for how many tokens a request counts before it runs."""
     return max(work.tokens, LEAST) if isinstance(work, ForwardBackwardCall) else 0
-
-
-def kind_of(work: object) -> str | None:
-    """Returns what requests that can share a pass have in common; None: this one is done alone."""
-    return ("forward" if work.forward_only else "train") if isinstance(work, ForwardBackwardCall) else None
-
-
-def shares_of(works: Sequence[object]) -> list[float]:
-    """Returns the part of the time that each of some works took which were done together: by their tokens."""
-    tokens = [tokens_of(work) for work in works]
-    return [each / sum(tokens) for each in tokens] if len(works) > 1 else [1.0]
 
 
 class MeasuredCosts:

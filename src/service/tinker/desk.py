@@ -18,7 +18,7 @@ from service.quotas import UNLIMITED, Quota, check_count
 from service.tinker.adapter_turns import AdapterTurns
 from service.tinker.asked import Creation, Unusable, Work, origin_of
 from service.tinker.catalog import Catalog
-from service.tinker.costs import kind_of, tokens_of
+from service.tinker.costs import tokens_of
 from service.tinker.journal import TinkerJournal
 from service.tinker.offer import TinkerOffer
 from service.tinker.owners import Caller
@@ -58,15 +58,7 @@ class TinkerDesk:
 
     def _replay(self, records: Sequence[Record]) -> tuple[ProtocolState, Histories]:
         turns = partial(AdapterTurns[Promise], slots, BASE) if (slots := self.offer.slots) else WeightTurns[Promise]
-        together = self.offer.lora.together if self.offer.lora else 1
-        state = ProtocolState(
-            make_turns=turns,
-            places=self.offer.places,
-            together=together,
-            cost=tokens_of,
-            kind=kind_of,
-            origin=origin_of,
-        )
+        state = ProtocolState(make_turns=turns, places=self.offer.places, cost=tokens_of, origin=origin_of)
         return state, replay(state, records, self.now())
 
     def begin(self) -> bool:

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from service.tinker.adapter_turns import DropWeights
@@ -22,7 +22,7 @@ from service.tinker.asked import Saving
 from service.tinker.catalog import Catalog
 from service.tinker.codec import encode_sample
 from service.tinker.commits import OwnCommits
-from service.tinker.costs import MeasuredCosts, shares_of
+from service.tinker.costs import MeasuredCosts
 from service.tinker.desk import TinkerDesk
 from service.tinker.journal import TinkerJournal
 from service.tinker.offer import TinkerOffer
@@ -67,8 +67,6 @@ class TinkerServer(TinkerDesk):
         """How often rooms were lost that worked on a request."""
         self.done = 0
         """How many requests to train were done."""
-        self.together = 0
-        """How many of them were done in a pass with requests of other models."""
 
     async def run(self, worker: TrainingWorker, sampler: SamplerVerbs) -> None:
         """Does what clients ask for with these rooms. Raises TriremeError: RoomFailed when they are lost."""
@@ -129,40 +127,28 @@ class TinkerServer(TinkerDesk):
             if (found := self.state.next_training()) is None:
                 await self._to_train.wait()
                 continue
-            asked = [found, *self.state.take_beside(self._losses)]
+            model, promise = found
             fault_point("tinker.train")
             began_s = self.now()
-            dones = await asyncio.to_thread(self._do, asked)
+            work: Any = promise.work
+            done = await asyncio.to_thread(self._worker.run, model.model_id, work, promise.request_id)
             fault_point("tinker.trained")
-            if failure := self._worker.failure:
-                again = [self._may_try_again(promise) for _, promise in asked]
-                if all(again):
-                    raise failure
-            took_s, parts = self.now() - began_s, shares_of([promise.work for _, promise in asked])
-            for (model, promise), done, part in zip(asked, dones, parts, strict=True):
-                self._note(model, promise, done, part * took_s)
-            self.done += len(asked)
-            self.together += len(asked) if len(asked) > 1 else 0
+            if (failure := self._worker.failure) and self._may_try_again(promise):
+                raise failure
+            self._note(model, promise, done, self.now() - began_s)
+            self.done += 1
             self.wake()
             if failure:
                 raise failure
-            for model, promise in asked:
-                self._losses.pop(promise.request_id, None)
-                if not model.ended and self._histories[model.model_id].is_due(self.now(), self.offer.options.commit_s):
-                    await self._commit(model)
-
-    def _do(self, asked: Sequence[tuple[ClientModel, Promise]]) -> list[Done]:
-        """Has the trainer do what it was asked for, in a thread."""
-        works: list[tuple[ClientModel, Promise, Any]] = [(model, promise, promise.work) for model, promise in asked]
-        if len(works) > 1:
-            return self._worker.run_together([(model.model_id, work) for model, _, work in works])
-        return [self._worker.run(model.model_id, work, promise.request_id) for model, promise, work in works]
+            self._losses.pop(promise.request_id, None)
+            if not model.ended and self._histories[model.model_id].is_due(self.now(), self.offer.options.commit_s):
+                await self._commit(model)
 
     def _note(self, model: ClientModel, promise: Promise, done: Done, took_s: float) -> None:
         """Notes what the trainer has done for a model in `took_s` seconds."""
         work: Any = promise.work
         outcome = self._with_weights(model, work, done)
-        self.state.trained(outcome, self._costs.done(work, took_s), promise)
+        self.state.trained(outcome, self._costs.done(work, took_s))
         fault_point("tinker.told")
         self._histories[model.model_id].note(promise.number, work, outcome, self.now())
 

@@ -5,8 +5,7 @@ account, of those that have a request. The one that was served last stays for a 
 long as its account is less than a quantum above the least. So two models that always have work are never further apart
 than a quantum and the largest request. A model that comes starts with the least that any of the others has, and one
 that had nothing to do is owed no more than a quantum for that time: a client that waits for each answer before it asks
-again keeps its share, and none saves tokens up. Others may be served with the one that is next if their accounts are
-that near too, so that the bound stays.
+again keeps its share, and none saves tokens up.
 """
 
 from __future__ import annotations
@@ -38,12 +37,6 @@ class TokenShares:
             return self._last
         self._last = min(ready, key=self._accounts.__getitem__)
         return self._last
-
-    def beside(self, names: Sequence[str]) -> list[str]:
-        """Returns which of `names`, all of them `ready` at the last choice, may be served with the one that was chosen:
-        those that are not a quantum ahead of the least, those with the least first."""
-        near = [name for name in names if name != self._last and self._accounts[name] - self._least < self._quantum]
-        return sorted(near, key=self._accounts.__getitem__)
 
     def charge(self, name: str, tokens: int) -> None:
         """Notes that `tokens` are computed for `name`."""

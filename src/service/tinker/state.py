@@ -42,8 +42,6 @@ from service.tinker.records import (
 from service.tinker.shares import TokenShares
 from service.tinker.turns import WeightTurns
 
-TOGETHER_TOKENS = 2048
-"""Tokens of all requests that are done together, at most: larger ones keep the trainer busy alone, and gain nothing."""
 SESSION_S = 120.0
 """Seconds of silence after which a session has ended. A client beats every 10 s."""
 HEIR_S = 45.0
@@ -62,21 +60,15 @@ class ProtocolState(PromiseBook):
     """Decides in which order samples run."""
     places: int = 1
     """The number of models that are trained at the same time."""
-    together: int = 1
-    """The most models whose requests the trainer may do together."""
     cost: Callable[[object], int] = lambda _: 1
     """Tells for how many tokens a request counts before it runs."""
     origin: Callable[[object], str] = lambda _: ""
     """Tells the path of the state with which a creation begins; "": it begins with none."""
-    kind: Callable[[object], str | None] = lambda _: None
-    """Tells what requests that can be done together have in common; None: this one cannot."""
     holders: list[ClientModel] = field(default_factory=list)
     """The models that have a place at the trainer."""
     shares: TokenShares = field(default_factory=TokenShares)
     running: Promise | None = None
     """The request that the trainer works on."""
-    beside: list[Promise] = field(default_factory=list)
-    """Requests of other models that it does together with that."""
     turns: WeightTurns[Promise] | AdapterTurns[Promise] = field(init=False)
     """The samples that wait, and those that run."""
     _line: deque[ClientModel] = field(default_factory=deque)
@@ -150,10 +142,9 @@ class ProtocolState(PromiseBook):
             return
         self.write(ModelOver(model.model_id, why))
         model.ended = why
-        at_work = (self.running, *self.beside)
-        for promise in [each for each in model.waiting.values() if each not in at_work]:
+        for promise in [each for each in model.waiting.values() if each is not self.running]:
             self.settle(promise, model.refusal)
-        model.waiting = {seq: each for seq, each in model.waiting.items() if each in at_work}
+        model.waiting = {seq: each for seq, each in model.waiting.items() if each is self.running}
         if model in self._line:
             self._line.remove(model)
         if model in self.holders:
@@ -221,7 +212,7 @@ class ProtocolState(PromiseBook):
 
     def next_training(self) -> tuple[ClientModel, Promise] | None:
         """Returns the model and the request that the trainer is to work on now; None if there is none, or it works."""
-        if self.running or self.beside:
+        if self.running:
             return None
         self._pass_on()
         ready = {model.model_id: model for model in self.holders if model.ready}
@@ -233,33 +224,10 @@ class ProtocolState(PromiseBook):
         self.shares.charge(model.model_id, self.cost(promise.work))
         return model, promise
 
-    def take_beside(self, alone: Collection[str]) -> list[tuple[ClientModel, Promise]]:
-        """Returns requests of other models which the trainer is to do together with the one that `next_training` has
-        just given: small ones, so that all have at most TOGETHER_TOKENS tokens. None of those in `alone`."""
-        first = self.running
-        taken: list[tuple[ClientModel, Promise]] = []
-        assert first, "only after next_training"
-        kind, left = self.kind(first.work), TOGETHER_TOKENS - self.cost(first.work)
-        if kind is None or first.request_id in alone:
-            return []
-        ready = {model.model_id: model for model in self.holders if model.ready and model.ready is not first}
-        for model in map(ready.__getitem__, self.shares.beside(list(ready))):
-            promise = model.ready
-            assert promise
-            tokens = self.cost(promise.work)
-            if len(taken) + 1 == self.together:
-                break
-            if self.kind(promise.work) == kind and tokens <= left and promise.request_id not in alone:
-                left -= tokens
-                self.shares.charge(model.model_id, tokens)
-                taken.append((model, promise))
-        self.beside = [promise for _, promise in taken]
-        return taken
-
     def line_up(self) -> None:
         """Gives places at the trainer to the models that had them, and lets those wait that were not created yet: after
         the records of this state were read, and when the trainer was lost."""
-        self.running, self.beside = None, []
+        self.running = None
         living = [model for model in self.models.values() if not model.ended]
         self._line = deque(model for model in living if model.next_seq == 0)
         self.holders = [model for model in living if model.next_seq > 0]
@@ -279,18 +247,14 @@ class ProtocolState(PromiseBook):
                 )
                 self.holders.append(heir)
 
-    def trained(self, outcome: Outcome, tokens: int = 0, promise: Promise | None = None) -> None:
-        """Notes the outcome of what the trainer worked on, and that it counts for so many `tokens` more. `promise`:
-        which one, if there were several. A model whose creation failed gives the trainer back."""
-        promise = promise or self.running
+    def trained(self, outcome: Outcome, tokens: int = 0) -> None:
+        """Notes the outcome of what the trainer worked on, and that it counts for so many `tokens` more. A model whose
+        creation failed gives the trainer back."""
+        promise, self.running = self.running, None
         assert promise, "only after next_training"
         if not self.models[promise.owner_id].ended:
             self.shares.charge(promise.owner_id, tokens)
         self.settle(promise, outcome)
-        if promise is self.running:
-            self.running = None
-        else:
-            self.beside.remove(promise)
         self.step_on(promise, outcome)
 
     def step_on(self, promise: Promise, outcome: Outcome) -> None:

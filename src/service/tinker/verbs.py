@@ -9,10 +9,8 @@ from typing import Protocol
 
 from trireme.checkpoint.files import FileRecord
 from trireme.core.datum import Datum, ModelInput
-from trireme.core.errors import BadInput
 from trireme.core.types import (
     AdamParams,
-    AdapterPass,
     ForwardBackwardOutput,
     OptimStepResponse,
     SampleResponse,
@@ -57,8 +55,6 @@ class TrainerVerbs(Protocol):
     def use_adapter(self, name: str) -> None: ...
 
     def drop_adapter(self, name: str) -> None: ...
-
-    def compute_together(self, passes: Sequence[AdapterPass]) -> Sequence[ForwardBackwardOutput | BadInput]: ...
 
 
 class SamplerVerbs(Protocol):

@@ -20,7 +20,7 @@ from service.tinker.verbs import FilesToCome, TrainerVerbs
 from trireme.config.trainer import LoraConfig
 from trireme.core.datum import Datum
 from trireme.core.errors import RoomFailed, StorageFailed, TriremeError
-from trireme.core.types import AdapterPass, ForwardBackwardOutput, TokenBatch
+from trireme.core.types import ForwardBackwardOutput
 from trireme.core.weights import AdapterSpec, PublishedWeights
 from trireme.process.faults import fault_point
 
@@ -138,33 +138,6 @@ class TrainingWorker:
             return self._do(model_id, work, request)
         except Exception as error:  # else the client would wait for ever for this request, and for all behind it
             return self._failed(model_id, work, error)
-
-    def run_together(self, asked: Sequence[tuple[str, ForwardBackwardCall]]) -> list[Done]:
-        """Does what the clients of several models asked for, all with a gradient or all without. Each fails alone,
-        unless the trainer does."""
-        given: dict[int, list[Datum]] = {}
-        passes: dict[int, AdapterPass] = {}
-        done: dict[int, Done] = {}
-        for number, (model_id, call) in enumerate(asked):
-            try:
-                parameters, data = call.parameters, self._data(call)
-                loss_fn = None if call.forward_only else call.loss_fn
-                passes[number] = AdapterPass(model_id, TokenBatch.of(data), loss_fn, parameters)
-                given[number] = data
-            except Exception as error:  # of what this client sent
-                done[number] = self._failed(model_id, call, error)
-        answers: Sequence[ForwardBackwardOutput | Exception]
-        try:
-            answers = self._trainer.compute_together(list(passes.values()))
-        except Exception as error:
-            answers = [error] * len(passes)
-        for number, answer in zip(passes, answers, strict=True):
-            model_id, call = asked[number]
-            if isinstance(answer, Exception):
-                done[number] = self._failed(model_id, call, answer)
-            else:
-                done[number] = Done(Success(encode_output(self._noted(model_id, call, given[number], answer))))
-        return [done[number] for number in range(len(asked))]
 
     def _failed(self, model_id: str, work: Work, error: Exception) -> Done:
         """Returns what a client is told of an error, and notes that a part of its gradients is missing."""
@@ -284,16 +257,8 @@ class TrainingWorker:
         parameters, data = call.parameters, self._data(call)
         if call.forward_only:
             output = self._trainer.forward(data)
-        else:
-            output = self._trainer.forward_backward(data, call.loss_fn, parameters)
-        return self._noted(model_id, call, data, output)
-
-    def _noted(
-        self, model_id: str, call: ForwardBackwardCall, data: Sequence[Datum], output: ForwardBackwardOutput
-    ) -> ForwardBackwardOutput:
-        """Notes that a pass was done; returns what its client is told."""
-        if call.forward_only:
             return replace(output, metrics=_loss(data, output) if call.loss_fn == "cross_entropy" else {})
+        output = self._trainer.forward_backward(data, call.loss_fn, parameters)
         self._gradients[model_id].passes += 1
         return output
 

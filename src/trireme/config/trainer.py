@@ -69,9 +69,6 @@ class LoraConfig(Section):
     """An adapter for lm_head; not for models whose output matrix is that of their embeddings."""
     seed: int | None = None
     """Seed of the adapters' first values; none = the run's seed."""
-    together: PositiveInt = 1
-    """Adapters of which `trireme serve` computes small requests in one pass of the base, at most; each is held whole
-    by each shard then. 1 = one after the other, bit for bit as each alone. The other commands train one adapter."""
 
     @property
     def on(self) -> bool:

@@ -95,9 +95,7 @@ def _kl(config: Config) -> Iterator[Refusal]:
 def _lora(config: CommonConfig, facts: ModelFacts | None) -> Iterator[Refusal]:
     lora = config.trainer.lora
     if lora.rank is None:
-        # `together` is a limit, which `trireme serve` sets for whatever it serves: it asks for no adapter
-        given = lora.model_dump(exclude={"together"})
-        changed = [name for name, value in given.items() if value != getattr(LoraConfig(), name)]
+        changed = [name for name, value in lora.model_dump().items() if value != getattr(LoraConfig(), name)]
         if changed:
             yield Refusal(
                 f"trainer.lora.{changed[0]} without trainer.lora.rank",

@@ -220,17 +220,6 @@ class ForwardBackwardOutput:
 
 
 @dataclass(frozen=True)
-class AdapterPass:
-    """Says what one adapter is to compute, beside others."""
-
-    adapter: str
-    batch: TokenBatch
-    loss_fn: str | None = None
-    """None: log-probabilities alone, without a gradient."""
-    loss_fn_config: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class StoredOutput:
     """The result of a pass over a `StoredBatch`, whose log-probabilities stay where its parts are."""
 

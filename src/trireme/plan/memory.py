@@ -190,17 +190,11 @@ class ModelMemory:
         gathered, its gradient, and the float32 buffer in which gradients are summed over shards.
         """
         dtype, layer, head = self.dtype_bytes, self._layer, self._head(lora)
-        reduced, beside = 0 if lora.on else 4, self.adapters_beside(lora)
+        reduced = 0 if lora.on else 4
         if whole:
-            return self.facts.num_parameters * (dtype + reduced) + dtype * head + beside
+            return self.facts.num_parameters * (dtype + reduced) + dtype * head
         of_head, of_layer = dtype * layer + (4 + dtype) * head, dtype * head + (3 * dtype + reduced) * layer
-        return dtype * self.facts.embedding_parameters + max(of_head, of_layer) + beside
-
-    def adapters_beside(self, lora: LoraConfig) -> int:
-        """Bytes of adapters that share a pass: whole on each shard, with their gradients, in float32."""
-        if not lora.on or lora.together == 1:
-            return 0
-        return 2 * 4 * lora.together * self.facts.trained_parameters(lora)
+        return dtype * self.facts.embedding_parameters + max(of_head, of_layer)
 
     def gathered_alone(self, lora: LoraConfig) -> int:
         """Bytes that are whole while no activations are held: embeddings and output matrix, with the first layer, are

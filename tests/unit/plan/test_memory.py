@@ -110,18 +110,6 @@ def test_the_room_goes_to_activations_first_and_then_to_the_whole_model() -> Non
     assert (offloaded.again, offloaded.whole) == (False, True)
 
 
-def test_adapters_that_share_a_pass_are_whole_on_each_shard() -> None:
-    """With their gradients, in float32, beside the adapter in the model, whatever the number of shards."""
-    memory = ModelMemory(FACTS, 2, on_gpus=True)
-    one, eight = (LoraConfig(rank=8, together=number) for number in (1, 8))
-    assert memory.adapters_beside(one) == 0
-    assert memory.adapters_beside(LoraConfig(together=8)) == 0, "no adapter is trained"
-    assert memory.adapters_beside(eight) == 8 * 8 * FACTS.trained_parameters(eight)
-    for whole in (True, False):
-        added = memory.gathered(eight, whole=whole) - memory.gathered(one, whole=whole)
-        assert added == memory.adapters_beside(eight)
-
-
 def test_logits_are_those_of_a_chunk_or_of_all_tokens() -> None:
     memory = ModelMemory(FACTS, 2, on_gpus=True)
     assert memory.logits(10) == 12 * 10 * FACTS.vocab_size

@@ -33,10 +33,9 @@ from trireme.config.load import load
 from trireme.config.model_facts import ModelFacts
 from trireme.config.service import TinkerConfig
 from trireme.config.trainer import LoraConfig
-from trireme.core.errors import BadInput, NonFiniteGradient, RoomFailed
+from trireme.core.errors import NonFiniteGradient, RoomFailed
 from trireme.core.types import (
     AdamParams,
-    AdapterPass,
     Datum,
     ForwardBackwardOutput,
     ModelInput,
@@ -142,22 +141,6 @@ class UnigramTrainer:
             for token, weight in zip(columns["target_tokens"], weights, strict=True):
                 self.gradient += weight * (probabilities - np.eye(VOCABULARY)[token])
         return self._output(data, {"loss:sum": loss})
-
-    def compute_together(self, passes: Sequence[AdapterPass]) -> list[ForwardBackwardOutput | BadInput]:
-        self.calls.append(f"together:{len(passes)}")
-        if fault_point("test.together"):
-            raise RoomFailed("trainer shard 0 died")
-        answers: list[ForwardBackwardOutput | BadInput] = []
-        for each in passes:
-            data = [each.batch.datum(d) for d in range(len(each.batch))]
-            self.use_adapter(each.adapter)
-            if any(datum.model_input.tokens.max() >= VOCABULARY for datum in data):
-                answers.append(BadInput("a token that is not in the vocabulary"))
-            elif each.loss_fn:
-                answers.append(self.forward_backward(data, each.loss_fn, each.loss_fn_config))
-            else:
-                answers.append(self.forward(data))
-        return answers
 
     def optim_step(self, adam_params: AdamParams) -> OptimStepResponse:
         self.calls.append("optim_step")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,12 +14,11 @@ import numpy as np
 import pytest
 import tinker
 from tinker import types
-from tinker_support import BASE_MODEL, DEADLINE_S, KEY, Served, UnigramTrainer, tinker_server, wait_for
+from tinker_support import BASE_MODEL, DEADLINE_S, KEY, Served, UnigramTrainer, tinker_server
 
 from service.tinker.adapters import AdapterWish, spec_of
 from service.tinker.promises import UserError
 from trireme.config.trainer import ATTENTION, MLP, LoraConfig
-from trireme.core.errors import RoomFailed
 from trireme.core.weights import AdapterSpec
 
 LORA = LoraConfig(rank=16, alpha=32, seed=5)
@@ -38,13 +36,6 @@ def serving(root: Path, lora: LoraConfig | None = LORA, places: int = 4, slots: 
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
     with serving(tmp_path) as served:
-        yield served
-
-
-@pytest.fixture
-def served_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
-    monkeypatch.setenv("TINKER_TELEMETRY", "0")
-    with serving(tmp_path, LORA.model_copy(update={"together": 4})) as served:
         yield served
 
 
@@ -104,85 +95,6 @@ def test_two_clients_at_once_learn_what_each_alone_learns(tmp_path: Path, monkey
         owners = [call.partition(":train:")[0] for call in served.trainer.calls if ":cross_entropy" in call]
         assert sum(a != b for a, b in itertools.pairwise(owners)) > 2, "in turn, and not one after the other"
     assert alone[0][-1] < alone[0][0]
-
-
-@contextmanager
-def kept_busy(served: Served, client: tinker.ServiceClient) -> Iterator[list[Any]]:
-    """Has the trainer work for one client until the block ends; yields what others ask for meanwhile, which is waited
-    for. So it waits at the same time, for certain."""
-    model = model_of(client)
-    model.forward_backward([datum(1)], "cross_entropy").result(DEADLINE_S)
-    served.trainer.hold = threading.Event()
-    updated, asked = model.optim_step(ADAM), list[Any]()
-    wait_for(lambda: "optim_step" in served.trainer.calls, "the update to begin")
-    yield asked
-    accepted = len(asked) + 1  # and the update
-    wait_for(lambda: sum(bool(each.ready) for each in served.server.state.holders) == accepted, "the requests to wait")
-    served.trainer.hold.set()
-    updated.result(DEADLINE_S)
-
-
-def test_clients_that_wait_at_the_same_time_share_a_pass_and_each_gets_its_own_result(served_together: Served) -> None:
-    served, tokens = served_together, (4, 7, 9)
-    with client_of(served) as busy, client_of(served) as one, client_of(served) as other, client_of(served) as third:
-        models = [model_of(each) for each in (one, other, third)]
-        with kept_busy(served, busy) as asked:
-            for model, token in zip(models, tokens, strict=True):
-                asked.append(model.forward_backward([datum(token, token)], "cross_entropy"))
-        losses = [each.result(DEADLINE_S).metrics["loss:sum"] for each in asked]
-        np.testing.assert_allclose(losses, -2 * base_table()[list(tokens)], rtol=1e-6)
-        assert "together:3" in served.trainer.calls
-        for model, token in zip(models, tokens, strict=True):
-            model.optim_step(ADAM).result(DEADLINE_S)
-            table = base_table() - 0.05 * 2 * (np.exp(base_table()) - np.eye(12)[token])
-            expected = (table - np.log(np.exp(table).sum()))[[2, 3]]
-            np.testing.assert_allclose(trained(model), expected, rtol=1e-5)
-        said = httpx.get(f"{served.url}/api/v1/healthz", headers={"x-api-key": KEY}).json()
-        assert said["status"] == "ok"
-        assert said["together"] == 3
-        assert said["trained"] > said["together"]
-
-
-def test_one_that_is_refused_does_not_touch_those_that_shared_its_pass(served_together: Served) -> None:
-    served = served_together
-    with client_of(served) as busy, client_of(served) as one, client_of(served) as other, client_of(served) as third:
-        models = [model_of(each) for each in (one, other, third)]
-        with kept_busy(served, busy) as asked:
-            inside = types.Datum(
-                model_input=types.ModelInput.from_ints([99]), loss_fn_inputs=datum(4).loss_fn_inputs
-            )  # 99 is no token of the model
-            asked.append(models[0].forward_backward([inside], "cross_entropy"))
-            asked.append(models[1].forward_backward([datum(4)], "ppo"))
-            asked.append(models[2].forward_backward([datum(4)], "cross_entropy"))
-        assert asked[2].result(DEADLINE_S).metrics["loss:sum"] == pytest.approx(-base_table()[4], rel=1e-6)
-        for number, said in ((0, "not in the vocabulary"), (1, "no advantages")):
-            with pytest.raises(tinker.RequestFailedError, match=said):
-                asked[number].result(DEADLINE_S)
-            with pytest.raises(tinker.RequestFailedError, match="a part of them is missing"):
-                models[number].optim_step(ADAM).result(DEADLINE_S)
-        assert models[2].optim_step(ADAM).result(DEADLINE_S).metrics["grad_norm"] > 0
-
-
-def test_after_the_loss_of_a_trainer_in_a_shared_pass_each_request_is_done_alone_and_once(
-    served_together: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    served = served_together
-    monkeypatch.setenv("TRIREME_FAULTS", "test.together@1=return")
-    with client_of(served) as busy, client_of(served) as one, client_of(served) as other:
-        models = [model_of(each) for each in (one, other)]
-        with kept_busy(served, busy) as asked:
-            asked += [model.forward_backward([datum(4, 4)], "cross_entropy") for model in models]
-        wait_for(served.working.done, "the trainer to be lost")
-        with pytest.raises(RoomFailed):
-            served.working.result()
-        served.trainer.__init__()  # type: ignore[misc]  # a new one, which knows nothing
-        served.work()
-        for each in asked:
-            assert each.result(DEADLINE_S).metrics["loss:sum"] == pytest.approx(-2 * base_table()[4], rel=1e-6)
-        assert not any(call.startswith("together") for call in served.trainer.calls)
-        norms = [model.optim_step(ADAM).result(DEADLINE_S).metrics["grad_norm"] for model in models]
-        wanted = 2 * np.linalg.norm(np.exp(base_table()) - np.eye(12)[4])
-        np.testing.assert_allclose(norms, wanted, rtol=1e-6)
 
 
 def test_snapshots_of_two_adapters_and_the_base_are_sampled_side_by_side(served: Served) -> None:

@@ -36,23 +36,6 @@ def test_those_that_always_ask_are_never_far_apart(data: st.DataObject) -> None:
         assert max(counts.values()) - min(counts.values()) <= QUANTUM + LARGEST
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.data())
-def test_those_that_are_served_together_are_never_far_apart(data: st.DataObject) -> None:
-    shares, names = TokenShares(QUANTUM), "abcd"
-    counts = dict.fromkeys(names, 0)
-    for _ in range(data.draw(st.integers(1, 60))):
-        first = shares.choose(list(names))
-        others = shares.beside([name for name in names if name != first])
-        assert first not in others
-        assert [counts[name] for name in others] == sorted(counts[name] for name in others), "those with least first"
-        for name in (first, *others[: data.draw(st.integers(0, 3))]):
-            tokens = data.draw(st.integers(1, LARGEST))
-            shares.charge(name, tokens)
-            counts[name] += tokens
-        assert max(counts.values()) - min(counts.values()) <= QUANTUM + LARGEST
-
-
 def test_large_requests_and_small_ones_get_the_same_tokens_and_places_change_seldom() -> None:
     counts: dict[str, int] = {}
     order = served(TokenShares(QUANTUM), {"large": 100, "small": 5}, 10_000, counts)

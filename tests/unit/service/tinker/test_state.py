@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.tinker.promises import Failure, GoneError, Promise, Success, UnknownId, UserError
-from service.tinker.state import CLONE, GAP_S, HEIR_S, KEPT_S, SESSION_S, TOGETHER_TOKENS, UNASKED_S, ProtocolState
+from service.tinker.state import CLONE, GAP_S, HEIR_S, KEPT_S, SESSION_S, UNASKED_S, ProtocolState
 from service.tinker.turns import LoadWeights, StartSample
 
 DONE = Success({})
@@ -163,52 +162,6 @@ def test_what_is_asked_of_a_sampler_is_no_sign_of_its_models_client() -> None:
     state.heard(state.sample(sampler.sampler_id, 0, None), SESSION_S)
     state.expire(SESSION_S + 1)
     assert state.sessions["s"].ended_s is not None
-
-
-@pytest.mark.parametrize(
-    ("asked", "alone", "beside"),
-    [
-        ([600, 600, 600, 600], [], [1, 2]),
-        ([256] * 8, [], [1, 2, 3, 4, 5]),
-        ([2048, 256], [], []),
-        ([1792, 256, 256], [], [1]),
-        ([1793, 256, 255], [], [2]),
-        ([300, -300, 300], [], [2]),
-        ([300, 300, 300], ["c1:train:0/1"], [2]),
-        ([300, 300, 300], ["c0:train:0/1"], []),
-        ([0, 300, 300], [], []),
-    ],
-)
-def test_small_requests_of_a_kind_are_done_together_up_to_a_number_of_tokens(
-    asked: list[int], alone: list[str], beside: list[int]
-) -> None:
-    """At most 2,048 tokens and six models; others of a kind (here: by their sign), and those that are to be done alone,
-    wait. 0: it can only be done alone."""
-    names = [f"c{number}" for number in range(len(asked))]
-    kinds = {1: "train", -1: "forward"}
-    state = ProtocolState(
-        places=8,
-        together=6,
-        cost=lambda work: abs(int(str(work or 0))),
-        kind=lambda work: kinds.get(int(np.sign(int(str(work or 0))))),
-    )
-    for name in (*names[1:], names[0]):  # the one that was served last is the first again
-        state.begin_session(name, 0.0)
-        state.create_model(name, 0, None)
-    run_all(state)
-    for name, tokens in zip(names, asked, strict=True):
-        state.train(f"{name}:train:0", 1, tokens)
-    found = state.next_training()
-    assert found
-    assert found[1].request_id == "c0:train:0/1"
-    taken = state.take_beside(alone)
-    assert [promise.request_id for _, promise in taken] == [f"c{number}:train:0/1" for number in beside]
-    assert sum(abs(asked[number]) for number in [0, *beside]) <= TOGETHER_TOKENS == 2048
-    assert state.next_training() is None, "all of them first"
-    for promise in [found[1], *(promise for _, promise in taken)]:
-        state.trained(DONE, promise=promise)
-    rest = [f"c{number}:train:0/1" for number in range(1, len(asked)) if number not in beside]
-    assert sorted(run_all(state)) == rest
 
 
 def test_what_the_trainer_works_on_is_finished_though_its_session_ends() -> None:
