@@ -30,7 +30,6 @@ from orchestrator.rollout import (
     check_report,
     run_rollout,
 )
-from orchestrator.time_limits import TimeLimit
 from orchestrator.tool_waits import Place
 from orchestrator.unfinished import GroupProgress, RolloutProgress
 from orchestrator.waste import GroupTokens, RolloutTokens
@@ -175,12 +174,13 @@ class GroupRunner:
         tries = self.config.orchestrator.retries + 1
         begun = progress.waiting.get(sample)
         closing: asyncio.Task[None] | None = None
-        deadline = self._deadline()
+        due = self._due()
         for retry in range(min(begun.retry, tries - 1) if begun else 0, tries):
             if closing:  # a rollout has one environment at a time
                 await asyncio.wait([closing])
             key = RolloutKey(self.env.label, group.problem, sample, retry, group.problem)
             place = permit.place()
+            deadline = asyncio.timeout_at(due)
             try:
                 play = self._play(group, envs, key, deadline, place, tokens, progress.begin(sample, retry))
                 outcome = await self._attempt(play, deadline, key)
@@ -188,6 +188,7 @@ class GroupRunner:
                 place.close()
                 closing = envs.close(sample)
             progress.end(sample, outcome)
+            due = deadline.when()  # later than before, where requests have waited for their turn
             if isinstance(outcome, Trajectory):
                 break
             tokens.fail()
@@ -203,7 +204,7 @@ class GroupRunner:
         group: Group,
         envs: GroupEnvs,
         key: RolloutKey,
-        deadline: TimeLimit,
+        deadline: asyncio.Timeout,
         place: Place,
         tokens: RolloutTokens,
         progress: RolloutProgress,
@@ -216,15 +217,16 @@ class GroupRunner:
             return await play_session(env, sample, key, self.limits, self.sampling, self._seed)
         return await run_rollout(env, sample, key, self.limits, self.sampling, self._seed, progress)
 
-    def _deadline(self) -> TimeLimit:
-        return self.pace.limit(self.config.orchestrator.generation_timeout_s)
+    def _due(self) -> float | None:
+        """Returns when work that begins now is too late, by the clock of the event loop."""
+        return asyncio.get_running_loop().time() + self.config.orchestrator.generation_timeout_s
 
-    async def _attempt(self, work: Coroutine[Any, Any, T], deadline: TimeLimit, place: object) -> T | Exception:
+    async def _attempt(self, work: Coroutine[Any, Any, T], deadline: asyncio.Timeout, place: object) -> T | Exception:
         """Returns the result of an environment's work at `place`, or notes and returns what it raises: the one place
         that catches it. Errors of the rooms themselves (TriremeError) are raised, for the driver. The work has a task
         of its own, so that a cancellation of this one is never the environment's doing."""
         try:
-            with deadline:
+            async with deadline:
                 return await start_contained(work)
         except TriremeError:
             raise
@@ -258,7 +260,8 @@ class GroupRunner:
             return None
         self._check_versions(group, trajectories_G)
         place = f"environment {self.env.label}, problem {group.problem}"
-        outcome = await self._attempt(self._rewards(group, builder, trajectories_G), self._deadline(), place)
+        deadline = asyncio.timeout_at(self._due())
+        outcome = await self._attempt(self._rewards(group, builder, trajectories_G), deadline, place)
         return None if isinstance(outcome, Exception) else outcome
 
     def _check_versions(self, group: Group, trajectories_G: Sequence[Trajectory]) -> None:
@@ -303,7 +306,7 @@ class _Turns:
     """Of the group."""
     envs: GroupEnvs
     key: RolloutKey
-    deadline: TimeLimit
+    deadline: asyncio.Timeout
     """Of all tries of the rollout."""
     place: Place
     tokens: RolloutTokens
@@ -317,8 +320,9 @@ class _Turns:
         self.place.sample()
         self.tokens.request()
         try:
-            with TaskOwner(None), runner.pace.limit(limit_s) as waiting:
-                sampled = await runner.sample(request)
+            with TaskOwner(None):
+                async with asyncio.timeout(limit_s) as waiting:
+                    sampled = await runner.sample(request)
         except TimeoutError:
             if not waiting.expired():
                 raise

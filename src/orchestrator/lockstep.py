@@ -17,14 +17,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-
-from orchestrator.time_limits import TimeLimit, TimeLimits
+from contextlib import suppress
 
 END = -1
 """Stands in place of a sample's number for the group itself, which waits to be settled."""
 
 
-class OwnPace(TimeLimits):
+class OwnPace:
     """No rollout waits for another."""
 
     def enter(self, index: int, rollouts: int) -> None:
@@ -36,7 +35,7 @@ class OwnPace(TimeLimits):
     def leave(self, index: int) -> None:
         """Takes note that the group is settled."""
 
-    async def before_sample(self, index: int, sample: int, deadline: TimeLimit) -> None:
+    async def before_sample(self, index: int, sample: int, deadline: asyncio.Timeout) -> None:
         """Returns when rollout `sample` of the group may send its request. Waiting does not count for its deadline."""
 
     async def before_end(self, index: int) -> None:
@@ -47,7 +46,6 @@ class Lockstep(OwnPace):
     """See the module's docstring. `more_to_come()`: true while the ledger has slots that are about to be filled."""
 
     def __init__(self, more_to_come: Callable[[], bool]) -> None:
-        super().__init__()
         self._more_to_come = more_to_come
         self._rollouts: dict[int, int] = {}
         self._waiting: dict[tuple[int, int], asyncio.Future[None]] = {}
@@ -63,15 +61,16 @@ class Lockstep(OwnPace):
         del self._rollouts[index]
         self._advance()
 
-    async def before_sample(self, index: int, sample: int, deadline: TimeLimit) -> None:
-        loop, due = asyncio.get_running_loop(), deadline.when()
+    async def before_sample(self, index: int, sample: int, deadline: asyncio.Timeout) -> None:
+        loop = asyncio.get_running_loop()
+        due = deadline.when()
         assert due is not None
         left = due - loop.time()
-        deadline.reschedule(None)
+        _move(deadline, None)
         try:
             await self._turn(index, sample)
         finally:  # the request of an agent may end alone: its rollout continues, and has a deadline
-            deadline.reschedule(loop.time() + left)
+            _move(deadline, loop.time() + left)
 
     async def before_end(self, index: int) -> None:
         await self._turn(index, END)
@@ -94,3 +93,9 @@ class Lockstep(OwnPace):
             turn = self._waiting.pop(place)
             if not turn.done():  # else its rollout was cancelled
                 turn.set_result(None)
+
+
+def _move(deadline: asyncio.Timeout, due: float | None) -> None:
+    """Makes a deadline due at another time; None: never. One that is over stays as it is."""
+    with suppress(RuntimeError):
+        deadline.reschedule(due)

@@ -63,7 +63,7 @@ async def test_a_rollout_that_was_cancelled_is_not_waited_for() -> None:
     lockstep = Lockstep(lambda: False)
     lockstep.enter(0, rollouts=1)
     lockstep.enter(1, rollouts=1)
-    with lockstep.limit(60) as deadline:
+    async with asyncio.timeout(60) as deadline:
         waiting = asyncio.create_task(lockstep.before_sample(0, 0, deadline))
         await asyncio.sleep(0)
         waiting.cancel()
@@ -76,7 +76,7 @@ async def test_a_request_that_ends_alone_leaves_its_rollout_its_deadline() -> No
     """An agent may give up one request, and then send another."""
     lockstep = Lockstep(lambda: False)
     lockstep.enter(0, rollouts=2)
-    with lockstep.limit(60) as deadline, lockstep.limit(60) as other:
+    async with asyncio.timeout(60) as deadline, asyncio.timeout(60) as other:
         waiting = asyncio.create_task(lockstep.before_sample(0, 0, deadline))
         await asyncio.sleep(0)
         waiting.cancel()
@@ -86,6 +86,19 @@ async def test_a_request_that_ends_alone_leaves_its_rollout_its_deadline() -> No
         again = [asyncio.create_task(lockstep.before_sample(0, sample, own)) for sample, own in both]
         await asyncio.wait(again, timeout=5)
         assert all(task.done() and not task.exception() for task in again)
+
+
+async def test_a_request_after_the_end_of_its_rollout_changes_no_deadline() -> None:
+    """An environment may ignore its cancellation, and ask on."""
+    lockstep = Lockstep(lambda: False)
+    lockstep.enter(0, rollouts=1)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0) as deadline:
+            await asyncio.Event().wait()
+    due = deadline.when()
+    await asyncio.wait_for(lockstep.before_sample(0, 0, deadline), timeout=5)
+    assert deadline.when() == due
+    assert deadline.expired()
 
 
 @pytest.mark.parametrize("boundary", [0, 1, 3])
