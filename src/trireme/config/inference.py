@@ -89,9 +89,6 @@ class InferenceConfig(Section):
     answer_s: PositiveFloat = 1800.0
     """Seconds for one answer, from its request to its last token, with the pauses of updates; then the rollout is tried
     again. orchestrator.generation_timeout_s bounds all turns of a rollout together."""
-    spare: bool = False
-    """Keep one more process on each node with replicas, which has imported vLLM, has no engine and no GPU, and
-    becomes the successor of a replica that is lost there."""
     engine_args: dict[str, Any] = Field({}, json_schema_extra=NAMES_CODE)
     """Further arguments of vLLM's AsyncEngineArgs."""
 

@@ -10,6 +10,7 @@ REMOVED: dict[str, str] = {
     "trireme launch": "edit scripts/slurm.sbatch or scripts/rayjob.yaml, which start a run on Slurm and on KubeRay",
     "trireme sweep --knob": "give the key of the horizontal axis in the first --grid",
     "orchestrator.max_requeues": "leave it out: orchestrator.stale_policy = wait, the default, samples nothing again",
+    "inference.spare": "leave it out: a new process succeeds a replica whose actor is lost",
     "cluster.model_cache": "give model.name as an id of the hub, which each node fetches, or as a path that all have",
     "trainer.lora.together": "leave it out: adapters take turns in the trainer, each computes what it would alone",
     "trireme watch --plain": "leave it out: `trireme watch RUN` prints where the run stands, without a terminal too",

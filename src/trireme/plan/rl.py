@@ -29,8 +29,6 @@ RANK_GIB = 0.35
 QUEUE_BYTES = 10 * (24 * 2**20 + 2)
 """What vLLM asks to be free in /dev/shm for the answers of each of several ranks: ten chunks of 24 MiB. It touches few
 pages of them, so that ranks that have started leave as much free for the next ones."""
-SPARE_GIB = 0.6
-"""Measured memory of a spare that it does not share with other processes."""
 
 ARRIVING = "arriving weights"
 """A version that is received beside the one that is loaded, in memory that the ranks of the replica map. (Those that
@@ -91,11 +89,9 @@ class InferencePart(Part):
     def needs(self) -> list[Need] | None:
         if self.facts is None:
             return None
-        spare = {"a spare": int(SPARE_GIB * GIB)} if self.config.inference.spare else {}
         weights = self._weight_bytes
         arriving = {} if self._transport == "object_store" else {ARRIVING: self.published_bytes}
-        stored = {} if self._transport == "broadcast" else {VERSIONS: KEPT_VERSIONS * self.published_bytes}
-        shared = {**stored, **spare}
+        shared = {} if self._transport == "broadcast" else {VERSIONS: KEPT_VERSIONS * self.published_bytes}
         queues = QUEUE_BYTES if self.ranks > 1 else 0
         if self.on_gpus:
             cuda = (1 + self.ranks) * int(HOST_OF_CUDA_GIB * GIB)  # the actor, and each process of its engine
@@ -216,8 +212,7 @@ class InferencePart(Part):
 
     def rows(self, each: str) -> list[tuple[str, str]]:
         replicas, of = self.config.inference.replicas, f" of {self.ranks} ranks" if self.ranks > 1 else ""
-        spare = f"; a spare without one on each node, {SPARE_GIB} GiB" if self.config.inference.spare else ""
-        text = f"{count(replicas, 'vLLM replica')}: {count(replicas, 'actor')} with an engine{of}, {each}{spare}"
+        text = f"{count(replicas, 'vLLM replica')}: {count(replicas, 'actor')} with an engine{of}, {each}"
         memory = [("memory", self._memory_text(self.facts))] if self.facts else []
         return [("inference", text), *memory, ("each update", self._update_text())]
 

@@ -8,7 +8,6 @@ STARTING --its start ends--> READY --join--> JOINING --it has the newest weights
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from enum import Enum, auto
@@ -27,7 +26,6 @@ from trireme.supervision.roster import PartHealth, Roster
 SECOND_OPINION_S = 3.0
 """Time between the orchestrator's report that a replica failed and its replacement. In it, a failure of trainer or
 orchestrator may turn out to be the cause."""
-SPARES_EVERY_S = 10.0
 PREFIX = "inference_"
 REPORTS = "orchestrator_0 (of replicas)"
 
@@ -61,8 +59,6 @@ class ReplicaActors(Protocol):
     def add(self, options: dict[str, Any]) -> int: ...
 
     def remove(self, index: int) -> dict[str, Any]: ...
-
-    def keep_spares(self) -> None: ...
 
     def client(self, index: int) -> Any: ...
 
@@ -120,7 +116,6 @@ class ReplicaManager:
         self._joins: dict[int, Any] = {}  # the newest join of each: answers to earlier attempts' say nothing
         self._user: ReplicaUser | None = None
         self._reports: list[tuple[float, int, str]] = []  # (time from which to believe it, replica, reason)
-        self._spares_at = math.inf  # when to ask for spares next, once replicas have joined
 
     def begin(self) -> None:
         """Waits for the starts of all replicas, which have been requested."""
@@ -173,8 +168,6 @@ class ReplicaManager:
                 self._fail(index, reason)
         for index in self._of(ReplicaState.STARTING):
             self._look_at_start(index, now)
-        if now >= self._spares_at:
-            self._keep_spares()
 
     def serves(self, index: int) -> bool:
         """Returns True if this attempt samples with replica `index`."""
@@ -243,12 +236,6 @@ class ReplicaManager:
             self._successors.remove(index)
             took = time.monotonic() - self._since[index]
             self._roster.note(_part_name(index), f"its successor serves, {took:.1f} s after it was started")
-        self._keep_spares()
-
-    def _keep_spares(self) -> None:
-        self._spares_at = time.monotonic() + SPARES_EVERY_S
-        if self._user and not self.missing(all_of_them=True):  # a start needs the cores
-            self._replicas.keep_spares()
 
     def _leave(self, index: int) -> None:
         if self._user is None or not self.serves(index):
@@ -263,7 +250,6 @@ class ReplicaManager:
         self._places.give_back(self._replicas.remove(index))
         del self._states[index]
         self._roster.remove(_part_name(index))
-        self._keep_spares()
 
     def _become(self, index: int, state: ReplicaState) -> None:
         self._states[index] = state

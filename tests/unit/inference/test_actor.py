@@ -172,7 +172,7 @@ def test_sampling_before_any_weights_is_refused() -> None:
 
 
 class TestPredecessor:
-    """Whose memory a spare waits for."""
+    """Whose memory its successor waits for."""
 
     def test_it_has_ended_as_soon_as_only_its_number_is_left(self) -> None:
         with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as engine:

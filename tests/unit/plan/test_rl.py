@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 from model_support import FACTS
-from plan_support import cluster, inference, machines, plan, text_of
+from plan_support import inference, machines, plan, text_of
 
 from trireme.plan.memory import GIB
 from trireme.plan.needs import gib
-from trireme.plan.rl import SPARE_GIB
 
 
 class TestNumbers:
@@ -35,17 +34,6 @@ class TestNumbers:
     def test_memory_of_a_replica(self) -> None:
         expected = int((1.4 + 2) * GIB) + 4 * 1_000_000
         assert inference(plan(inference={"memory_gb": 2})).replica_bytes == expected
-
-    def test_a_spare_takes_memory_and_is_said(self) -> None:
-        enough = plan(inference={"spare": True})
-        assert "a spare without one on each node, 0.6 GiB" in text_of(enough)
-        assert "spare" not in text_of(plan())
-        with_spare, without = (sum(one.machines[0].host.values()) for one in (enough, plan()))
-        assert with_spare - without == int(SPARE_GIB * GIB)
-        two = plan(inference={"spare": True, "replicas": 2}).machines[0].host
-        assert two["a spare"] == int(SPARE_GIB * GIB), "once for all replicas of a machine"
-        several = plan(inference={"spare": True, "replicas": 2}, resources=cluster(machines(cpus=3), machines(cpus=2)))
-        assert [machine.host.get("a spare", 0) > 0 for machine in several.machines] == [True, True]
 
     @pytest.mark.parametrize(
         ("shards", "replicas", "who"),

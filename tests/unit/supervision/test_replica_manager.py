@@ -123,34 +123,6 @@ class TestStart:
         assert evaluating.room.told == [("join", 1, "client 1", True)]
         assert evaluating.manager.missing(all_of_them=False) == ["inference replica 0"]
 
-    def test_spares_are_made_when_nobody_else_starts(self, world: World) -> None:
-        world.answer("start", 0)
-        world.manager.attach(world.room)
-        world.answer("join", 0)
-        assert ("keep spares",) not in world.room.told, "replica 1 is on its way, and has the cores"
-        world.answer("start", 1)
-        world.answer("join", 1)
-        assert world.room.told[-1] == ("keep spares",)
-        world.room.told.clear()
-        world.manager.lost(1, DIED, died=True)
-        world.answer("start", 1)
-        assert ("keep spares",) not in world.room.told
-        world.answer("join", 1)
-        assert world.room.told[-1] == ("keep spares",), "the one that there was may be gone"
-        world.room.told.clear()
-        world.manager.lost(1, DIED, died=True)
-        world.manager.scale(1)
-        assert world.room.told[-1] == ("keep spares",), "nobody starts any more"
-
-    def test_spares_are_looked_after_now_and_then(self, world: World) -> None:
-        world.look(manager_module.SPARES_EVERY_S)
-        assert world.room.told == [], "nobody serves yet"
-        world.serve()
-        world.look()
-        assert world.room.told == []
-        world.look(manager_module.SPARES_EVERY_S)
-        assert world.room.told == [("keep spares",)]
-
     def test_one_that_dies_as_it_starts_is_replaced(self, world: World) -> None:
         world.answer("start", 0, value=DIED)
         assert world.room.told == [("replace", 0)]
@@ -311,7 +283,7 @@ class TestScale:
         assert world.room.told == [("drain", 1)]
         assert world.health()["inference_1"] is PartHealth.DRAINING
         world.answer("drain", 1)
-        assert world.room.told[1:] == [("remove", 1), ("give back", 1), ("keep spares",)]
+        assert world.room.told[1:] == [("remove", 1), ("give back", 1)]
         assert world.health() == {"inference_0": PartHealth.HEALTHY}
 
     def test_one_that_dies_while_it_drains_has_no_successor(self, world: World) -> None:
@@ -319,7 +291,7 @@ class TestScale:
         world.look()
         world.manager.scale(1)
         world.answer("heartbeat", 1, value=DIED)
-        assert world.room.told == [("drain", 1), ("leave", 1), ("remove", 1), ("give back", 1), ("keep spares",)]
+        assert world.room.told == [("drain", 1), ("leave", 1), ("remove", 1), ("give back", 1)]
         assert not world.waits_for("drain", 1)
 
     def test_one_that_starts_leaves_at_once(self, world: World) -> None:

@@ -105,9 +105,6 @@ class Room:
     def give_back(self, options: dict[str, Any]) -> None:
         self.told.append(("give back", options["place of"]))
 
-    def keep_spares(self) -> None:
-        self.told.append(("keep spares",))
-
     def abort_all(self) -> None:
         self.told.append(("abort all",))
 
