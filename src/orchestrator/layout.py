@@ -1,7 +1,7 @@
 """Lays out minibatches in a thread of its own, so that the event loop serves rollouts meanwhile.
 
     event loop   takes finished groups                                    answers the driver with lengths and references
-    thread             | lays out and packs a piece, then the next; stores a part | and the next part
+    thread             | lays out and stores a piece, then the next; a part | and the next part
 
 The thread holds Python's lock no longer than a numpy call about a piece takes (`trireme.core.batch.PIECE_TOKENS`).
 """

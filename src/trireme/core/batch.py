@@ -17,14 +17,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trireme.core.batch_codec import PackedColumn, pack, unpack
 from trireme.core.datum import Datum, ModelInput
 
 Numbers = npt.NDArray[np.int64]
 Assign = Callable[[Numbers], Sequence[Numbers]]
 """Takes the lengths of all datums, [D]. Returns, for each process of the trainer, the numbers of its own, ascending."""
 PIECE_TOKENS = 1 << 20
-"""Tokens that are laid out and packed together. Few, so that no call of numpy holds Python's lock for long; enough, so
+"""Tokens that are laid out and stored together. Few, so that no call of numpy holds Python's lock for long; enough, so
 that the calls cost less than the numbers."""
 
 
@@ -100,14 +99,6 @@ class TokenBatch:
         """Returns what `function` makes of the batch: the same datums with other columns."""
         return function(self)
 
-    def packed(self) -> PackedBatch:
-        """Returns the compact form of `trireme.core.batch_codec`, in which a batch crosses to another process."""
-        columns = pack(self.tokens, self.offsets, self.columns)
-        return PackedBatch(self.tokens, self.offsets, columns, self.temperatures, self.sequences)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return PackedBatch.unpacked, (self.packed(),)
-
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
@@ -131,22 +122,6 @@ LayOut = Callable[[Numbers], TokenBatch]
 """Takes the numbers of some datums of a batch, ascending. Returns these datums."""
 Summary = Callable[[TokenBatch], npt.NDArray[np.float64]]
 """Returns K numbers about each datum, [K, D], each from that datum alone. Must be picklable."""
-
-
-@dataclass(frozen=True)
-class PackedBatch:
-    """A `TokenBatch` in compact form."""
-
-    tokens: npt.NDArray[np.int32]  # [T]
-    offsets: Numbers  # [D + 1]
-    columns: Mapping[str, PackedColumn]
-    temperatures: npt.NDArray[np.float32]  # [D]
-    sequences: Numbers  # [D]
-
-    def unpacked(self) -> TokenBatch:
-        """Returns the batch that was packed."""
-        columns = unpack(self.tokens, self.offsets, self.columns)
-        return TokenBatch(self.tokens, self.offsets, columns, self.temperatures, self.sequences)
 
 
 @dataclass(frozen=True)
@@ -181,19 +156,19 @@ class BatchPart:
 
 
 @dataclass(frozen=True)
-class PackedPart:
+class PartPieces:
     """A `BatchPart` in the object store."""
 
     lengths: Numbers
     datums: Numbers
     pieces: tuple[Any, ...]
-    """The datums, cut into pieces of about PIECE_TOKENS: references to a PackedBatch each, or these themselves. Each is
+    """The datums, cut into pieces of about PIECE_TOKENS: references to a TokenBatch each, or these themselves. Each is
     stored by itself, as storing holds Python's lock for as long as it copies."""
 
     def opened(self, fetch: Callable[[Any], Any]) -> BatchPart:
         """Returns the part. `fetch` takes a reference to a piece and returns the piece."""
-        pieces = [piece if isinstance(piece, PackedBatch) else fetch(piece) for piece in self.pieces]
-        return BatchPart(self.lengths, self.datums, TokenBatch.join([piece.unpacked() for piece in pieces]))
+        pieces = [piece if isinstance(piece, TokenBatch) else fetch(piece) for piece in self.pieces]
+        return BatchPart(self.lengths, self.datums, TokenBatch.join(pieces))
 
 
 @dataclass(frozen=True)
@@ -201,7 +176,7 @@ class StoredPart:
     """Tells a process of the trainer where its part of a `StoredBatch` is."""
 
     part: Any
-    """A reference to its PackedPart, or the PackedPart itself."""
+    """A reference to its PartPieces, or these themselves."""
     owner: str
     """Names the process that keeps it."""
     columns: tuple[tuple[str, Any], ...] = ()
@@ -211,7 +186,7 @@ class StoredPart:
 
     def opened(self, fetch: Callable[[Any, str], Any]) -> BatchPart:
         """Fetches the part. `fetch` takes a reference and the name of its owner, and returns the value."""
-        stored = self.part if isinstance(self.part, PackedPart) else fetch(self.part, self.owner)
+        stored = self.part if isinstance(self.part, PartPieces) else fetch(self.part, self.owner)
         part: BatchPart = stored.opened(lambda piece: fetch(piece, self.owner))
         more = {name: fetch(column, self.owner) for name, column in self.columns}
         batch = replace(part.batch, columns={**part.batch.columns, **more}) if more else part.batch
@@ -246,8 +221,8 @@ class StoredBatch:
         shortest, parts_R = int(np.argmin(lengths)), []
         for own in assign(lengths):
             datums = np.union1d(own, [shortest])
-            pieces = tuple(put(lay_out(piece).packed()) for piece in cut_pieces(datums, lengths))
-            parts_R.append(StoredPart(put(PackedPart(lengths, datums, pieces)), owner))
+            pieces = tuple(put(lay_out(piece)) for piece in cut_pieces(datums, lengths))
+            parts_R.append(StoredPart(put(PartPieces(lengths, datums, pieces)), owner))
         return cls(lengths, sequences, tuple(parts_R))
 
     def __len__(self) -> int:

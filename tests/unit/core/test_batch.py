@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trireme.core import batch as batch_module
-from trireme.core.batch import BatchPart, PackedPart, StoredBatch, TokenBatch, cut_pieces
+from trireme.core.batch import BatchPart, PartPieces, StoredBatch, TokenBatch, cut_pieces
 
 
 def make_batch(lengths, sequences=None):
@@ -121,7 +121,7 @@ def double(batch):
 def test_data_of_the_driver_travels_with_the_call():
     batch = make_batch([3, 1, 4])
     parts = StoredBatch.store(batch.lengths, batch.sequences, batch.take, partial(in_turn, num_ranks=2))
-    assert all(isinstance(part.part, PackedPart) for part in parts.parts_R)
+    assert all(isinstance(part.part, PartPieces) for part in parts.parts_R)
     assert same(parts.parts_R[1].opened(None).batch, batch.take(np.array([1])))
 
 
