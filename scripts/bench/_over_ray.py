@@ -17,7 +17,6 @@ import uvloop
 from pipeline import ORCHESTRATOR_CORE, START_S, ReadyAnswers, drive, pin
 from turns import GROUP_SIZE, Shape, answers, config_of, make_model
 
-from inference.held import HeldTrajectories
 from inference.messages import Reply, unpack_requests
 from trireme.core.types import SampledSequence
 from trireme.core.weights import Drift, PublishedWeights, UpdateReport
@@ -40,34 +39,26 @@ class OverRay:
 
 
 class TurnsActor(ReadyAnswers):
-    """The replica, with the interface of `inference.actor.ReplicaActor`: at most `per_message` answers travel together.
-    It holds conversations, as a replica does."""
+    """The replica, like `inference.actor.ReplicaActor` from outside: at most `per_message` answers travel at once."""
 
     def __init__(self, per_message: int) -> None:
         super().__init__()
         self._per_message, self._messages, self._given = per_message, 0, 0
-        self._held, self._ready = HeldTrajectories(), list[tuple[str, SampledSequence]]()
+        self._ready = list[tuple[str, SampledSequence]]()
         self._waiting: asyncio.Future[None] | None = None
 
     async def exchange(self, _caller: str, message: bytes) -> bytes:
-        missed: list[str] = []
         for request in unpack_requests(message):
-            prompt = self._held.whole_prompt(request) if request.after else request.prompt
-            if prompt is None:
-                missed.append(request.request_id)
-                continue
             answer = self._answers[len(self._ready) % len(self._answers)]
-            if request.extends:
-                self._held.keep(request.request_id, prompt, answer.tokens)
             self._ready.append((request.request_id, answer))
         if self._waiting and not self._waiting.done():
             self._waiting.set_result(None)
-        if not self._ready and not missed:
+        if not self._ready:
             self._waiting = asyncio.get_running_loop().create_future()
             await self._waiting
         together, self._ready = self._ready[: self._per_message], self._ready[self._per_message :]
         self._messages, self._given = self._messages + bool(together), self._given + len(together)
-        return Reply(together, missed).pack()
+        return Reply(together).pack()
 
     async def load_weights(self, weights: PublishedWeights) -> UpdateReport:
         self._answers = answers(weights.identity)

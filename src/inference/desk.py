@@ -1,8 +1,8 @@
 """The replica's side of `inference.messages`: callers hand in requests, and fetch outcomes, several by one call.
 
-exchange(requests) ---> whole prompts ---> the engine samples them
-                                                 |
-its answer, or a later call's <--- Outbox <------+   gathered for some milliseconds while many are in flight
+exchange(requests) ---> the engine samples them
+                                   |
+its answer, or a later call's <--- Outbox   gathered for some milliseconds while many are in flight
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from inference.handover import NOTHING, Outcome
-from inference.held import HeldTrajectories
 from inference.messages import Reply, unpack_requests
 from trireme.core.errors import RoomFailed, TriremeError
-from trireme.core.types import SampledSequence, SampleRequest
+from trireme.core.types import SampleRequest
 
 GATHER_S = 0.005
 """The longest that an outcome waits for others."""
@@ -38,7 +37,6 @@ class Outbox:
         self.failure: TriremeError | None = None
         """Why requests could not enter the engine."""
         self._outcomes: list[tuple[str, Outcome]] = []
-        self._missed: list[str] = []
         self._due = False
         self._timer: asyncio.Handle | None = None
         self._due_at = 0.0
@@ -54,11 +52,6 @@ class Outbox:
         self.unanswered -= 1
         self._outcomes.append((name, outcome))
         self._is_due_after(GATHER_S if self.unanswered >= FEW else 0.0)
-
-    def miss(self, name: str) -> None:
-        """Asks for a request's whole prompt."""
-        self._missed.append(name)
-        self._is_due_after(0.0)
 
     def fail(self, failure: TriremeError) -> None:
         """Tells the caller that the replica must be used no more."""
@@ -78,8 +71,9 @@ class Outbox:
         finally:
             if self._fetching is own:
                 self._fetching = None
-        reply = Reply(self._outcomes, self._missed, self.failure)
-        self._outcomes, self._missed, self._due = [], [], False
+        reply = Reply(self._outcomes, self.failure)
+        self._outcomes = []
+        self._due = False
         if self._timer:
             self._timer.cancel()
             self._timer = None
@@ -115,7 +109,6 @@ class Desk:
         failure: Callable[[], TriremeError | None],
     ) -> None:
         self._sample, self._failure = sample, failure
-        self._held = HeldTrajectories()
         self._outboxes: OrderedDict[str, Outbox] = OrderedDict()
         self._entering: set[asyncio.Task[None]] = set()
 
@@ -123,7 +116,7 @@ class Desk:
         """Takes the requests of a message. Returns what there is for the caller, as soon as there is something or the
         caller makes another call."""
         outbox = self._outbox(caller)
-        if requests := self._whole(unpack_requests(message), outbox):
+        if requests := unpack_requests(message):
             outbox.unanswered += len(requests)
             entering = asyncio.create_task(self._enter(requests, outbox))  # it may wait for an update
             self._entering.add(entering)
@@ -132,13 +125,10 @@ class Desk:
         return replace(reply, failure=reply.failure or self._failure()).pack()
 
     async def _enter(self, requests: list[SampleRequest], outbox: Outbox) -> None:
-        asked = {request.request_id: request for request in requests}
+        pending = {request.request_id for request in requests}
 
         def give(name: str, outcome: Outcome) -> None:
-            request = asked.pop(name)
-            # Most conversations have one turn: only those that have been seen to continue are held.
-            if request.extends and isinstance(outcome, SampledSequence):
-                self._held.keep(name, request.prompt, outcome.tokens)
+            pending.remove(name)
             outbox.put(name, outcome)
 
         try:
@@ -146,20 +136,8 @@ class Desk:
         except Exception as error:
             failure = error if isinstance(error, TriremeError) else RoomFailed(f"{type(error).__name__}: {error}")
             outbox.fail(failure)
-            for name in list(asked):
+            for name in list(pending):
                 give(name, NOTHING)
-
-    def _whole(self, requests: list[SampleRequest], outbox: Outbox) -> list[SampleRequest]:
-        """Returns the requests with their whole prompts; asks for those whose beginnings are not held."""
-        found = []
-        for request in requests:
-            if not request.after:
-                found.append(request)
-            elif (prompt := self._held.whole_prompt(request)) is not None:
-                found.append(replace(request, prompt=prompt))
-            else:
-                outbox.miss(request.request_id)
-        return found
 
     def _outbox(self, caller: str) -> Outbox:
         outbox = self._outboxes[caller] = self._outboxes.pop(caller) if caller in self._outboxes else Outbox()

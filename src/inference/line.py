@@ -13,7 +13,7 @@ import asyncio
 import uuid
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from inference.handover import NOTHING, Outcome
@@ -36,14 +36,11 @@ Exchange = Callable[[str, list[SampleRequest], float], Awaitable[Reply]]
 class Waiting:
     """A request without an outcome."""
 
-    request: SampleRequest
     place: int
     """Its place in its group."""
     stream: Stream
     asked_at: float
     """When it was asked for, by the clock of the event loop."""
-    withdrawn: bool = False
-    """It is to end with what it has."""
 
 
 class Line:
@@ -73,7 +70,7 @@ class Line:
         stream, now = Stream(), self.loop.time()
         try:
             for place, request in enumerate(requests):
-                self._waiting[request.request_id] = Waiting(request, place, stream, now)
+                self._waiting[request.request_id] = Waiting(place, stream, now)
             self._send(requests)
             left = len(requests)
             while left and (outcomes := await stream.get()):
@@ -87,13 +84,9 @@ class Line:
                 self._waiting.pop(request.request_id, None)
 
     def withdraw(self, names: Sequence[str]) -> list[str]:
-        """Ends those of these requests that have not left yet, with no tokens; returns the names of the others. None of
-        them leaves any more, also where the replica asks for its prompt."""
+        """Ends those of these requests that have not left yet, with no tokens; returns the names of the others."""
         queued = {each.request_id for each in self._queued}
         self._end(queued.intersection(names))
-        for name in names:
-            if name in self._waiting:
-                self._waiting[name].withdrawn = True
         return [name for name in names if name not in queued]
 
     def _end(self, names: Iterable[str]) -> None:
@@ -141,7 +134,6 @@ class Line:
 
     def _hand_out(self, reply: Reply) -> None:
         self._failure = self._failure or reply.failure
-        self._end([name for name in reply.missed if name in self._waiting and self._waiting[name].withdrawn])
         streams: defaultdict[Stream, list[tuple[int, Outcome]]] = defaultdict(list)
         for name, outcome in reply.outcomes:
             if ended := self._waiting.pop(name, None):  # else nothing waits for it any more
@@ -151,9 +143,6 @@ class Line:
         if self._failure:
             for stream in {each.stream for each in self._waiting.values()}:
                 stream.put_nowait(None)
-        elif missed := [self._waiting[name].request for name in reply.missed if name in self._waiting]:
-            self._queued += [replace(request, after="") for request in missed]
-            self._call_now()
         elif self._waiting and not self._calls:
             self._call_soon()
 

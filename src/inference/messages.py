@@ -34,15 +34,14 @@ params_of: Callable[[SamplingParams], tuple[Any, ...]] = attrgetter(*(each.name 
 
 
 def pack_requests(requests: Sequence[SampleRequest]) -> bytes:
-    """Packs requests. Of the prompt of one that comes `after` another, only what is new travels."""
-    prompts = [request.prompt[request.extends :] if request.after else request.prompt for request in requests]
+    prompts = [request.prompt for request in requests]
     params = [params_of(request.params) for request in requests]
     message = (list(map(len, prompts)), _joined(prompts, np.int32), params, _columns(requests, REQUEST_FIELDS))
     return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
 
 
 def unpack_requests(message: bytes) -> list[SampleRequest]:
-    """Returns the requests of a message. The prompt of one that comes `after` another is only what is new."""
+    """Returns the requests of a message."""
     lengths, tokens, params, columns = pickle.loads(message)
     return [
         SampleRequest(prompt=prompt, params=SamplingParams(*values), **row)
@@ -56,8 +55,6 @@ class Reply:
 
     outcomes: Sequence[tuple[str, Outcome]] = ()
     """Names of requests, and how they ended."""
-    missed: Sequence[str] = ()
-    """Names of requests whose prompts must come whole: the replica does not hold what they continue from."""
     failure: TriremeError | None = None
     """Why the replica must be used no more."""
 
@@ -77,16 +74,13 @@ class Reply:
             _columns(list(answers.values()), ANSWER_FIELDS),
             [each.start for each in progress.values()],
             errors,
-            list(self.missed),
             self.failure,
         )
         return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
 
     @classmethod
     def unpack(cls, message: bytes) -> Reply:
-        names, sizes, tokens, logprobs, labelled, labels, columns, starts, errors, missed, failure = pickle.loads(
-            message
-        )
+        names, sizes, tokens, logprobs, labelled, labels, columns, starts, errors, failure = pickle.loads(message)
         identities = [WeightIdentity(*label) for label in labels]
         spans = [tuple(VersionSpan(identities[n], *rest) for n, *rest in each) for each in labelled]
         made = list(zip(_parts(tokens, np.int32, sizes[0]), _parts(logprobs, np.float32, sizes[1]), spans, strict=True))
@@ -96,7 +90,7 @@ class Reply:
             for (of, own, spans_of), row in zip(answers, _rows(columns, answers), strict=True)
         ]
         outcomes += [Progress(start, *each) for start, each in zip(starts, progress, strict=True)]
-        return cls([*zip(names, outcomes, strict=True), *errors], missed, failure)
+        return cls([*zip(names, outcomes, strict=True), *errors], failure)
 
 
 def _span(span: VersionSpan, identities: dict[WeightIdentity, int]) -> Span:

@@ -14,6 +14,7 @@ import uuid
 from collections import OrderedDict, defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -86,8 +87,6 @@ class Router(AdapterLoading):
         self._fixed, self._max_updating, self._one_version = fixed, max_updating, one_version
         self._vocab_size, self._progress_s, self._updates = vocab_size, progress_s, updates
         self._routes: OrderedDict[str, Member] = OrderedDict()
-        self._answered: OrderedDict[str, tuple[Member, str]] = OrderedDict()
-        """Who answered the last request of a trajectory that continues, and that request's id."""
         self._queued: defaultdict[Member, list[RoutedRequest]] = defaultdict(list)
         self._tasks: set[asyncio.Task[None]] = set()
         self._name, self._numbers = uuid.uuid4().hex[:6], itertools.count()
@@ -130,35 +129,23 @@ class Router(AdapterLoading):
 
     async def _sample_on(self, member: Member, handover: Handover) -> SampledSequence:
         """Raises HandoverNeeded, and the replica's error for the request itself."""
-        request = self._on_the_wire(handover.next_request(), member)
+        request = self._on_the_wire(handover.next_request())
         routed = RoutedRequest(request, handover, asyncio.get_running_loop().create_future())
         if not self._queued:  # requests of one turn of the event loop go out together
             asyncio.get_running_loop().call_soon(self._send_queued)
         self._queued[member].append(routed)
         member.requests[request.request_id] = routed
         try:
-            answer = await routed.future
-            if request.extends:  # only conversations that continue are held
-                self._answered[request.trajectory] = member, request.request_id
-                if len(self._answered) > ROUTES_KEPT:
-                    self._answered.popitem(last=False)
-            return answer
+            return await routed.future
         except asyncio.CancelledError:
             self._spawn(self._abort(member, [request.request_id]))
             raise
         finally:
             del member.requests[request.request_id]
 
-    def _on_the_wire(self, request: SampleRequest, member: Member) -> SampleRequest:
-        """Returns the request under a unique id: a replica may be asked for it again, also by another process. It comes
-        after the trajectory's last one if this member has answered that. (Not in deterministic mode: that a replica has
-        forgotten it would decide in which step of the engine the request enters.)"""
-        name = f"{request.request_id}@{self._name}-{next(self._numbers)}"
-        by, after = self._answered.pop(request.trajectory, (None, ""))
-        named = object.__new__(SampleRequest)  # `replace` takes eight times as long
-        goes_on = by is member and request.extends and not self._fixed
-        vars(named).update(vars(request), request_id=name, after=after if goes_on else "")
-        return named
+    def _on_the_wire(self, request: SampleRequest) -> SampleRequest:
+        """Returns the request under a unique id: a replica may be asked for it again, also by another process."""
+        return replace(request, request_id=f"{request.request_id}@{self._name}-{next(self._numbers)}")
 
     def _route(self, key: str) -> Member:
         if self._fixed and not any(member.requests for member in self._members.live):

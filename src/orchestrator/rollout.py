@@ -182,8 +182,6 @@ async def run_rollout(
             prompt=prompt,
             params=sampling.params(key.seed(run_seed, turn), (*stop, *limits.stop), limits.max_seq_len - len(prompt)),
             route_key=key.route_key,
-            trajectory=f"{key.problem}/{key.sample}/{key.attempt}",
-            extends=builder.extends,
             began=builder.began,
         )
         sampled = await sample(request)

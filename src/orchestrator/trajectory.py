@@ -195,8 +195,6 @@ class TrajectoryBuilder:
     def __init__(self, begun: Trajectory | None = None) -> None:
         self.turns: list[Turn] = list(begun.turns) if begun else []
         """Those that were answered."""
-        self.extends = 0
-        """So many tokens of the prompt are those of the turn before, prompt and answer; 0 where a segment begins."""
         self._tokens = begun.tokens.copy() if begun else np.empty(0, np.int32)
         self._logprobs = begun.logprobs.copy() if begun else np.empty(0, np.float32)
         self._start = self.turns[-1].start if self.turns else 0
@@ -226,7 +224,6 @@ class TrajectoryBuilder:
                 tokens = tokens[len(known) :]
             else:
                 self._start, self._first = self._answered, len(self.turns)
-        self.extends = self._answered - self._start
         self._prompt_end = self._answered + len(tokens)
         self._make_room(self._prompt_end)
         self._tokens[self._answered : self._prompt_end] = tokens

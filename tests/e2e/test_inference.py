@@ -33,7 +33,6 @@ from inference_support import (
 from run_support import shm_left_since
 
 from inference.client import SamplingClient
-from inference.messages import pack_requests
 from trireme.config.inference import CPU_SEQUENCES
 from trireme.core.errors import RoomFailed, WeightsRefused
 from trireme.core.sampler import ReplicaStats
@@ -158,28 +157,6 @@ async def test_cached_prefixes_never_outlive_their_weights(rooms: dict[str, Room
         assert room.difference(prompt, answer) < TOLERANCE
 
 
-async def test_a_conversation_goes_on_from_what_its_replica_holds(
-    rooms: dict[str, Room], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From the third turn on only what is new travels, and the answers are those to the whole prompts."""
-    room, travelled = rooms["untied"], list[int]()
-
-    def pack_and_note(requests: list[SampleRequest]) -> bytes:
-        travelled.extend(len(each.prompt) - (each.extends if each.after else 0) for each in requests)
-        return pack_requests(requests)
-
-    monkeypatch.setattr("inference.handle.pack_requests", pack_and_note)
-    prompt, known, turns = prompt_of(50, seed=1), 0, []
-    for number in range(4):
-        asked = replace(request(f"turn {number}", prompt, 8, seed=number), trajectory="held", extends=known)
-        turns.append((prompt, await room.router.sample(asked)))
-        known = len(prompt) + len(turns[-1][1].tokens)
-        prompt = [*prompt, *turns[-1][1].tokens.tolist(), *prompt_of(5, seed=number)]
-    assert travelled == [50, len(turns[1][0]), 5, 5]
-    for prompt, answer in turns:
-        assert room.difference(prompt, answer) < TOLERANCE
-
-
 def test_with_kept_kv_the_tokens_after_an_update_are_marked_mixed_and_are_just_that(pair: dict[str, Room]) -> None:
     """Before it they are the old policy's; after it, those of the new weights on the old ones' keys and values; new
     requests, the canary and cached prefixes know nothing of it."""
@@ -232,12 +209,12 @@ async def test_with_kept_kv_a_conversation_keeps_its_prefix_over_an_update_and_a
     so its log-probabilities are not those of the new weights alone; those of the new conversation are."""
     room, system = pair["keep_kv"], prompt_of(400, seed=8)
     await room.update()
-    first = await room.router.sample(replace(request("first", system, 8, seed=1), trajectory="conversation"))
+    first = await room.router.sample(request("first", system, 8, seed=1))
     await room.update()
     prompt = [*system, *first.tokens.tolist(), *prompt_of(20, seed=9)]
-    turn = replace(request("second", prompt, 8, seed=2), trajectory="conversation", extends=len(system) + 8)
+    turn = request("second", prompt, 8, seed=2)
     second = await room.router.sample(replace(turn, began=first.spans[0].identity))
-    (prompt, second, another) = prompt, second, await room.router.sample(request("another", prompt, 8, seed=3))
+    another = await room.router.sample(request("another", prompt, 8, seed=3))
     assert second.spans[0].identity == another.spans[0].identity
     assert [second.spans[0].mixed, another.spans[0].mixed] == [True, False]
     newest = room.models[second.spans[0].identity.version]

@@ -100,11 +100,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, eq=False)
 class SampleRequest:
-    """A request for one sequence.
-
-    Requests of one growing conversation name their `trajectory`: a replica that answered the turn before it gets only
-    what is new. Raises ValueError for a prompt that is no token ids.
-    """
+    """A request for one sequence. Raises ValueError for a prompt that is no token ids."""
 
     request_id: str
     prompt: npt.NDArray[np.int32]
@@ -113,11 +109,6 @@ class SampleRequest:
     route_key: str  # requests with the same key go to the same replica, for its prefix cache
     prompt_logprobs: bool = False  # also return the log-probability of each token of the prompt
     topk_prompt_logprobs: int = 0  # also return this many likeliest tokens at each place of the prompt
-    trajectory: str = ""
-    """Name of the conversation, unique among all that are sampled; "": none."""
-    extends: int = 0
-    """The first so many tokens of the prompt are the prompt and the answer of the trajectory's last request; 0 for its
-    first, and for a prompt that does not go on from there."""
     began: WeightIdentity | None = None
     """The weights that sampled the first token since the trajectory's prompts go on from each other; None: none has.
     With `inference.on_update = "keep_kv"` keys and values in the prefix cache may be as old as these."""
@@ -127,9 +118,6 @@ class SampleRequest:
     """It is a chat alongside a run: the run's requests enter an engine before it."""
     read: bool = False
     """Set by the router: its tokens are read while they are sampled, so the engine sends them soon."""
-    after: str = ""
-    """Set by the router: the id of the trajectory's last request, if it was this replica that answered it, "" if not.
-    Then the first `extends` tokens need not travel again."""
 
     def __post_init__(self) -> None:
         prompt = self.prompt

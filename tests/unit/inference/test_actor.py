@@ -665,8 +665,7 @@ async def test_a_conversation_keeps_its_prefix_over_updates_where_the_cache_does
     """No prefix is older than its name says: also a conversation that began with weights which are not here yet."""
     made, newest = UpdatingReplica(on_update), published(version=updates).identity
     conversation, ahead = (
-        replace(requests_of("a")[0], trajectory="t", extends=1, began=began)
-        for began in (IDENTITY, WeightIdentity(1, updates + 1, "later"))
+        replace(requests_of("a")[0], began=began) for began in (IDENTITY, WeightIdentity(1, updates + 1, "later"))
     )
     await outcomes(made, requests_of("a"))
     made.refusals = [""] * updates

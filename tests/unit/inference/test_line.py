@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from inference import desk as desk_module
 from inference.desk import Desk, Give
 from inference.handover import NOTHING, Outcome
-from inference.held import ENTRY_BYTES, HeldTrajectories
 from inference.line import FEW, GATHER_S, Line
 from inference.messages import Reply, pack_requests
 from trireme.core.errors import RoomFailed, TriremeError, WeightsRefused
@@ -40,7 +39,7 @@ def answer(prompt: Sequence[int]) -> SampledSequence:
 
 class Replica:
     """A desk in front of an engine that takes the seconds that requests say. `messages`: the names of the requests that
-    each call brought; `prompts`: how many tokens of each request travelled."""
+    each call brought."""
 
     def __init__(self, travel_s: Sequence[float] = (0.0,)) -> None:
         self.desk = Desk(self.sample, lambda: self.broken)
@@ -51,14 +50,11 @@ class Replica:
         self.entering.set()
         self.messages: list[list[str]] = []
         self.replies: list[list[str]] = []
-        self.travelled: dict[str, int] = {}
         self.flying = 0
         self._travel_s = travel_s
 
     async def exchange(self, caller: str, requests: list[SampleRequest], timeout_s: float) -> Reply:
         self.messages.append([each.request_id for each in requests])
-        for each in requests:
-            self.travelled[each.request_id] = len(each.prompt) - (each.extends if each.after else 0)
         there, back = (self._travel_s[(2 * len(self.messages) + way) % len(self._travel_s)] for way in (0, 1))
         await asyncio.sleep(there)
         if self.dead:
@@ -145,29 +141,6 @@ async def test_a_slow_entry_holds_up_no_answers() -> None:
     await after
 
 
-async def test_a_further_turn_travels_without_the_tokens_that_the_replica_holds() -> None:
-    replica = Replica()
-    line = replica.line()
-    prompt = [1] * 50
-    for turn, after in enumerate(["", "", "t1", "t2"]):
-        known = len(prompt) - 5 if turn else 0
-        turn_of = request(f"t{turn}", prompt=prompt, trajectory="t", extends=known, after=after)
-        (got,) = await sampled(line, turn_of)
-        assert got.tokens.tolist() == [sum(prompt) % 1000]
-        prompt = [*prompt, *got.tokens.tolist(), *[2] * 5]
-    assert replica.travelled == {"t0": 50, "t1": 56, "t2": 5, "t3": 5}
-    assert len(replica.messages) == 4
-
-
-async def test_a_prompt_that_the_replica_has_forgotten_comes_whole() -> None:
-    replica = Replica()
-    line = replica.line()
-    (got,) = await sampled(line, request("t2", prompt=[1] * 50, trajectory="t", extends=45, after="t1"))
-    assert got.tokens.tolist() == [50]
-    assert replica.travelled == {"t2": 50}
-    assert replica.messages == [["t2"], ["t2"]]
-
-
 async def test_a_broken_replica_gives_what_it_has_and_then_says_why() -> None:
     replica = Replica()
     line = replica.line()
@@ -248,7 +221,7 @@ async def test_requests_that_have_not_left_yet_can_be_withdrawn() -> None:
     (a, b), _ = await asyncio.gather(waiting, sent)
     assert a is NOTHING
     assert b.tokens.tolist() == [3]
-    assert "a" not in replica.travelled
+    assert not any("a" in message for message in replica.messages)
 
 
 async def test_requests_learn_of_a_message_that_cannot_be_made() -> None:
@@ -275,29 +248,23 @@ CONVERSATIONS = st.lists(
 def test_each_request_has_one_outcome_with_its_own_prompt_however_messages_overtake_each_other(
     conversations: list[tuple[float, list[tuple[float, bool]], bool]], travel_s: list[float], gathers: bool
 ) -> None:
-    """Turns take some time or none, and go on from each other or not. The replica can hold only few of them."""
+    """Turns take some time or none, and go on from each other or not."""
 
     async def talk(line: Line, name: str, begin_s: float, turns: list[tuple[float, bool]], leaves: bool) -> None:
         await asyncio.sleep(begin_s)
-        prompt, known, after = [7, len(name)], 0, ""
+        prompt = [7, len(name)]
         for number, (seconds, goes_on) in enumerate(turns):
-            asked = request(
-                f"{name}.{number}", seconds, prompt, trajectory=name, extends=known, after=after if known else ""
-            )
-            task = asyncio.create_task(sampled(line, asked))
+            task = asyncio.create_task(sampled(line, request(f"{name}.{number}", seconds, prompt)))
             if leaves and number == len(turns) - 1:
                 await asyncio.sleep(seconds / 2)
                 task.cancel()
                 return
             (got,) = await task
             assert got.tokens.tolist() == [sum(prompt) % 1000]
-            after = asked.request_id if known else ""
-            known = len(prompt) + 1 if goes_on else 0
             prompt = [*prompt, *got.tokens.tolist(), number] if goes_on else [number, len(name)]
 
     async def run() -> None:
         replica = Replica(travel_s)
-        replica.desk._held = HeldTrajectories(max_bytes=3 * (ENTRY_BYTES + 40))
         line = replica.line(gathers)
         await asyncio.gather(
             *(talk(line, f"c{number}", *each) for number, each in enumerate(conversations)),

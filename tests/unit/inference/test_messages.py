@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -35,11 +35,8 @@ REQUESTS = st.builds(
     route_key=st.text(max_size=5),
     prompt_logprobs=st.booleans(),
     topk_prompt_logprobs=st.integers(0, 2),
-    trajectory=st.sampled_from(["", "t"]),
-    extends=st.integers(0, 1),
     began=st.none() | IDENTITIES,
     chat=st.booleans(),
-    after=st.sampled_from(["", "before"]),
 )
 
 
@@ -75,20 +72,17 @@ def shown(value: Any) -> Any:
 
 @settings(max_examples=20)
 @given(st.lists(REQUESTS, max_size=4))
-def test_requests_arrive_as_they_were_sent_but_for_tokens_that_the_replica_holds(requests: list[SampleRequest]) -> None:
-    expected = [replace(each, prompt=each.prompt[each.extends :]) if each.after else each for each in requests]
-    assert list(map(shown, unpack_requests(pack_requests(requests)))) == list(map(shown, expected))
+def test_requests_arrive_as_they_were_sent(requests: list[SampleRequest]) -> None:
+    assert list(map(shown, unpack_requests(pack_requests(requests)))) == list(map(shown, requests))
 
 
 @settings(max_examples=20)
-@given(OUTCOMES, st.lists(st.text(max_size=5), max_size=2), st.none() | ERRORS)
-def test_outcomes_arrive_as_they_were_given(
-    outcomes: dict[str, Outcome], missed: list[str], failure: TriremeError | None
-) -> None:
-    reply = Reply.unpack(Reply(list(outcomes.items()), missed, failure).pack())
+@given(OUTCOMES, st.none() | ERRORS)
+def test_outcomes_arrive_as_they_were_given(outcomes: dict[str, Outcome], failure: TriremeError | None) -> None:
+    reply = Reply.unpack(Reply(list(outcomes.items()), failure).pack())
     assert {name: shown(outcome) for name, outcome in reply.outcomes} == {n: shown(o) for n, o in outcomes.items()}
     assert len(reply.outcomes) == len(outcomes)
-    assert (reply.missed, shown(reply.failure)) == (missed, shown(failure))
+    assert shown(reply.failure) == shown(failure)
 
 
 def test_what_is_not_used_does_not_travel() -> None:
@@ -97,5 +91,3 @@ def test_what_is_not_used_does_not_travel() -> None:
     plain = [SampleRequest(f"r{i}", np.zeros(1000, np.int32), params, "k") for i in range(64)]
     assert len(pack_requests(plain)) < 64 * (4 * 1000 + 100)
     assert b"topk" not in pack_requests(plain)
-    further = [replace(each, trajectory="t", extends=990, after="before") for each in plain]
-    assert len(pack_requests(further)) < 64 * (4 * 10 + 100)

@@ -206,44 +206,6 @@ async def test_the_error_of_one_request_is_its_own() -> None:
     assert isinstance(good, SampledSequence)
 
 
-async def turn(router: Router, number: int, extends: int = 5, key: str = "t") -> None:
-    """One turn of a conversation, on the replica of its route."""
-    asked = replace(request(f"{key}{number}", key), trajectory=key, extends=extends)
-    await router.sample(asked)
-
-
-@pytest.mark.parametrize("fixed", [False, True])
-async def test_a_turn_comes_after_the_last_one_where_the_same_replica_answered_it(fixed: bool) -> None:
-    """The first two travel whole: most conversations have one turn, and are not worth holding. In deterministic mode
-    all do."""
-    router, (only,) = fleet(1, fixed=fixed)
-    only.go.set()
-    for number, extends in enumerate([0, 5, 5, 0, 5, 5]):
-        await turn(router, number, extends)
-        await turn(router, number, extends, "another")
-    for asked in (only.asked[0::2], only.asked[1::2]):
-        ids = [each.request_id for each in asked]
-        assert [each.after for each in asked] == ([""] * 6 if fixed else ["", "", ids[1], "", "", ids[4]])
-
-
-async def test_a_turn_comes_whole_to_a_replica_that_did_not_answer_the_last_one_or_was_replaced() -> None:
-    router, (first, second) = fleet(2)
-    first.go.set()
-    second.go.set()
-    for number in range(2):
-        await turn(router, number)
-    await router.drain(0, 1.0)
-    for number in range(2):
-        await turn(router, number)
-    successor = FakeReplica("replica 0 again")
-    successor.go.set()
-    await router.join(0, successor)
-    await router.drain(1, 1.0)
-    for number in range(2):
-        await turn(router, number)
-    assert [bool(asked.after) for fake in (first, second, successor) for asked in fake.asked] == [False, True] * 3
-
-
 async def test_a_cancelled_caller_aborts_its_request() -> None:
     router, (only,) = fleet(1)
     kept, cancelled = (asyncio.create_task(router.sample(request(name))) for name in ("kept", "cancelled"))

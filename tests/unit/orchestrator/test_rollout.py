@@ -222,17 +222,14 @@ def test_an_environment_may_say_only_what_is_new() -> None:
     assert found.tokens.tolist() == expected.tokens.tolist()
     assert found.turns == expected.turns
     assert [r.prompt.tolist() for r in new.requests] == [r.prompt.tolist() for r in whole.requests]
-    assert [r.extends for r in new.requests] == [r.extends for r in whole.requests] == [0, 5, 9, 13]
 
 
 def test_a_prompt_that_begins_otherwise_begins_a_segment() -> None:
     sampler = Echo()
     trajectory = play(Forgetting(turns=5), sampler)
     assert [turn.start for turn in trajectory.turns] == [0, 0, 9, 9, 9]
-    assert [request.extends for request in sampler.requests] == [0, 5, 0, 12, 16]
     first = WeightIdentity(0, 0, "d")
     assert [request.began for request in sampler.requests] == [None, first, None, first, first]
-    assert {request.trajectory for request in sampler.requests} == {"0.1.2/3/0"}
 
 
 @pytest.mark.parametrize("new", [[1.5], ["a"], [[1], [2]]])
