@@ -14,14 +14,12 @@ import xxhash
 
 from trireme.config.model_facts import ModelFacts
 from trireme.config.schema import CommonConfig, Config
+from trireme.core.model_files import file_digests, model_file
 from trireme.core.redaction import redact_values
 from trireme.core.tokenizer import looks_like_path
 
 IRRELEVANT = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}
 """Entries of a model's config.json that say nothing about what it computes."""
-
-SAMPLES, SAMPLE_BYTES = 64, 2**16
-"""Samples that are read of each file of a reference's weights, and bytes of each: 4 MiB."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja")
 
@@ -39,7 +37,7 @@ def fixed_parts(config: Config, facts: ModelFacts) -> dict[str, Any]:
         penalty = {"trainer.kl.coef": kl.coef, "trainer.kl.discount": kl.discount}
         name = reference.load_checkpoint_path or reference.base_model
         if name and not config.base_is_reference:  # whose weights are compared when adapters are loaded
-            penalty["weights of trainer.kl.reference"] = weights_fingerprint(name)
+            penalty["weights of trainer.kl.reference"] = reference_weights(name)
     if reference.update_every:
         penalty["trainer.kl.reference.update_every"] = reference.update_every
     return {
@@ -58,7 +56,7 @@ def fixed_parts(config: Config, facts: ModelFacts) -> dict[str, Any]:
 def common_parts(config: CommonConfig, facts: ModelFacts) -> dict[str, Any]:
     """Returns the parts that are fixed in a run of any kind: model, tokenizer, and adapters if they are trained. The
     base of adapters is compared when they are loaded."""
-    files = {file: _tokenizer_file(config.tokenizer_name, file) for file in TOKENIZER_FILES}
+    files = {file: model_file(config.tokenizer_name, file) for file in TOKENIZER_FILES}
     parts = {
         "model": {name: value for name, value in facts.described.items() if name not in IRRELEVANT},
         "tokenizer": {file: xxhash.xxh3_128_hexdigest(path.read_bytes()) for file, path in files.items() if path},
@@ -70,32 +68,11 @@ def common_parts(config: CommonConfig, facts: ModelFacts) -> dict[str, Any]:
     return parts
 
 
-def weights_fingerprint(name: str) -> str:
+def reference_weights(name: str) -> str | dict[str, str]:
     """Tells the weights of a model from others without reading all of them, which takes minutes for a large one.
-    Returns for a local directory, wherever it lies, xxh3-128 (32 hex digits) of the sizes of its safetensors files and
-    of evenly spread samples; for a model on the hub its name."""
+    Returns a digest of each safetensors file in a local directory, wherever it lies; for a model on the hub its name.
+    """
     if not looks_like_path(name):
         return name
-    seen = xxhash.xxh3_128()
-    for file in sorted(Path(name).expanduser().glob("*.safetensors")):
-        size = file.stat().st_size
-        seen.update(f"{file.name} {size} ".encode())
-        with file.open("rb") as stream:
-            for sample in range(SAMPLES):
-                stream.seek(sample * max(size - SAMPLE_BYTES, 0) // (SAMPLES - 1))
-                seen.update(stream.read(SAMPLE_BYTES))
-    return seen.hexdigest()
-
-
-def _tokenizer_file(name: str, file: str) -> Path | None:
-    """Returns the path of a tokenizer's file, in a local directory or of a model on the hub; None if it has none."""
-    if looks_like_path(name):
-        path = Path(name).expanduser() / file
-        return path if path.is_file() else None
-    import huggingface_hub as hub
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-
-    try:
-        return Path(hub.hf_hub_download(name, file))
-    except (EntryNotFoundError, LocalEntryNotFoundError):
-        return None
+    digests = file_digests(Path(name).expanduser())
+    return {file: digest for file, digest in digests.items() if file.endswith(".safetensors")}

@@ -14,8 +14,8 @@ import numpy as np
 import xxhash
 from safetensors import SafetensorError, safe_open
 
+from trireme.core.model_files import model_file
 from trireme.core.refusals import Refusal
-from trireme.core.tokenizer import looks_like_path
 from trireme.core.weights import TensorEntry, table_digest
 
 SINGLE = "model.safetensors"
@@ -57,7 +57,7 @@ def stored_dtypes(name: str) -> set[str]:
 
 def _stored(name: str) -> dict[str, Any] | None:
     """Returns what the headers of the files say of each stored tensor; None without safetensors files."""
-    if _find(name, INDEX) is None and _find(name, SINGLE) is None:
+    if model_file(name, INDEX) is None and model_file(name, SINGLE) is None:
         return None
     headers = (read_header(file)[1] for file in weight_files(name))
     return {tensor: about for header in headers for tensor, about in header.items()}
@@ -84,9 +84,9 @@ def read_header(file: Path) -> tuple[int, dict[str, Any]]:
 
 def weight_files(name: str) -> list[Path]:
     """Returns the files of a model's weights. Raises BadInput when there are none in the safetensors format."""
-    index = _find(name, INDEX)
+    index = model_file(name, INDEX)
     names = sorted(set(json.loads(index.read_bytes())["weight_map"].values())) if index else [SINGLE]
-    found = {file: _find(name, file) for file in names}
+    found = {file: model_file(name, file) for file in names}
     missing = [file for file, path in found.items() if path is None]
     if missing and index is None:
         raise Refusal(
@@ -101,19 +101,3 @@ def weight_files(name: str) -> list[Path]:
             "fetch the model again",
         ).error()
     return [path for path in found.values() if path is not None]
-
-
-def _find(name: str, file: str) -> Path | None:
-    if looks_like_path(name):
-        path = Path(name).expanduser() / file
-        return path if path.is_file() else None
-    import huggingface_hub as hub
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-
-    cached = hub.try_to_load_from_cache(name, file)
-    if isinstance(cached, str):
-        return Path(cached)
-    try:
-        return Path(hub.hf_hub_download(name, file))
-    except (EntryNotFoundError, LocalEntryNotFoundError):
-        return None

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import xxhash
-from huggingface_hub import try_to_load_from_cache
 
 from trireme.core.tokenizer import looks_like_path
 
@@ -23,8 +22,28 @@ def model_directory(name: str) -> Path | None:
     if looks_like_path(name):
         directory = Path(name).expanduser()
         return directory if (directory / CONFIG).is_file() else None
-    file = try_to_load_from_cache(name, CONFIG)
+    import huggingface_hub as hub
+
+    file = hub.try_to_load_from_cache(name, CONFIG)
     return Path(file).parent if isinstance(file, str) else None
+
+
+def model_file(name: str, file: str) -> Path | None:
+    """Returns a file of a model, a directory or a name on the hub, from which it is fetched if this node lacks it; None
+    if the model has no such file."""
+    if looks_like_path(name):
+        path = Path(name).expanduser() / file
+        return path if path.is_file() else None
+    import huggingface_hub as hub
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    cached = hub.try_to_load_from_cache(name, file)
+    if isinstance(cached, str):
+        return Path(cached)
+    try:
+        return Path(hub.hf_hub_download(name, file))
+    except (EntryNotFoundError, LocalEntryNotFoundError):
+        return None
 
 
 def file_digests(directory: Path) -> dict[str, str]:
