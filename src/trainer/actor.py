@@ -152,10 +152,9 @@ class ShardActor:
 
     @property
     def _kept(self) -> KeptVersions:
-        from trireme.transports.auto import AutoSender
         from trireme.transports.sending import BroadcastSender
 
-        assert isinstance(self._sender, AutoSender | BroadcastSender), "no other transport's source names this actor"
+        assert isinstance(self._sender, BroadcastSender), "no other transport's source names this actor"
         return self._sender.kept
 
     @ray.method(concurrency_group="watch")

@@ -49,7 +49,6 @@ from trireme.core.weights import AdapterSpec, PublishedWeights
 from trireme.process import waits
 from trireme.process.waits import Pending
 from trireme.run.metrics import reduce_metrics
-from trireme.transports.auto import Trial
 
 GIVERS = 4
 """Threads of a shard that give buckets to those who ask for them."""
@@ -81,7 +80,6 @@ class TrainerHandle(ShardCalls):
         super().__init__(config.timeouts, actors_R, log_dir, RayActorError)
         self._ready_R = ready_R
         self._transport, self._attempt = load_transport(config.transport), attempt
-        self._trial = Trial() if config.transport == "auto" else None
         self._terms_R: list[Any] = []  # of offers, by each shard
         self._offering: Callable[[Offer], Session] | None = None
         self._offered_s = 0.0
@@ -266,8 +264,6 @@ class TrainerHandle(ShardCalls):
         session = self._session(version)
         published_R = self._call("publish_weights", version, session)
         parts_R = [published.source for published in published_R]
-        if self._trial:
-            self._trial.note(parts_R)
         return replace(published_R[0], source=self._transport.join(parts_R))
 
     def offer_by(self, offering: Callable[[Offer], Session], within_s: float) -> None:
@@ -281,12 +277,10 @@ class TrainerHandle(ShardCalls):
         """Returns the replicas that are ready for `version`; None if it is not to be sent to them."""
         self._terms_R = self._terms_R or self._call("terms")
         sizes, endpoints_R = self._terms_R[0][0], tuple(endpoint for _, endpoint in self._terms_R)
-        if self._offering is None or endpoints_R[0] is None or (self._trial and self._trial.failed):
+        if self._offering is None or endpoints_R[0] is None:
             return None
         started = time.monotonic()
         session = self._offering(Offer(self._attempt, version, sizes, endpoints_R, self._offered_s))
-        if self._trial and not session.members:
-            return None
         return replace(session, left_s=max(started + self._offered_s - time.monotonic(), 0.0))
 
     def save_state(self, path: Path) -> Pending:

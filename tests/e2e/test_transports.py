@@ -270,7 +270,8 @@ def die_in_between(actor: Any) -> None:
 
 async def tensors(published: PublishedWeights) -> list[bytes]:
     """Fetches a version; returns the bytes of its tensors."""
-    buckets = await load_transport("auto").make_receiver().open(published.source)
+    name = "broadcast" if isinstance(published.source, broadcast.Source) else "object_store"
+    buckets = await load_transport(name).make_receiver().open(published.source)
     return [
         buckets[each.bucket][each.offset : each.offset + each.nbytes].tobytes() for each in published.manifest.entries
     ]

@@ -51,12 +51,10 @@ class InferenceConfig(Section):
     """Number of vLLM replicas (tensor_parallel GPUs each where there are GPUs)."""
     tensor_parallel: PositiveInt = 1
     """Ranks of a replica, on one node: each holds a part of every layer, and has one GPU where there are GPUs."""
-    transport: TransportName = "auto"
+    transport: TransportName = "object_store"
     """How weights travel to the replicas. object_store: each machine with a replica fetches one copy from Ray's store.
     broadcast: trainer shards send all weights to the replicas, each to those of its nodes, by gloo on CPUs and NCCL on
-    GPUs; a replica that is not ready in time fetches them from the shards. auto = object_store on GPUs (until NCCL's
-    broadcast has been tried on several) and on one machine; else a broadcast is tried, and if the first one does not
-    reach all replicas, object_store."""
+    GPUs (not tried on several GPUs yet); a replica that is not ready in time fetches them from the shards."""
     on_update: Literal["recompute_kv", "keep_kv", "drain"] = "recompute_kv"
     """How requests in flight take new weights: recompute_kv computes their KV cache again under the new weights;
     keep_kv keeps it (a shorter pause, but the tokens after it come from no policy exactly, and are marked mixed);

@@ -41,7 +41,7 @@ from trireme.core.weights import Layout
 if TYPE_CHECKING:
     from torch import Tensor
 
-TRANSPORTS = {name: f"trireme.transports.{name}" for name in ("auto", "object_store", "broadcast")}
+TRANSPORTS = {name: f"trireme.transports.{name}" for name in ("object_store", "broadcast")}
 """Modules that implement `Transport`, by the name that `inference.transport` chooses; imported when used."""
 
 

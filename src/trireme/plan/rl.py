@@ -13,7 +13,6 @@ from trireme.plan.memory import GIB
 from trireme.plan.needs import ASSUMED_GPU, HOST_OF_CUDA_GIB, KEPT_VERSIONS, VERSIONS, Need, gib
 from trireme.plan.part import Part
 from trireme.plan.trainer import TrainerPart
-from trireme.plan.transport import choose_transport
 
 REPLICA_BASE_GIB = 1.4
 """Measured resident memory of a replica with its engine process, without weights and KV cache."""
@@ -90,8 +89,8 @@ class InferencePart(Part):
         if self.facts is None:
             return None
         weights = self._weight_bytes
-        arriving = {} if self._transport == "object_store" else {ARRIVING: self.published_bytes}
-        shared = {} if self._transport == "broadcast" else {VERSIONS: KEPT_VERSIONS * self.published_bytes}
+        arriving = {} if self.config.transport == "object_store" else {ARRIVING: self.published_bytes}
+        shared = {} if self.config.transport == "broadcast" else {VERSIONS: KEPT_VERSIONS * self.published_bytes}
         queues = QUEUE_BYTES if self.ranks > 1 else 0
         if self.on_gpus:
             cuda = (1 + self.ranks) * int(HOST_OF_CUDA_GIB * GIB)  # the actor, and each process of its engine
@@ -157,20 +156,16 @@ class InferencePart(Part):
         return (self.config.seq_limit(facts) or 0) * facts.kv_values_per_token * self.dtype_bytes // self.ranks
 
     def decided(self) -> dict[str, Any]:
-        """Decides how weights travel. Fixes the KV cache where the engine can use less than its share of a GPU leaves,
+        """Fixes the KV cache where the engine can use less than its share of a GPU leaves,
         and on a shared GPU, where vLLM would measure what that leaves while the trainer takes memory too."""
         inference = self.config.inference
-        found: dict[str, Any] = {"transport": self._transport}
+        found: dict[str, Any] = {}
         if self.on_gpus:
             found["gpu_memory_utilization"] = self.gpu_share
         cache = inference.gpu_cache_gb or (self._gpu_cache(self.facts) / GIB if self.facts else None)
         if self.shares_gpu or (self.on_gpus and self.facts and self._is_cache_bounded(self.facts)):
             found["gpu_cache_gb"] = cache
         return {"inference": inference.model_copy(update=found)}
-
-    @property
-    def _transport(self) -> str:
-        return choose_transport(self.config, self.resources)[0]
 
     @property
     def max_num_seqs(self) -> int | None:
@@ -244,8 +239,7 @@ class InferencePart(Part):
         what = "the adapters" if lora.on else "all weights"
         if self.facts:
             what += f" ({self.published_bytes / 2**20:,.2f} MiB)"
-        transport, why = choose_transport(config, self.resources)
-        what += f" travel by {transport}{f' ({why})' if why else ''}{self._groups_text()}; "
+        what += f" travel by {config.transport}{self._groups_text()}; "
         if self.facts and not lora.on and (late := gathered_text(self.facts.gathered)):
             what += f"{late}; "
         if config.inference.on_update == "drain":
@@ -263,7 +257,7 @@ class InferencePart(Part):
     def _groups_text(self) -> str:
         """Says how shards broadcast to replicas, and how much host memory this takes. Returns "" if the
         transport is not the broadcast."""
-        if self._transport != "broadcast":
+        if self.config.transport != "broadcast":
             return ""
         replicas, ranks = self.config.inference.replicas, self.config.trainer.processes
         text = f" from {count(ranks, 'shard')} to {count(replicas, 'replica')}, those of a node by one shard"

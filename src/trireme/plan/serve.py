@@ -9,7 +9,6 @@ from trireme.config.schema import Config
 from trireme.plan.needs import SAMPLER_WEIGHTS, Need
 from trireme.plan.rl import InferencePart
 from trireme.plan.trainer import TrainerPart
-from trireme.plan.transport import choose_transport
 
 WAITING_ADAPTERS = "adapters that wait"
 """Their values, both moments and gradients, which are in host memory while another adapter is trained."""
@@ -36,7 +35,7 @@ class ServedTrainerPart(TrainerPart):
         if self.config.trainer.lora.on:
             needs = [replace(need, host={**need.host, WAITING_ADAPTERS: self._waiting}) for need in needs]
         share = sets_of_weights(self.config) * -(-self.published_bytes // self.config.trainer.processes)
-        if choose_transport(self.config, self.resources)[0] == "broadcast":
+        if self.config.transport == "broadcast":
             return [replace(need, host={**need.host, SAMPLER_WEIGHTS: share}) for need in needs]
         return [replace(need, parts={**need.parts, SAMPLER_WEIGHTS: share}) for need in needs]
 
@@ -57,7 +56,7 @@ class ServedInferencePart(InferencePart):
     @property
     def needs(self) -> list[Need] | None:
         """The memory of each replica."""
-        if (needs := super().needs) is None or choose_transport(self.config, self.resources)[0] == "broadcast":
+        if (needs := super().needs) is None or self.config.transport == "broadcast":
             return needs
         weights = sets_of_weights(self.config) * self.published_bytes
         return [replace(need, shared={**need.shared, SAMPLER_WEIGHTS: weights}) for need in needs]

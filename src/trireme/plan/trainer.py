@@ -28,7 +28,6 @@ from trireme.plan.needs import (
     gib,
 )
 from trireme.plan.part import Part
-from trireme.plan.transport import choose_transport
 
 COPIES = "copies for commits"
 SHARES = "shares of two versions of the weights"
@@ -73,9 +72,9 @@ class TrainerPart(Part):
             host, gpu = {"processes": int(HOST_OF_CUDA_GIB * GIB), **held}, {**of_tensors, **GPU_ALLOWANCES}
         host |= {COPIES: self._copies, "buckets on their way": min(BUCKETS_BYTES, self.published_bytes)}
         share = KEPT_VERSIONS * -(-self.published_bytes // self.config.trainer.processes)
-        transport, _ = choose_transport(self.config, self.resources)
-        host |= {} if transport == "object_store" else {SHARES: share}  # with auto it may come to either
-        parts = {} if transport == "broadcast" else {VERSIONS: share}
+        broadcasts = self.config.transport == "broadcast"
+        host |= {SHARES: share} if broadcasts else {}
+        parts = {} if broadcasts else {VERSIONS: share}
         first = Need({**host, "loading": self._loading(host)}, gpu, parts=parts)
         return [first, *[Need(host, gpu, parts=parts)] * (self.config.trainer.processes - 1)]
 

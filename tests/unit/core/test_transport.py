@@ -164,7 +164,7 @@ TRANSPORTS["file"] = "some.module"
 from pydantic import ValidationError
 from trireme.config.schema import InferenceConfig
 sampling = {"max_tokens": 1}
-for name in ("auto", "object_store", "broadcast", "file"):
+for name in ("object_store", "broadcast", "file"):
     assert InferenceConfig(sampling=sampling, transport=name).transport == name
 try:
     InferenceConfig(sampling=sampling, transport="carrier_pigeon")
@@ -172,4 +172,4 @@ except ValidationError as error:
     print(error)
 """
     told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-    assert "Input should be 'auto', 'object_store', 'broadcast' or 'file'" in told
+    assert "Input should be 'object_store', 'broadcast' or 'file'" in told
