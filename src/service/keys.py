@@ -1,10 +1,9 @@
 """The keys that open the service: those of clients, those of an administrator, and one for each session.
 
-A file of keys has a line for each: `client KEY` or `admin KEY`, and then, if wanted, whose it is and how much that
-owner may use (`owner=alice models=4 stored_gb=500`, `service.quotas`). Several keys may have one owner, who
-has what was made with any of them. Only the user that runs the service may read the file. The key of a session is in no
-file: it holds the session's name, signed with the first admin key, so that it is known again after a restart, and also
-when its session is forgotten.
+A file of keys has a line for each: `client KEY` or `admin KEY`, and then, if wanted, whose it is (`owner=alice`).
+Several keys may have one owner, who has what was made with any of them. Only the user that runs the service may read
+the file. The key of a session is in no file: it holds the session's name, signed with the first admin key, so that it
+is known again after a restart, and also when its session is forgotten.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from service.quotas import UNLIMITED, Quota
 from trireme.core.errors import BadInput
 from trireme.core.refusals import Refusal
 
@@ -47,8 +45,6 @@ class ServiceKey:
     """The session that it belongs to; "": none."""
     whose: str = ""
     """The name of its owner; "": it was not given, and the key stands for itself."""
-    quota: Quota = UNLIMITED
-    """The most that its owner may use."""
 
     @property
     def owner(self) -> str:
@@ -124,11 +120,6 @@ def generate(file: Path, prefix: str = "tr") -> list[ServiceKey]:
     return keys
 
 
-def quotas_of(keys: Sequence[ServiceKey]) -> dict[str, Quota]:
-    """Returns the quota of each owner."""
-    return {key.owner: key.quota for key in keys}
-
-
 def read(file: Path) -> list[ServiceKey]:
     """Reads a file of keys. Raises BadInput if others may read it, or a line has another form."""
     try:
@@ -143,32 +134,28 @@ def read(file: Path) -> list[ServiceKey]:
     keys = [_key(file, number, each) for number, each in enumerate(words, 1)]
     if len({key.value for key in keys}) < len(keys):
         raise _refused(file, "which has a key twice", "give each line a key of its own")
-    for key in keys:
-        if key.quota != quotas_of(keys)[key.owner]:
-            raise _refused(file, f"in which keys of {key.owner} have different quotas", "give all of them the same")
     return keys
 
 
 def _key(file: Path, number: int, words: list[str]) -> ServiceKey:
     """Reads a line, which is a secret."""
-    role, value, said = words[0], words[1] if len(words) > 1 else "", [word.partition("=") for word in words[2:]]
-    named = {name: text for name, _, text in said}
-    owner = named.pop("owner", "")
-    sound = role in ROLES and len(value) >= SHORTEST and len({each[0] for each in said}) == len(said)
-    if not sound or any(not (name and text) for name, _, text in said):
-        raise _refused(file, f"whose key number {number} has another form", "correct that line")
-    if owner and not OWNER.fullmatch(owner):
-        raise _refused(file, f"whose key number {number} has the owner {owner}", "use letters, digits, and `_.@-`")
-    try:
-        quota = Quota.of(named)
-    except ValueError as error:
-        raise _refused(file, f"whose key number {number} has {error}", "correct that line") from None
-    return ServiceKey(role, value, whose=owner, quota=quota)  # type: ignore[arg-type]
+    match words:
+        case [("client" | "admin") as role, value]:
+            owner = ""
+        case [("client" | "admin") as role, value, word] if word.startswith("owner="):
+            owner = word.removeprefix("owner=")
+            if not OWNER.fullmatch(owner):
+                raise _refused(file, f"whose key number {number} has the owner {owner}", "use letters, digits, `_.@-`")
+        case _:
+            raise _refused(file, f"whose key number {number} has another form", "correct that line")
+    if len(value) < SHORTEST:
+        raise _refused(file, f"whose key number {number} is too short", "make one of more characters")
+    return ServiceKey(role, value, whose=owner)
 
 
 def _refused(file: Path, why: str, do: str) -> BadInput:
     expected = (
-        f"lines `client KEY` or `admin KEY`, of at least {SHORTEST} characters, and behind that owner=NAME and quotas, "
+        f"lines `client KEY` or `admin KEY`, of at least {SHORTEST} characters, and behind that at most owner=NAME, "
         "in a file of mode 600"
     )
     return Refusal(f"service.keys = {file}, {why}", expected, do).error()

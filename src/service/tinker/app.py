@@ -18,7 +18,6 @@ from service.asked import RequestRefused
 from service.errors import JsonReply, error_reply
 from service.guard import Limits, RequestGuard
 from service.keys import ServiceKeys
-from service.quotas import QuotaUsed
 from service.tinker.asked import Creation, Loading, Saving, Update, Work
 from service.tinker.bodies import (
     BeatBody,
@@ -304,7 +303,6 @@ def make_tinker_app(server: TinkerServer, keys: ServiceKeys, limits: Limits) -> 
         GoneError,
         UserError,
         StorageFailed,
-        QuotaUsed,
         Exception,
     )
     for kind in kinds:
@@ -321,10 +319,7 @@ def _take_number(server: TinkerServer, caller: Caller, body: dict[str, Any], sai
 
 
 def _as_refused(error: Exception) -> RequestRefused:
-    """Returns the answer to an error. It is never 409, which the client takes for one that passes by itself. Where a
-    quota is used up, the client waits and asks again for five minutes."""
-    if isinstance(error, QuotaUsed):
-        return RequestRefused(str(error), status=429, code="insufficient_quota", retry_after_s=error.wait_s)
+    """Returns the answer to an error. It is never 409, which the client takes for one that passes by itself."""
     statuses: dict[type[Exception], int] = {UnknownId: 404, GoneError: 410, UserError: 400, StorageFailed: 503}
     for kind, status in statuses.items():
         if isinstance(error, kind):

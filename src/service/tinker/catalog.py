@@ -15,13 +15,12 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from service.quotas import GIGABYTE, UNLIMITED, Quota
 from service.tinker.owners import SERVER, Caller
 from service.tinker.promises import UserError
 from trireme.checkpoint.files import FileRecord, fsync_directory, make_directory, replace_file, storage_errors
@@ -85,12 +84,8 @@ def path_of(model_id: str, kind: SavedKind, name: str) -> str:
 class Catalog:
     """All that is saved below `root`."""
 
-    def __init__(
-        self, root: Path, base_model: str, now: Callable[[], float], quotas: Mapping[str, Quota] | None = None
-    ) -> None:
-        """`quotas`: the most that each owner may save."""
+    def __init__(self, root: Path, base_model: str, now: Callable[[], float]) -> None:
         self._root, self._base_model, self._now = root, base_model, now
-        self._quotas = quotas or {}
 
     # ---- writing
 
@@ -112,35 +107,17 @@ class Catalog:
 
     def staging(self, model_id: str, kind: SavedKind, name: str, overwrite: bool) -> Path:
         """Returns a directory that is not there yet, to be written and then given to `keep`. Raises UserError for a
-        name that cannot be used, and where the quota of the model's owner is used up."""
+        name that cannot be used."""
         if not NAME.fullmatch(name):
             raise UserError(f"the name {name!r}; expected up to 255 letters, digits, `_`, `-` and `.`")
         model = self._directory(model_id)
         if (path_in(model, f"{kind}/{name}/{MARK}")).exists() and not overwrite:
             raise UserError(f"{path_of(model_id, kind, name)} is there already; give another name, or overwrite = True")
-        if (model / RUN).exists():
-            self._check_room(self._run_in(model).owner, [path_of(model_id, kind, name)])
         staging = path_in(model, f"{STAGING}{kind}/{name}")
         with storage_errors(staging):
             shutil.rmtree(staging, ignore_errors=True)
             make_directory(staging.parent)
         return staging
-
-    def _check_room(self, owner: str, replaced: Collection[str]) -> None:
-        """Raises UserError if an owner may not save more. What takes the place of `replaced` is not more."""
-        quota = self._quotas.get(owner, UNLIMITED)
-        if quota.states is None and quota.stored_gb is None:
-            return
-        runs = [run for run in self.runs() if run.owner == owner]
-        saved = [each for run in runs for each in self.saved(run.model_id) if each.path not in replaced]
-        size = sum(sum(each.files.values()) for each in saved)
-        if quota.states is not None and len(saved) >= quota.states:
-            used = f"states={quota.states}, and {len(saved)} are saved"
-        elif quota.stored_gb is not None and size >= quota.stored_gb * GIGABYTE:
-            used = f"stored_gb={quota.stored_gb}, and {size / GIGABYTE:.1f} are saved"
-        else:
-            return
-        raise UserError(f"the quota of {owner} is used up: {used}; delete some, or give them a time to live")
 
     def discard(self, staging: Path) -> None:
         """Removes what could not be written whole, and the space that it takes."""
@@ -173,7 +150,6 @@ class Catalog:
         source, saved = self.find(path, caller=caller)
         directory = self._directory(model_id)
         if not path_in(directory, f"{saved.kind}/{saved.name}/{MARK}").exists():
-            self._check_room(caller.owner, [])
             of = self.run(saved.model_id)
             run = SavedRun(model_id, of.base_model, {}, self._now(), of.lora, project_id, caller.owner)
             with storage_errors(directory):

@@ -8,13 +8,11 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from service.quotas import UNLIMITED, Quota, check_count
 from service.tinker.adapter_turns import AdapterTurns
 from service.tinker.asked import Creation, Unusable, Work, origin_of
 from service.tinker.catalog import Catalog
@@ -33,8 +31,6 @@ from trireme.process.faults import fault_point
 
 HOLD_S = 20.0
 """Seconds for which a question for an outcome is held; the client waits 45 s."""
-MODEL_WAIT_S, SAMPLE_WAIT_S = 5.0, 1.0
-"""Seconds after which a client asks again for a model, or a sample, of which its owner has too many."""
 
 
 class TinkerDesk:
@@ -45,8 +41,6 @@ class TinkerDesk:
     ) -> None:
         self.offer, self.catalog, self.now = offer, catalog, now
         self._journal = journal
-        self._sampling_of: Counter[str] = Counter()
-        """How many samples of each owner are in flight."""
         self.state, self._histories = self._replay([])
         self._shelf = WeightShelf()
         self._outcomes: dict[str, asyncio.Event] = {}
@@ -69,9 +63,6 @@ class TinkerDesk:
         if replayed.lost:  # what clients were told may not be known here, so they begin again
             for session_id in self.state.sessions:
                 self.state.finish(session_id, self.now())
-        self._sampling_of = Counter(
-            self.owner_of(each) for each in self.state.promises() if each.outcome is None and each.is_sample
-        )
         self.rewrite()
         self.state.write = self._journal.append
         return bool(replayed.records)
@@ -124,25 +115,13 @@ class TinkerDesk:
         session = self.state.sessions.get(session_id)
         return session.metadata if session else {}
 
-    def owner_of(self, promise: Promise) -> str:
-        """Returns the owner of the key with which something was asked for."""
-        return self.state.sessions[promise.session_id].owner
-
-    def _quota(self, owner: str) -> Quota:
-        return self.offer.quotas.get(owner, UNLIMITED)
-
     def finish(self, session_id: str) -> None:
         """Ends a session. Raises UnknownId."""
         self.state.finish(session_id, self.now())
         self.wake()
 
     def create(self, session_id: str, model_seq: int, work: Creation) -> Promise:
-        """Accepts a new model. Raises UnknownId, GoneError, QuotaUsed, StorageFailed."""
-        if f"{session_id}:train:{model_seq}" not in self.state.models:
-            owner = self.state.session(session_id).owner
-            living = [model for model in self.state.models.values() if not model.ended]
-            mine = sum(self.state.sessions[model.session_id].owner == owner for model in living)
-            check_count(owner, "models", self._quota(owner).models, mine, MODEL_WAIT_S)
+        """Accepts a new model. Raises UnknownId, GoneError, StorageFailed."""
         promise = self.state.create_model(session_id, model_seq, work)
         self.wake()
         return promise
@@ -163,15 +142,11 @@ class TinkerDesk:
                 self.train(model_id, seq_id, Unusable(said))
 
     def sample(self, sampler_id: str, seq_id: int, work: SampleWork) -> Promise:
-        """Accepts a sample. Raises UnknownId, QuotaUsed, and UserError where its weights are not held any more."""
+        """Accepts a sample. Raises UnknownId, and UserError where its weights are not held any more."""
         sampler = self.state.sampler(sampler_id)
-        owner = self.state.sessions[sampler.session_id].owner
-        if is_new := not self.state.has_asked(sampler_id, seq_id):
+        if not self.state.has_asked(sampler_id, seq_id):
             self._check_held(sampler.target)
-            check_count(owner, "samples", self._quota(owner).samples, self._sampling_of[owner], SAMPLE_WAIT_S)
         promise = self.state.sample(sampler_id, seq_id, work)
-        if is_new:
-            self._sampling_of[owner] += 1
         self.wake()
         return promise
 
@@ -220,8 +195,6 @@ class TinkerDesk:
     def wake(self) -> None:
         """Lets all who wait look at what has changed."""
         for promise in self.state.take_settled():
-            if promise.is_sample:
-                self._sampling_of[self.owner_of(promise)] -= 1
             if event := self._outcomes.pop(promise.request_id, None):
                 event.set()
             if event := self._completions.pop(promise.owner_id, None):

@@ -13,7 +13,6 @@ from starlette.responses import Response
 
 from service.asked import RequestRefused
 from service.errors import JsonReply
-from service.quotas import GIGABYTE
 from service.tinker.bodies import CopyBody, PathBody, Seq, TtlBody
 from service.tinker.callers import Asking
 from service.tinker.catalog import KINDS, SCHEME, SavedKind, SavedRun, SavedWeights
@@ -176,7 +175,7 @@ def _checkpoint(saved: SavedWeights) -> dict[str, Any]:
 
 def _usage(project: str, sizes: list[int]) -> dict[str, Any]:
     total = sum(sizes)
-    counted = {"checkpoint_count": len(sizes), "size_bytes": total, "size_gigabytes": total / GIGABYTE}
+    counted = {"checkpoint_count": len(sizes), "size_bytes": total, "size_gigabytes": total / 1e9}
     return {"project_id": project or None, "estimated_monthly_cost_usd": 0.0, **counted}
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from service.front import ServedModels
-from service.quotas import Quota
 from trireme.config.service import TinkerConfig
 from trireme.config.trainer import LoraConfig
 
@@ -26,9 +24,6 @@ class TinkerOffer:
     """The number of models that are trained at the same time; 1 unless they are adapters."""
     slots: int = 0
     """The number of adapters that replicas hold at the same time beside the base; 0: they hold one set of weights."""
-
-    quotas: Mapping[str, Quota] = field(default_factory=dict)
-    """The most that each owner of keys may use; those who are not in it may use all."""
 
     @property
     def kept(self) -> int:

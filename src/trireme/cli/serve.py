@@ -56,7 +56,7 @@ def serve(argv: list[str], console: Console) -> None:
 
     service.check_port(config)
     with locked(directory):
-        keys = service.keys_of(config, directory, say, prefix="tml", quotas=True)
+        keys = service.keys_of(config, directory, say, prefix="tml")
         tinker.clear(directory)
         rooms = partial(open_rooms, absolute, directory / "logs", SERVE_ROOMS)
         tinker.serve_clients(absolute, (name, absolute.model.name), facts, rooms, keys, directory, say)

@@ -18,7 +18,6 @@ from orchestrator.env import AGENT
 from service.front import ServedModels
 from service.handle import ServiceHandle
 from service.keys import ServiceKey, generate, read
-from service.quotas import UNLIMITED
 from service.sessions.history import AttemptStart
 from trireme.config import Config
 from trireme.config.model_facts import ModelFacts
@@ -60,20 +59,11 @@ def check_port(config: Config) -> None:
             ).error() from None
 
 
-def keys_of(
-    config: Config, directory: Path, say: Callable[[str], None], prefix: str = "tr", *, quotas: bool = False
-) -> list[ServiceKey]:
+def keys_of(config: Config, directory: Path, say: Callable[[str], None], prefix: str = "tr") -> list[ServiceKey]:
     """Returns the keys of the service: those of `service.keys`, or those in `directory`, where they are made, with
-    `prefix`, and said once. `quotas`: it keeps those of their owners. Raises BadInput."""
+    `prefix`, and said once. Raises BadInput."""
     if config.service.keys:
-        keys = read(Path(config.service.keys).expanduser())
-        if not quotas and any(key.quota != UNLIMITED for key in keys):
-            raise Refusal(
-                f"service.keys = {config.service.keys} with quotas, which only `trireme serve` keeps",
-                "a file whose keys have none",
-                "take the quotas out, and limit requests with service.requests_per_minute",
-            ).error()
-        return keys
+        return read(Path(config.service.keys).expanduser())
     file = directory / KEYS
     if file.exists():
         return read(file)

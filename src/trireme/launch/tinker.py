@@ -12,7 +12,7 @@ from pathlib import Path
 
 from service.front import ServedModels
 from service.guard import Limits
-from service.keys import ServiceKey, ServiceKeys, quotas_of
+from service.keys import ServiceKey, ServiceKeys
 from service.tinker.catalog import Catalog, recover
 from service.tinker.commits import OwnCommits
 from service.tinker.journal import TinkerJournal
@@ -55,13 +55,13 @@ def serve_clients(
     names = (*names, *options.tinker.names)
     if max_len is None:
         raise BadInput("the longest sequence of the model is not known: set --model.max-seq-len")
-    catalog = Catalog(directory / RUNS, names[0], time.time, quotas_of(keys))
+    catalog = Catalog(directory / RUNS, names[0], time.time)
     served = ServedModels(names, max_len, facts.vocab_size)
     lora = config.trainer.lora.model_copy(update={"seed": config.lora_seed}) if config.trainer.lora.on else None
     places = options.models if lora else 1
     slots = config.inference.kept_loras - 1 if lora else 0  # one is the base's, with an adapter that changes nothing
     journal, commits = TinkerJournal(directory / JOURNAL), OwnCommits(directory / COMMITS)
-    offer = TinkerOffer(served, config.tokenizer_name, options.tinker, lora, places, slots, quotas_of(keys))
+    offer = TinkerOffer(served, config.tokenizer_name, options.tinker, lora, places, slots)
     server = TinkerServer(offer, catalog, journal, commits)
     if server.begin():
         say("what clients had asked the last server for is continued")

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from service.keys import ServiceKey, ServiceKeys, generate, quotas_of, read
-from service.quotas import UNLIMITED, Quota
+from service.keys import ServiceKey, ServiceKeys, generate, read
 from trireme.core.errors import BadInput
 
 
@@ -48,20 +47,18 @@ def test_without_an_admin_key_no_session_has_a_key() -> None:
         ServiceKeys([ServiceKey("client", "c" * 20)]).of_session("s-1")
 
 
-def test_keys_have_owners_and_quotas(tmp_path: Path) -> None:
+def test_keys_have_owners(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     text = (
         "admin 0123456789abcdef\n"
-        "client 1123456789abcdef== owner=alice@lab models=4 samples=5000\n"
-        "client 2123456789abcdef samples=5000 models=4 owner=alice@lab\n"
-        "client 3123456789abcdef stored_gb=7\n"
+        "client 1123456789abcdef== owner=alice@lab\n"
+        "client 2123456789abcdef owner=alice@lab\n"
+        "client 3123456789abcdef\n"
     )
     file.write_text(text)
     file.chmod(0o600)
     admin, first, second, alone = read(file)
-    assert (first.owner, second.owner, alone.owner, admin.quota) == ("alice@lab", "alice@lab", alone.name, UNLIMITED)
-    assert first.quota == second.quota == Quota(models=4, samples=5000)
-    assert quotas_of([first, second, alone]) == {"alice@lab": first.quota, alone.name: Quota(stored_gb=7)}
+    assert [key.owner for key in (admin, first, second, alone)] == [admin.name, "alice@lab", "alice@lab", alone.name]
 
 
 @pytest.mark.parametrize(
@@ -70,12 +67,11 @@ def test_keys_have_owners_and_quotas(tmp_path: Path) -> None:
         ("client 0123456789abcdef", 0o644, "chmod 600"),
         ("client short", 0o600, "key number 1"),
         ("admin 0123456789abcdea\nclient 0123456789abcdef models", 0o600, "key number 2"),
-        ("client 0123456789abcdef models=4 models=5", 0o600, "key number 1"),
+        ("client 0123456789abcdef owner=a models=4", 0o600, "key number 1 has another form"),
         ("client 0123456789abcdef owner=a/b", 0o600, "the owner a/b"),
-        ("client 0123456789abcdef rpm=5", 0o600, "the quota rpm; expected one of models, samples"),
-        ("client 0123456789abcdef models=0", 0o600, "models=0; expected a whole number"),
+        ("client 0123456789abcdef models=4", 0o600, "key number 1 has another form"),
+        ("client 0123456789abcdef owner=", 0o600, "the owner "),
         ("client 0123456789abcdef\nclient 0123456789abcdef", 0o600, "a key twice"),
-        ("client 0123456789abcdef owner=a models=1\nclient 0123456789abcdeg owner=a", 0o600, "different quotas"),
         ("# a comment\n\nclient 0123456789abcdef\nroot 0123456789abcdef", 0o600, "key number 2"),
         ("", 0o600, "has no key"),
     ],

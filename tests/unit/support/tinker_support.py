@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from service.front import ServedModels
 from service.guard import Limits
-from service.keys import ServiceKey, ServiceKeys, quotas_of
+from service.keys import ServiceKey, ServiceKeys
 from service.tinker.catalog import Catalog
 from service.tinker.commits import OwnCommits
 from service.tinker.journal import TinkerJournal
@@ -276,10 +276,10 @@ def tinker_server(
     """Serves a model of the name `base` on a free port of this machine; what is saved stays below `root`. `lora`:
     adapters, so many at once. At the end it raises what ended it."""
     trainer, sampler = trainer or UnigramTrainer(), UnigramSampler()
-    catalog = Catalog(root / "runs", base, time.time, quotas_of(keys))
+    catalog = Catalog(root / "runs", base, time.time)
     journal, commits = TinkerJournal(root / "journal"), OwnCommits(root / "commits")
     options = TinkerConfig(snapshots=snapshots, commit_s=commit_s)
-    offer = TinkerOffer(ServedModels((base,), MAX_LEN, VOCABULARY), base, options, lora, places, slots, quotas_of(keys))
+    offer = TinkerOffer(ServedModels((base,), MAX_LEN, VOCABULARY), base, options, lora, places, slots)
     server = TinkerServer(offer, catalog, journal, commits, now)
     server.begin()
     limits = Limits(body_bytes=2**24, body_s=5.0, per_minute=None)

@@ -15,7 +15,6 @@ from tinker.lib.retryable_exception import RetryableException
 from tinker_posts import accepted, begun, passing, post, result, sampler_of, sampling
 from tinker_support import BASE_MODEL, DEADLINE_S, KEY, Served, tinker_server, wait_for
 
-from service.quotas import QuotaUsed
 from service.tinker.callers import OwnThings
 from service.tinker.promise_book import KEPT_S, UNASKED_S
 from service.tinker.promises import GoneError, Promise, UnknownId, UserError
@@ -25,7 +24,6 @@ DATUM = types.Datum(
     model_input=types.ModelInput.from_ints([1, 1]),
     loss_fn_inputs={"target_tokens": types.TensorData(data=[2, 3], dtype="int64")},
 )
-QUOTA_USED = QuotaUsed("alice", "samples", 4, 4, 0.01)
 
 
 @pytest.fixture
@@ -100,13 +98,12 @@ def answered_first(monkeypatch: pytest.MonkeyPatch, error: Exception, times: int
     [
         (StorageFailed("the disk is full"), 2, None),
         (RuntimeError("a mistake in the server"), 2, None),
-        (QUOTA_USED, 1, None),
         (UserError("wrong"), 2, None),
         (UserError("wrong"), 9, ValueError),
         (UnknownId("the request"), 1, ValueError),
         (GoneError("it is forgotten"), 1, RetryableException),
     ],
-    ids=["503", "500", "429", "400 twice", "400", "404", "410"],
+    ids=["503", "500", "400 twice", "400", "404", "410"],
 )
 def test_the_client_and_the_result_of_a_pass(
     served: Served, monkeypatch: pytest.MonkeyPatch, error: Exception, times: int, then: type[Exception] | None
