@@ -35,7 +35,6 @@ class Mesh:
     def __init__(self, config: CommonConfig, rank: int, store: dist.Store, device: torch.device) -> None:
         self.rank, self.size, self.device = rank, config.trainer.processes, device
         self.is_first = rank == 0  # reads models, publishes weights and has the results of collectives
-        self.is_last = rank == self.size - 1  # computes canaries: it is the last that would send a broadcast
         backend = "nccl" if device.type == "cuda" else "gloo"
         # While ranks start, one may read the model for long; `limit_collectives` ends that.
         timeout = timedelta(seconds=max(config.timeouts.start_s, config.timeouts.collective_s))

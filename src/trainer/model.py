@@ -243,19 +243,19 @@ def fsdp_units(model: PreTrainedModel) -> list[Any]:
 
 
 @torch.no_grad()
-def gathered_units(model: PreTrainedModel, *, stay: bool = False) -> Iterator[list[tuple[str, Tensor]]]:
+def gathered_units(model: PreTrainedModel) -> Iterator[list[tuple[str, Tensor]]]:
     """Yields the names and whole tensors of one unit (layer, or root) after the other, on every rank's device.
 
     Parameters are in the inference dtype, persistent buffers as the model holds them: what the model's class saves.
     Names and shapes are those of a checkpoint, with experts apart. Tensors live until the next unit. Tied ones come
-    once, under the embedding's name. `stay`: units stay gathered until the end of `freed_after`. Collective.
+    once, under the embedding's name. Collective.
     """
     for unit, tensors_of in _units(model):
         if isinstance(unit, FSDPModule):
             unit.unshard()
         tensors = {name: tensor.detach() for name, tensor in tensors_of().items()}
         yield list(revert_weight_conversion(model, tensors).items())
-        if isinstance(unit, FSDPModule) and not stay:
+        if isinstance(unit, FSDPModule):
             unit.reshard()
 
 

@@ -8,7 +8,6 @@ import torch
 from transformers import PreTrainedModel
 
 from trainer.logprobs import token_logprobs
-from trainer.mesh import Mesh
 from trireme.core.weights import EXACT, ROUNDED, Canary
 from trireme.process import trace
 
@@ -30,22 +29,12 @@ def canary_tokens(vocab_size: int, max_seq_len: int, *, experts: bool) -> npt.ND
 
 @torch.no_grad()
 def compute_canary(
-    model: PreTrainedModel,
-    dtype: torch.dtype,
-    tokens: npt.NDArray[np.int32],
-    device: torch.device,
-    whole_on: Mesh | None = None,
+    model: PreTrainedModel, dtype: torch.dtype, tokens: npt.NDArray[np.int32], device: torch.device
 ) -> Canary:
     """Computes the canary of `tokens` by `model`, which computes in `dtype`, in the way in which it trains, with the
-    weights that it publishes. `whole_on`: the last rank of this mesh has all of the model gathered, and computes for
-    all of them. Collective."""
+    weights that it publishes. Collective."""
     ids = torch.from_numpy(tokens.astype(np.int64)).to(device)[None]
     inputs, targets = ids[:, :-1], ids[:, 1:]
     with trace.span("canary"):
-        if whole_on is None or whole_on.is_last:
-            logprobs = token_logprobs(model, inputs, targets, torch.ones(targets.shape, device=device))[0]
-        else:
-            logprobs = torch.zeros(targets.shape[1], device=device)
-        if whole_on is not None:
-            whole_on.sum_over_ranks(logprobs)
+        logprobs = token_logprobs(model, inputs, targets, torch.ones(targets.shape, device=device))[0]
     return Canary(tokens, logprobs.cpu().numpy(), EXACT if dtype == torch.float32 else ROUNDED)

@@ -297,14 +297,11 @@ class Shard(AdapterVerbs):
         source: `trireme.core.transport.Transport.join` makes one of all."""
         fault_point("trainer.publish")
         model, dtype, sums = self._model, self._sharding.dtype, self._sums.of_shard(self._device)
-        # Where memory allows, the last rank keeps what is gathered to be sent, and computes the canary from that.
-        whole_on = self._mesh if self._sharding.memory.canary_stays and not self._adapter else None
-        stay = bool(whole_on and whole_on.is_last)
-        units = adapter_units(model, dtype, self._device) if self._adapter else gathered_units(model, stay=stay)
+        units = adapter_units(model, dtype, self._device) if self._adapter else gathered_units(model)
         share = self.layout.share(self._mesh.rank, self._mesh.size)
         with freed_after(model):
             part = self._sender.send(version, self.layout, self._sums.watching(units, share, sums), session)
-            canary = compute_canary(model, dtype, self._canary_tokens, self._device, whole_on)
+            canary = compute_canary(model, dtype, self._canary_tokens, self._device)
         self._mesh.sum_over_ranks(sums)
         entries = self.layout.with_hashes({name: str(each) for name, each in self._sums.by_name(sums).items()})
         identity = WeightIdentity(self._attempt, version, weights_digest(entries, self._adapter))

@@ -88,9 +88,6 @@ class ShardMemory:
     (ZeRO-2; with `whole` also their gradients). False: layer by layer in each pass (ZeRO-3). It changes no bit."""
     offloaded: bool
     """True: the state is in host memory, and models compute on GPUs."""
-    canary_stays: bool
-    """True: the last shard keeps all weights that it gathers to publish them until it has computed the canary. Nothing
-    is held for a micro-batch then, so they need no more than a pass if they fit into what that holds."""
 
     @property
     def total(self) -> int:
@@ -143,10 +140,7 @@ class ModelMemory:
         stay = whole or (staying <= left if option == "auto" else not option)
         gathered = self.gathered(options.lora, whole=True) if whole else staying if stay else by_layer
         gathered = max(gathered, self.gathered_alone(options.lora) - activations)
-        canary = stay or (option is not True and staying <= gathered + activations)
-        return ShardMemory(
-            tokens, state, gathered, activations, logits, freed, kept, again, whole, stay, offloaded, canary
-        )
+        return ShardMemory(tokens, state, gathered, activations, logits, freed, kept, again, whole, stay, offloaded)
 
     def logits(self, tokens: int) -> int:
         """Bytes of a chunk of logits of a micro-batch of `tokens`, on a CPU."""

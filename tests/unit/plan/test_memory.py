@@ -172,20 +172,6 @@ def test_weights_stay_gathered_where_they_fit_or_as_told(option: bool | str, jus
     assert (rich.whole, rich.weights_stay) == ((False, False) if option is True else (True, True))
 
 
-@pytest.mark.parametrize(("option", "kept"), [("auto", True), (True, False)])
-def test_what_is_published_stays_for_the_canary_where_a_pass_holds_as_much(option: bool | str, kept: bool) -> None:
-    deep = replace(FACTS, num_layers=10, num_parameters=10 * 100_000 + FACTS.embedding_parameters)
-    memory, options = ModelMemory(deep, 2, on_gpus=True), TrainerConfig(reshard_after_forward=option)
-    others = memory.dtype_bytes * 8 * 100_000  # all but two layers
-    enough = next(tokens for tokens in range(1, 10**6) if memory.activations(tokens, False) >= others)
-    base = int(SHARD_BASE_GIB * GIB) + memory.logits(enough) + memory.gathered(options.lora, whole=False)
-    for tokens, stays in ((enough, kept), (enough - 1, False)):
-        found = memory.shard(options, tokens, 0, base + memory.activations(tokens, False))
-        assert (found.weights_stay, found.canary_stays) == (False, stays)
-    rich = memory.shard(options, enough, 0, 2**40)
-    assert (rich.weights_stay, rich.canary_stays) == (kept, kept)
-
-
 @pytest.mark.parametrize(
     ("free_gib", "logits"),
     [(None, 2**24), (0, 2**24), (1, 2**25), (6, 2**28), (12, 2**29), (23.9, 2**29), (24, 2**30), (140, 2**30)],

@@ -7,8 +7,6 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.tensor import DTensor
 
 # The tiny models and batches are the end-to-end tests' too.
 from trainer_support import make_batch, make_model
@@ -17,7 +15,6 @@ from transformers import AutoModelForCausalLM
 from trainer.batch_checks import PublishedVersions
 from trainer.batching import MicroBatch, ShardOutput, scatter_outputs, scatter_sums
 from trainer.losses import POLICY, mean_log_ratios, resolve_loss, sum_log_ratios, with_sequence_ratios
-from trainer.model import fsdp_units
 from trireme.core.batch import BatchPart
 from trireme.core.errors import BadInput, ProvenanceError
 from trireme.core.normalization import Normalization
@@ -127,25 +124,6 @@ def test_what_is_published_is_the_cast_state_dict_and_its_canary(shard, model):
     assert check_canary(published.manifest, logprobs).largest < 1e-5
     assert published.manifest.canary.bound == ROUNDED
     assert shard().publish_weights(0).manifest.canary.bound == EXACT
-
-
-def test_the_canary_is_computed_from_what_was_gathered_to_be_sent_where_memory_allows(shard, monkeypatch):
-    gathers, gather = [], FSDPParamGroup._to_unsharded
-
-    def counted(group):
-        gathers.append(group)
-        gather(group)
-
-    monkeypatch.setattr(FSDPParamGroup, "_to_unsharded", counted)
-    canaries = {}
-    for option, times in (("auto", 1), (True, 2)):
-        each = shard(trainer__reshard_after_forward=option)
-        gathers.clear()
-        canaries[option] = each.publish_weights(0).manifest.canary.logprobs
-        units = fsdp_units(each._model)
-        assert len(gathers) == times * len(units) > times
-        assert all(isinstance(parameter, DTensor) for parameter in each._model.parameters()), "nothing stays gathered"
-    assert np.array_equal(canaries["auto"], canaries[True])
 
 
 def test_missing_columns_are_named(shard):
