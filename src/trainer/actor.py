@@ -21,7 +21,7 @@ import ray
 
 from trainer.batching import SummarizedOutput
 from trireme.checkpoint.files import FileRecord
-from trireme.config import CommonConfig, Config
+from trireme.config import CommonConfig
 from trireme.core.batch import StoredPart
 from trireme.core.sampler import Heartbeat
 from trireme.core.transport import load_transport
@@ -33,10 +33,6 @@ from trireme.process.interfaces import choose_interface, listen
 from trireme.process.ray_cluster import see_own_gpus
 from trireme.transports.kept import KeptVersions
 
-BEHIND_ENGINES = 6
-"""How much the nice value of a shard on CPUs rises where engines sample for it. The tokens of an answer come one after
-the other, so an engine that waits for a core delays the step; a shard only needs its share of the cores before the step
-ends. With this it has a fifth of a core that an engine wants too."""
 OWN_CODE = ("trainer/shard.py", "trainer/state.py")
 """Files whose threads `stack` shows."""
 
@@ -47,12 +43,6 @@ SPANS: dict[str, Callable[..., AbstractContextManager[Any]]] = {
     "begin_save": lambda _: trace.span("begin_save"),
 }
 """Spans of the verbs that appear in the trace, from the verb's arguments."""
-
-
-def niceness(config: CommonConfig) -> int:
-    """Returns how much the nice value of a shard's process rises. On GPUs that is nothing: what starts kernels late
-    leaves a GPU idle."""
-    return BEHIND_ENGINES if isinstance(config, Config) and config.cluster.device == "cpu" else 0
 
 
 class ShardActor:
@@ -83,7 +73,6 @@ class ShardActor:
 
         from trainer.shard import Shard
 
-        os.nice(niceness(self._config))  # before there are threads, as each has the value of the one that starts it
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
         choose_interface(address[0])
         store = self._store if self._rank == 0 else self._open_store(*address)

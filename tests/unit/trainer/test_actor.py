@@ -9,9 +9,6 @@ import psutil
 import pytest
 
 from trainer import actor
-from trireme.config import CommonConfig, Config
-from trireme.config.load import load_as
-from trireme.config.sft import SftConfig
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 
@@ -40,18 +37,3 @@ def test_the_store_listens_where_the_node_is_in_the_cluster_and_nowhere_else(
     assert (other.get("key"), other.host) == (b"value", ip)
     assert listening() - before == {ip} - before
     del shard._store
-
-
-@pytest.mark.parametrize(
-    ("schema", "name", "flags", "expected"),
-    [
-        (Config, "quickstart", ["--cluster.device", "cpu"], actor.BEHIND_ENGINES),
-        (Config, "quickstart", ["--cluster.device", "gpu"], 0),
-        (SftConfig, "sft-base", ["--cluster.device", "cpu"], 0),
-    ],
-)
-def test_a_shard_gives_way_to_engines_on_cpus(
-    schema: type[CommonConfig], name: str, flags: list[str], expected: int
-) -> None:
-    config = load_as(schema, ["@", str(CONFIGS / f"{name}.toml"), *flags], {}).config
-    assert actor.niceness(config) == expected
