@@ -158,7 +158,7 @@ class ReplicaActor(UpdatingEngine):
         return await self._desk.exchange(caller, message)
 
     async def packed_progress(self, known: Mapping[str, int]) -> bytes:
-        """Returns what `progress` does, packed like outcomes: Ray would send two arrays for each request."""
+        """Returns what `progress` does, packed as the outcomes of a reply."""
         return Reply(list((await self.progress(known)).items())).pack()
 
     async def stats(self) -> ReplicaStats:

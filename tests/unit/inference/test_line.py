@@ -226,9 +226,9 @@ async def test_requests_that_have_not_left_yet_can_be_withdrawn() -> None:
 
 async def test_requests_learn_of_a_message_that_cannot_be_made() -> None:
     impossible = request("impossible")
-    object.__setattr__(impossible, "prompt", np.zeros(1, np.complex64))
+    object.__setattr__(impossible, "prompt", lambda: None)
     line = Replica().line()
-    with pytest.raises(RoomFailed, match="replica, sampling: TypeError"):
+    with pytest.raises(RoomFailed, match=r"replica, sampling: .* pickle"):
         await sampled(line, impossible)
 
 

@@ -83,11 +83,3 @@ def test_outcomes_arrive_as_they_were_given(outcomes: dict[str, Outcome], failur
     assert {name: shown(outcome) for name, outcome in reply.outcomes} == {n: shown(o) for n, o in outcomes.items()}
     assert len(reply.outcomes) == len(outcomes)
     assert shown(reply.failure) == shown(failure)
-
-
-def test_what_is_not_used_does_not_travel() -> None:
-    """A message of plain requests is hardly larger than their tokens."""
-    params = SamplingParams(max_tokens=8)
-    plain = [SampleRequest(f"r{i}", np.zeros(1000, np.int32), params, "k") for i in range(64)]
-    assert len(pack_requests(plain)) < 64 * (4 * 1000 + 100)
-    assert b"topk" not in pack_requests(plain)
