@@ -64,7 +64,7 @@ class OrchestratorActor:
 
         config = self._config
         tokenizer = load_tokenizer(config.tokenizer_name)
-        await self._resources.enter_async_context(workers(config.orchestrator.workers))
+        await self._resources.enter_async_context(workers(config.orchestrator.workers, config.env_variables))
         if self._sessions_factory:
             await self._resources.enter_async_context(agent_sessions(self._sessions_factory))
         trained, held_out = load_datasets(config, tokenizer)

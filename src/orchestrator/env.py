@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,7 @@ import numpy.typing as npt
 
 from orchestrator.trajectory import Trajectory as Trajectory
 from orchestrator.trajectory import Transition as Transition
+from trireme.config.removed import removed_key
 from trireme.config.schema import Config, EnvConfig, RendererConfig
 from trireme.core.agents import AgentAccess
 from trireme.core.errors import BadInput, TriremeError
@@ -254,6 +256,8 @@ class EnvContext:
     """How `renderer` turns chat messages into tokens."""
     model: str | None = None
     """Name or path of the model that the run starts from."""
+    variables: tuple[str, ...] = ()
+    """Names of the environment variables that programs get beside the usual ones: `env.variables`."""
 
     @cached_property
     def renderer(self) -> Renderer:
@@ -279,6 +283,16 @@ def load_dataset(env: EnvConfig, context: EnvContext, section: str = "env") -> R
     """
     dataset_class = _find_class(env.id, section)
     signature = inspect.signature(dataset_class)
+    for name in sorted(env.args.keys() - signature.parameters.keys()):
+        if removed := removed_key(("env", "args", name), f"{section}.args.{name}"):
+            raise removed.error()
+    if missing := [name for name in env.variables if name not in os.environ]:
+        raise Refusal(
+            f"env.variables names {', '.join(missing)}",
+            "environment variables that are set where the run is started",
+            f"export {missing[0]}, or take it out of env.variables",
+        ).error()
+    context = replace(context, variables=tuple(env.variables))
     try:
         signature.bind(context, **env.args)
         dataset = dataset_class(context, **env.args)

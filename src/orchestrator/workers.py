@@ -1,6 +1,6 @@
 """Runs slow functions in processes of their own: `await run_in_worker(function, *args, timeout_s=5)`.
 
-    environment --run_in_worker--> Workers --one call at a time--> a process: `python -m orchestrator.workers`
+    environment --run_in_worker--> Workers --one call at a time--> a process: `orchestrator.worker_process`
                                       |
                                       +-- over its limit, dead, or cancelled: killed; the next call starts another
 
@@ -8,12 +8,15 @@ The orchestrator plays thousands of rollouts on one thread: a function that comp
 milliseconds delays all of them (`perf/event_loop_lag`), and cannot be stopped. In a worker it can: a process that
 exceeds its limit is killed, and its caller gets a WorkerTimeout.
 
-The function and its arguments are pickled, so a module must hold the function by name; its result or exception comes
-back. The limit counts from when the process has imported that module and is about to call the function. Waiting for a
-free process counts only for the limit of the rollout.
+The function and its arguments are pickled, so a module must hold the function by name. Its result is JSON: numbers,
+text, lists and tables, which run no code here. An exception comes back as its class name and its arguments. The limit
+counts from when the process has imported that module and is about to call the function. Waiting for a free process
+counts only for the limit of the rollout.
 
-A process gets only the environment variables in `PASSED_ON`: no API key and no token reaches code that grades what a
-model wrote. That is no sandbox: it can read all that the user can.
+A process gets the environment variables in `PASSED_ON` and those that `env.variables` names, and no other key or token.
+Each answer repeats the token of its call, so what code left behind by an earlier call writes is no answer. That is no
+sandbox: code that runs inside the process reads its memory, where the token is, and all that the user can read. A
+program that a model wrote belongs in `orchestrator.untrusted.run_code`.
 
 A process ends with its caller: the orchestrator closes all of them, Linux kills them when it dies, and on other systems
 they see the end of the socket.
@@ -22,29 +25,29 @@ they see the end of the socket.
 from __future__ import annotations
 
 import asyncio
-import ctypes
+import builtins
+import json
 import os
 import pickle
-import resource
-import signal
+import secrets
 import socket
-import struct
 import subprocess
 import sys
-import traceback
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeVar
 
+from orchestrator import worker_process
+from orchestrator.worker_process import HEADER, MOST_BYTES, TOKEN_BYTES
+from trireme.core.redaction import is_secret
+
 T = TypeVar("T")
 
 START_S = 60.0
 """Limit for a process to start, and to import the function."""
 END_S = 10.0
-MEMORY_BYTES = 4 * 2**30
-"""Most memory that a worker may allocate; beyond it Python raises MemoryError there."""
 PASSED_ON = (
     *("PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "LC_*", "TZ", "TMPDIR", "XDG_CACHE_HOME"),
     *("PYTHON*", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "*_NUM_THREADS"),
@@ -52,9 +55,8 @@ PASSED_ON = (
     *("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "all_proxy", "no_proxy"),
     *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
 )
-"""Patterns of the environment variables that a process gets, to find programs, modules, models and the network."""
-PR_SET_PDEATHSIG = 1
-HEADER = struct.Struct("!Q")
+"""Patterns of the environment variables that a process gets, to find programs, modules, models and the network. Those
+with the name of a secret, and proxies with a password, are left out."""
 
 
 class WorkerTimeout(Exception):
@@ -62,33 +64,39 @@ class WorkerTimeout(Exception):
 
 
 class WorkerDied(Exception):
-    """The process of a call ended before the call."""
+    """The process of a call ended before the call, or wrote what is no answer to it; then it was killed."""
+
+
+class WorkerError(Exception):
+    """A function raised an exception of a class that is not Python's: the base of classes with the names of those."""
 
 
 class Workers:
-    """Holds at most `size` processes, started when they are needed. Belongs to one event loop."""
+    """Holds at most `size` processes, started when they are needed, with the environment variables `variables` beside
+    the usual ones. Belongs to one event loop."""
 
-    def __init__(self, size: int) -> None:
-        self._free = asyncio.Semaphore(size)
+    def __init__(self, size: int, variables: Sequence[str] = ()) -> None:
+        self._free, self._variables = asyncio.Semaphore(size), tuple(variables)
         self._idle: list[Worker] = []
         self._all: set[Worker] = set()
 
     async def run(self, function: Callable[..., T], *args: Any, timeout_s: float) -> T:
-        """Returns `function(*args)`. Raises what it raises, WorkerTimeout, and WorkerDied."""
+        """Returns `function(*args)` as JSON keeps it. Raises what it raises, if that is an exception of Python's, else
+        a WorkerError with the same name; WorkerTimeout, and WorkerDied."""
         name = f"{function.__module__}.{function.__qualname__}"
         request = pickle.dumps((function, *args))
         async with self._free:
-            worker = self._idle.pop() if self._idle else await Worker.start()
+            worker = self._idle.pop() if self._idle else await Worker.start(self._variables)
             self._all.add(worker)
             try:
-                succeeded, value = await worker.call(request, name, timeout_s)
+                value, error = await worker.call(request, name, timeout_s)
             except BaseException:  # also cancelled: the answer is not awaited any more
                 self._all.discard(worker)
                 await worker.kill()
                 raise
             self._idle.append(worker)
-        if not succeeded:
-            raise value
+        if error is not None:
+            raise error
         return value
 
     async def close(self) -> None:
@@ -107,24 +115,34 @@ class Worker:
         self._process, self._reader, self._writer = process, reader, writer
 
     @classmethod
-    async def start(cls) -> Worker:
+    async def start(cls, variables: Sequence[str]) -> Worker:
         """Starts a process that waits for its first call."""
         ours, theirs = socket.socketpair()
-        process = _process(theirs)
+        process = _process(theirs, variables)
         return cls(process, *await asyncio.open_connection(sock=ours))
 
-    async def call(self, request: bytes, name: str, timeout_s: float) -> tuple[bool, Any]:
-        """Returns (True, the function's result), or (False, the exception that it raised)."""
-        self._writer.write(HEADER.pack(len(request)) + request)
-        await self._receive(START_S, f"the start of a worker process for {name}")
-        answer: tuple[bool, Any] = pickle.loads(await self._receive(timeout_s, f"{name} in a worker process"))
-        return answer
+    async def call(self, request: bytes, name: str, timeout_s: float) -> tuple[Any, Exception | None]:
+        """Returns the function's result and None, or None and the exception that it raised."""
+        token = secrets.token_bytes(TOKEN_BYTES)
+        self._writer.write(HEADER.pack(len(token) + len(request)) + token + request)
+        await self._receive(token, START_S, f"the start of a worker process for {name}")
+        call = f"{name} in a worker process"
+        answer = await self._receive(token, timeout_s, call)
+        try:
+            return _outcome(json.loads(answer))
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise WorkerDied(f"{call} wrote what is no answer ({error!r}); the process was killed") from None
 
-    async def _receive(self, timeout_s: float, what: str) -> bytes:
+    async def _receive(self, token: bytes, timeout_s: float, what: str) -> bytes:
+        """Returns the next message of the call that has this token."""
         try:
             async with asyncio.timeout(timeout_s):
-                (size,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
-                return await self._reader.readexactly(size)
+                head = await self._reader.readexactly(HEADER.size + TOKEN_BYTES)
+                (size,) = HEADER.unpack(head[: HEADER.size])
+                genuine = secrets.compare_digest(head[HEADER.size :], token)
+                if not genuine or not TOKEN_BYTES <= size <= TOKEN_BYTES + MOST_BYTES:
+                    raise WorkerDied(f"{what}: something else than the call wrote an answer; the process was killed")
+                return await self._reader.readexactly(size - TOKEN_BYTES)
         except TimeoutError:
             raise WorkerTimeout(f"{what} took longer than {timeout_s:g} s; the process was killed") from None
         except (asyncio.IncompleteReadError, ConnectionError):
@@ -137,34 +155,55 @@ class Worker:
         await asyncio.to_thread(self._process.wait, END_S)
 
 
-def _process(connection: socket.socket) -> subprocess.Popen[bytes]:
+def _process(connection: socket.socket, variables: Sequence[str]) -> subprocess.Popen[bytes]:
     """Starts a process that serves `connection`, which is closed here. It finds modules where this one does, and on
     Linux ends with the thread of the event loop."""
     path = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
     with connection:
         return subprocess.Popen(
-            [sys.executable, "-m", "orchestrator.workers", str(connection.fileno()), str(os.getpid())],
-            pass_fds=[connection.fileno()],
-            env=passed_on() | {"PYTHONPATH": path},
-            stdin=subprocess.DEVNULL,
+            [sys.executable, "-m", worker_process.__name__, str(os.getpid())],
+            stdin=connection,
+            env=passed_on(variables) | {"PYTHONPATH": path},
         )
 
 
-def passed_on(more: Sequence[str] = ()) -> dict[str, str]:
-    """Returns the environment variables for code that grades, or is, what a model wrote: those of PASSED_ON, and of
-    `more` patterns."""
-    patterns = (*PASSED_ON, *more)
-    return {name: value for name, value in os.environ.items() if any(fnmatchcase(name, p) for p in patterns)}
+def _outcome(answer: Any) -> tuple[Any, Exception | None]:
+    """Reads an answer of `worker_process`. Raises ValueError, TypeError or KeyError for anything else."""
+    if "result" in answer:
+        return answer["result"], None
+    error = _exception(answer["error"], answer["args"])
+    error.add_note(answer["note"])
+    return None, error
+
+
+def _exception(name: str, args: Sequence[Any]) -> Exception:
+    """Makes an exception of this class of Python's, or of a WorkerError with this name."""
+    kind = getattr(builtins, name, None)
+    if isinstance(kind, type) and issubclass(kind, Exception):
+        try:
+            return kind(*args)
+        except TypeError:  # such as UnicodeDecodeError, whose arguments are not JSON
+            pass
+    return type(name, (WorkerError,), {})(*args)
+
+
+def passed_on(variables: Sequence[str] = ()) -> dict[str, str]:
+    """Returns the environment variables for code that grades, or is, what a model wrote: those of PASSED_ON, and those
+    that are named."""
+    usual = {name for name in os.environ if any(fnmatchcase(name, pattern) for pattern in PASSED_ON)}
+    secret = {name for name in usual if is_secret(name, os.environ[name] if name.lower().endswith("_proxy") else "")}
+    return {name: value for name, value in os.environ.items() if name in {*usual - secret, *variables}}
 
 
 _current: Workers | None = None
 
 
 @asynccontextmanager
-async def workers(size: int) -> AsyncIterator[None]:
-    """Gives `run_in_worker` `size` processes within the block. A run has them from start to end."""
+async def workers(size: int, variables: Sequence[str] = ()) -> AsyncIterator[None]:
+    """Gives `run_in_worker` `size` processes within the block, with the environment variables `variables` beside the
+    usual ones. A run has them from start to end."""
     global _current
-    _current = started = Workers(size)
+    _current = started = Workers(size, variables)
     try:
         yield
     finally:
@@ -173,61 +212,14 @@ async def workers(size: int) -> AsyncIterator[None]:
 
 
 async def run_in_worker(function: Callable[..., T], *args: Any, timeout_s: float) -> T:
-    """Returns `function(*args)`, computed in another process for at most `timeout_s` seconds.
+    """Returns `function(*args)`, computed in another process for at most `timeout_s` seconds. The result is made of
+    JSON values: tuples become lists.
 
-    Raises what the function raises, WorkerTimeout when it takes longer, WorkerDied when its process ends by itself.
+    Raises what the function raises (a WorkerError of the same name for a class that is not Python's), WorkerTimeout
+    when it takes longer, WorkerDied when its process ends by itself.
     """
     if _current is None:
         raise RuntimeError(
             "run_in_worker outside a run: write `async with orchestrator.workers.workers(2): ...` around it"
         )
     return await _current.run(function, *args, timeout_s=timeout_s)
-
-
-# ---- the process
-
-
-def main(connection_fd: int, parent: int) -> None:
-    """Answers calls, one after the other, until the socket ends, or on Linux until process `parent` has ended."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which ends this process in order
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it ended before that
-            sys.exit()
-    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
-    with socket.socket(fileno=connection_fd) as connection, connection.makefile("rwb") as stream:
-        while header := stream.read(HEADER.size):
-            found, call = _caught(pickle.loads, stream.read(HEADER.unpack(header)[0]))  # imports the function
-            _send(stream, b"")
-            _send(stream, _pickled(*(_caught(*call) if found else (found, call))))
-
-
-def _caught(function: Callable[..., Any], *args: Any) -> tuple[bool, Any]:
-    """Returns (True, the result), or (False, the exception), for the caller in the other process."""
-    try:
-        return True, function(*args)
-    except BaseException as error:
-        error.add_note("in a worker process:\n" + "".join(traceback.format_exception(error)))
-        return False, error
-
-
-def _pickled(succeeded: bool, value: Any) -> bytes:
-    """Returns an outcome as bytes; one that cannot be pickled, or is no Exception, as an error with the same text."""
-    try:
-        answer = pickle.dumps((succeeded, value))
-        if succeeded or isinstance(pickle.loads(answer)[1], Exception):
-            return answer
-        what = "the process was asked to end"
-    except Exception as error:
-        what = f"cannot be sent back: {error}"
-    shown = "".join(getattr(value, "__notes__", []))
-    return pickle.dumps((False, RuntimeError(f"{type(value).__name__} {value!r}: {what}. {shown}")))
-
-
-def _send(stream: Any, answer: bytes) -> None:
-    stream.write(HEADER.pack(len(answer)) + answer)
-    stream.flush()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -76,8 +76,8 @@ def test_what_is_trained_is_what_agents_were_given_whoever_is_lost(tmp_path: Pat
     problems = tmp_path / "problems.jsonl"
     problems.write_text("".join(f"{1000 + 37 * number}\n" for number in range(200)))
     agent = [sys.executable, str(Path(__file__).with_name("recording_agent.py"))]
-    args = json.dumps({"command": agent, "problems": str(problems), "limit_s": 120, "variables": ["TALK_*"]})
-    flags = [*FLAGS, "--env.args", args]
+    args = json.dumps({"command": agent, "problems": str(problems), "limit_s": 120})
+    flags = [*FLAGS, "--env.args", args, "--env.variables", '["TALK_RECORDS"]']
     opened: dict[str, set[int]] = {}
     with started(place, flags, {"TALK_RECORDS": str(records.directory)}) as running:
         root = place / "run"

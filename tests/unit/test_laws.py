@@ -57,7 +57,7 @@ UNSAFE_READERS = {
 }
 """Calls that can run code of whoever wrote what they read, and the argument with which they do not."""
 OWN_PICKLES = {
-    "orchestrator/workers.py": "requests and answers between a process and workers that it started",
+    "orchestrator/worker_process.py": "calls of the orchestrator, in a worker; answers to it are JSON",
     "inference/loaded.py": "what the ranks of this replica's engine have loaded",
     "orchestrator/envs/verifiers.py": "a task that this process pickled",
     "inference/worker.py": "a request of the replica to its own engine",

@@ -64,7 +64,7 @@ class AgentProgram:
     memory_bytes: int
     """Most memory that each of its processes may allocate."""
     variables: tuple[str, ...]
-    """Patterns of environment variables that it gets beside those of `orchestrator.workers`."""
+    """Names of environment variables that it gets beside those of `orchestrator.workers`."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,6 @@ class ProgramDataset(RLDataset):
         eval_problems: str | None = None,
         limit_s: float = 600.0,
         memory_gb: float = 4.0,
-        variables: Sequence[str] = (),
         batch_size: int = 16,
     ) -> None:
         """`problems`: a file with a JSON value in each line; `eval_problems` for evaluations (None: the same). Raises
@@ -218,7 +217,7 @@ class ProgramDataset(RLDataset):
                 "a program that can be started: a name that is on PATH, or a path",
                 "install it on the node where the orchestrator runs, or correct the name",
             ).error()
-        self._program = AgentProgram(tuple(command), limit_s, int(memory_gb * 2**30), tuple(variables))
+        self._program = AgentProgram(tuple(command), limit_s, int(memory_gb * 2**30), context.variables)
         self._problems = _read(Path(problems if context.split == "train" else eval_problems or problems))
         random.Random(f"agent:{context.seed}").shuffle(self._problems)
         self._batch_size = batch_size

@@ -53,6 +53,9 @@ class EnvConfig(Section):
     program), the URL of a server, or `package.module:Dataset`."""
     args: dict[str, Any] = Field({})
     """Arguments of the dataset."""
+    variables: list[str] = Field([])
+    """Environment variables of the driver, such as a judge's key, that worker processes and programs of agents get.
+    They get no other key or token. All environments of a run share the workers."""
     name: str | None = None
     """Name in metrics; none = from the id."""
     weight: PositiveFloat = 1.0

@@ -9,6 +9,7 @@ from trireme.core.refusals import Refusal
 REMOVED: dict[str, str] = {
     "trireme launch": "edit scripts/slurm.sbatch or scripts/rayjob.yaml, which start a run on Slurm and on KubeRay",
     "trireme sweep --knob": "give the key of the horizontal axis in the first --grid",
+    "env.args.variables": "name the variables, without patterns, in env.variables",
     "orchestrator.max_requeues": "leave it out: orchestrator.stale_policy = wait, the default, samples nothing again",
     "inference.spare": "leave it out: a new process succeeds a replica whose actor is lost",
     "cluster.model_cache": "give model.name as an id of the hub, which each node fetches, or as a path that all have",

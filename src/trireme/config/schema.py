@@ -97,6 +97,11 @@ class CommonConfig(Section, ABC):
         return 0
 
     @property
+    def env_variables(self) -> tuple[str, ...]:
+        """The environment variables that workers and programs of environments get by name."""
+        return ()
+
+    @property
     def num_replicas(self) -> int:
         """Number of vLLM replicas."""
         return 0
@@ -260,6 +265,10 @@ class Config(CommonConfig):
         """The most groups between dispatch and the acknowledgement of the step that trained on them."""
         return (self.max_steps_off_policy + 1) * self.orchestrator.batch_size
 
+    @property
+    def env_variables(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name for env in self.env for name in env.variables))
+
     def group_size(self, env: EnvConfig) -> int:
         """Returns the rollouts per problem of one of the run's environments."""
         return env.group_size or self.orchestrator.group_size
@@ -294,8 +303,8 @@ class Config(CommonConfig):
     def _held_out(self, given: HeldOutConfig) -> EnvConfig:
         own = next((env for env in self.env if env.label == given.name), self.env[0])
         if given.id is not None:
-            return EnvConfig(**given.model_dump(), close_s=own.close_s)
-        return EnvConfig(id=own.id, args=own.args | given.args, name=given.name or own.name, close_s=own.close_s)
+            return EnvConfig(**given.model_dump(), close_s=own.close_s, variables=own.variables)
+        return own.model_copy(update={"args": own.args | given.args, "name": given.name or own.name})
 
     @property
     def eval_sampling(self) -> SamplingConfig:

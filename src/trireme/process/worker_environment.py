@@ -64,7 +64,8 @@ class WorkerEnvironment:
     def of(cls, config: CommonConfig, environ: Mapping[str, str]) -> WorkerEnvironment:
         """Chooses them by the configuration and the driver's environment. Raises BadInput for a variable that the
         configuration names and that is not set."""
-        given = _chosen(config.cluster.variables, environ)
+        of_environments = [name for name in config.env_variables if name in environ]  # their check refuses others
+        given = _chosen([*config.cluster.variables, *of_environments], environ)
         named = named_code(config.model_dump(mode="json"), keys_of(type(config))).values()
         paths = (IMPORT_PATH.fullmatch(value) for value in named if isinstance(value, str))
         return cls(

@@ -104,6 +104,12 @@ def test_what_a_module_raises_is_said_with_its_place(
         load_dataset(EnvConfig(id="broken:D"), CONTEXT)
 
 
+def test_a_variable_that_is_named_and_not_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JUDGE_API_KEY", raising=False)
+    with pytest.raises(BadInput, match=r"env\.variables names JUDGE_API_KEY"):
+        load_dataset(EnvConfig(id=f"{HERE}:Ragged", variables=["JUDGE_API_KEY"]), CONTEXT)
+
+
 def test_the_cursor_goes_round_and_finds_problems_again() -> None:
     dataset = Ragged(CONTEXT)
     cursor = ProblemCursor(dataset)

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
+import pickle
 import signal
+import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
 from orchestrator import workers
-from orchestrator.workers import WorkerDied, Workers, WorkerTimeout, run_in_worker
+from orchestrator.worker_process import HEADER
+from orchestrator.workers import WorkerDied, WorkerError, Workers, WorkerTimeout, run_in_worker
 
 HERE = "test_workers"
 
@@ -66,11 +73,54 @@ def fail(how: str) -> Any:
         raise Strange(1, 2)
     if how == "unsendable":
         return lambda: 0
+    if how == "endless":
+        return {"reward": float("inf")}
+    if how == "long":
+        return "x" * 2**25
     raise KeyError(how)
 
 
 def environment() -> dict[str, str]:
     return dict(os.environ)
+
+
+class Stolen:
+    """A pickle of it makes a file in the process that reads it."""
+
+    def __init__(self, place: str) -> None:
+        self.place = place
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.place,)
+
+
+def forge(place: str, how: str) -> float:
+    """Writes an answer to all sockets of the process, as code that a grader runs may do, at once or from a thread that
+    is left behind, and grades with 0.5."""
+    forged = pickle.dumps((True, Stolen(place))) if how == "pickle" else json.dumps({"result": 1000.0}).encode()
+
+    def write() -> None:
+        time.sleep(0.3 if how == "later" else 0.0)
+        for number in map(int, os.listdir("/proc/self/fd")):
+            with suppress(OSError):
+                if stat.S_ISSOCK(os.fstat(number).st_mode):
+                    os.write(number, HEADER.pack(len(forged)) + forged)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    if how != "later":
+        thread.join()
+    return 0.5
+
+
+def slow_half() -> float:
+    time.sleep(0.6)
+    return 0.5
+
+
+def started_by_shell(code: str) -> int:
+    """Returns the exit code of a program that inherits all that a shell inherits."""
+    return os.system(f"{sys.executable} -c '{code}'")
 
 
 def take_memory() -> int:
@@ -147,9 +197,11 @@ def test_a_call_that_nobody_waits_for_any_more_is_killed() -> None:
     ("how", "kind", "said"),
     [
         ("this", KeyError, "this"),
-        ("strange", RuntimeError, "Strange"),
-        ("unsendable", RuntimeError, "cannot be sent back"),
-        ("exit", RuntimeError, "SystemExit"),
+        ("strange", WorkerError, "1 and 2"),
+        ("unsendable", TypeError, "function cannot be sent back"),
+        ("endless", TypeError, "cannot be sent back"),
+        ("long", ValueError, "expected at most"),
+        ("exit", WorkerError, "3"),
     ],
 )
 def test_what_a_function_raises_comes_back(how: str, kind: type[Exception], said: str) -> None:
@@ -157,8 +209,9 @@ def test_what_a_function_raises_comes_back(how: str, kind: type[Exception], said
         before = await run_in_worker(pid, timeout_s=60)
         with pytest.raises(kind, match=said) as raised:
             await run_in_worker(fail, how, timeout_s=60)
-        if how != "unsendable":
-            assert "in fail" in f"{raised.value}{getattr(raised.value, '__notes__', '')}", "where it was raised"
+        if issubclass(kind, WorkerError):
+            assert type(raised.value).__name__ == {"strange": "Strange", "exit": "SystemExit"}[how]
+            assert "in fail" in str(raised.value.__notes__), "where it was raised"
         return before == await run_in_worker(pid, timeout_s=60)
 
     assert in_workers(scenario, size=1), "the process goes on"
@@ -204,6 +257,47 @@ def test_it_sees_what_code_needs_and_no_credentials(monkeypatch: pytest.MonkeyPa
     assert seen.items() >= {**needed, "PATH": os.environ["PATH"]}.items()
     assert os.path.dirname(__file__) in seen["PYTHONPATH"].split(os.pathsep)
     assert not seen.keys() & set(kept_back)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds sockets in /proc")
+@pytest.mark.parametrize("how", ["pickle", "json", "later"])
+def test_what_is_written_by_other_code_is_no_answer(tmp_path: Path, how: str) -> None:
+    stolen = tmp_path / "stolen"
+
+    async def grades() -> None:
+        await run_in_worker(forge, str(stolen), how, timeout_s=60)
+        await run_in_worker(slow_half, timeout_s=60)
+
+    async def scenario() -> float:
+        with pytest.raises(WorkerDied, match="something else than the call wrote an answer"):
+            await grades()
+        return await run_in_worker(slow_half, timeout_s=60)
+
+    assert in_workers(scenario, size=1) == 0.5
+    assert not stolen.exists(), "nothing of an answer is run here"
+
+
+def test_programs_that_a_function_starts_have_no_socket() -> None:
+    code = 'import os; raise SystemExit(any("socket" in os.readlink(f"/dev/fd/{n}") for n in (0, *range(3, 50)) '
+    code += 'if os.path.exists(f"/dev/fd/{n}")))'
+
+    async def scenario() -> int:
+        return await run_in_worker(started_by_shell, code, timeout_s=60)
+
+    assert in_workers(scenario) == 0
+
+
+def test_variables_are_given_by_name_and_a_proxy_without_its_password(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_API_KEY", "of the judge")
+    monkeypatch.setenv("https_proxy", "http://user:password@proxy")
+
+    async def scenario() -> dict[str, str]:
+        async with workers.workers(1, ["JUDGE_API_KEY", "NOT_SET"]):
+            return await run_in_worker(environment, timeout_s=60)
+
+    seen = asyncio.run(scenario())
+    assert seen["JUDGE_API_KEY"] == "of the judge"
+    assert not {"NOT_SET", "https_proxy"} & seen.keys()
 
 
 async def test_closing_ends_calls_under_way() -> None:

@@ -18,12 +18,14 @@ from trireme.process.worker_environment import OWN, WorkerEnvironment, modules_n
 TOKEN = "not-in-the-format-of-any-service"
 
 
-def config(env: str = "sort", loss: str | None = None, variables: tuple[str, ...] = ()) -> Config:
+def config(
+    env: str = "sort", loss: str | None = None, variables: tuple[str, ...] = (), of_env: tuple[str, ...] = ()
+) -> Config:
     given = plan().config
     return Config.model_validate(
         {
             **given.model_dump(mode="json"),
-            "env": [{"id": env}],
+            "env": [{"id": env, "variables": list(of_env)}],
             "trainer": {**given.trainer.model_dump(), "loss_fn": loss},
             "cluster": {"address": "10.0.0.1:6379", "variables": list(variables)},
         }
@@ -73,6 +75,11 @@ class TestVariables:
         assert WorkerEnvironment.of(config(variables=("JUDGE_URL",)), environ).variables == {
             "JUDGE_URL": "http://judge"
         }
+
+    def test_those_of_environments_travel(self) -> None:
+        found = WorkerEnvironment.of(config(of_env=("JUDGE_URL", "JUDGE_PASSWORD")), {"JUDGE_URL": "1", "OTHER": "1"})
+        assert (found.variables, found.secrets) == ({"JUDGE_URL": "1"}, {})
+        assert WorkerEnvironment.of(config(of_env=("JUDGE_PASSWORD",)), {"JUDGE_PASSWORD": TOKEN}).secrets != {}
 
     def test_one_that_is_named_and_not_set_is_refused(self) -> None:
         with pytest.raises(BadInput, match=r"cluster\.variables names JUDGE_URL"):

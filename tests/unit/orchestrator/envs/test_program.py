@@ -33,7 +33,8 @@ def dataset(directory: Path, code: str = "", split: Any = "train", seed: int = 0
     if not problems.exists():
         problems.write_text('"first"\n\n{"second": 2}\n3\n')
     args = {"command": [sys.executable, "-c", code], "problems": str(problems)} | args
-    return load_dataset(EnvConfig(id="agent:command", args=args), context(split, seed))
+    variables = [name for name in ("TASK_LEVEL", "MARK") if name in os.environ]
+    return load_dataset(EnvConfig(id="agent:command", args=args, variables=variables), context(split, seed))
 
 
 def play(directory: Path, code: str, problem: int = 0, **args: Any) -> tuple[float, Any]:
@@ -62,7 +63,7 @@ def test_a_program_gets_its_problem_its_session_and_no_secret(tmp_path: Path, mo
     monkeypatch.setenv("TASK_LEVEL", "7")
     said = tmp_path / "said.json"
     code = f"import json, os, sys; json.dump([sys.stdin.read(), dict(os.environ)], open({str(said)!r}, 'w')); print(1)"
-    assert play(tmp_path, code, variables=["TASK_*"]) == (1.0, {})
+    assert play(tmp_path, code) == (1.0, {})
     problem, environment = json.loads(said.read_text())
     assert json.loads(problem) in ("first", {"second": 2}, 3)
     given = {
@@ -115,7 +116,7 @@ def test_one_that_takes_too_long_is_killed_with_all_that_it_started(
     monkeypatch.setenv("MARK", str(tmp_path))
     code = "import subprocess, sys, time; subprocess.Popen(['sleep', '600']); print(1, flush=True); time.sleep(600)"
     with pytest.raises(ProgramTimeout, match=r"env.args.limit_s = 1 s"):
-        play(tmp_path, code, limit_s=1.0, variables=["MARK"])
+        play(tmp_path, code, limit_s=1.0)
     assert left_of(tmp_path) == []
 
 
@@ -138,10 +139,10 @@ print(1, flush=True)
 {"" if ends == "by itself" else "time.sleep(600)"}
 """
     if ends == "by itself":
-        assert play(tmp_path, code, variables=["MARK"]) == (1.0, {})
+        assert play(tmp_path, code) == (1.0, {})
     else:
         with pytest.raises(ProgramTimeout):
-            play(tmp_path, code, limit_s=10.0, variables=["MARK"])  # a busy machine starts it in some seconds
+            play(tmp_path, code, limit_s=10.0)  # a busy machine starts it in some seconds
     assert begun.exists()
     assert left_of(tmp_path) == []
 
@@ -150,7 +151,7 @@ async def test_one_whose_rollout_is_given_up_is_killed(tmp_path: Path, monkeypat
     monkeypatch.setenv("MARK", str(tmp_path))
     begun = tmp_path / "begun"
     code = f"import pathlib, time; pathlib.Path({str(begun)!r}).touch(); time.sleep(600)"
-    env = await dataset(tmp_path, code, variables=["MARK"]).get_batch(0)[0].make_env(0)
+    env = await dataset(tmp_path, code).get_batch(0)[0].make_env(0)
     playing = asyncio.ensure_future(env.play(ACCESS))
     async with asyncio.timeout(30):
         while not begun.exists():  # noqa: ASYNC110  another process makes the file
@@ -216,6 +217,7 @@ def test_problems_follow_from_the_seed_and_the_split(tmp_path: Path) -> None:
         ({"problems": "nowhere.jsonl"}, "nowhere.jsonl, the problems of env.args"),
         ({"limit_s": 0}, "expected above 0"),
         ({"speed": 1}, "unexpected keyword argument 'speed'"),
+        ({"variables": ["TASK_*"]}, "without patterns, in env.variables"),
     ],
 )
 def test_arguments_that_do_not_suit(tmp_path: Path, args: dict[str, Any], reason: str) -> None:

@@ -29,7 +29,7 @@ from orchestrator import workers
 from orchestrator.env import EnvContext, Trajectory, load_dataset
 from orchestrator.envs.verifiers import NotScored, TaskEnv, TasksetDataset, conversation, make_trace
 from orchestrator.rollout import NonFiniteReward, RolloutKey, RolloutLimits, run_rollout
-from orchestrator.workers import WorkerTimeout
+from orchestrator.workers import WorkerError, WorkerTimeout
 from trireme.config.schema import EnvConfig, RendererConfig, SamplingConfig
 from trireme.core.errors import BadInput
 
@@ -313,8 +313,9 @@ def test_scoring_in_a_worker_process(written: Written) -> None:
 
         assert (await said("\\boxed{\\frac{1}{2}}")).reward == 1.0
         assert (await said("\\boxed{2}")).reward == 0.0
-        with pytest.raises(TaskError, match="ZeroDivisionError: by nothing"):
+        with pytest.raises(WorkerError, match="ZeroDivisionError: by nothing") as raised:
             await said("raise")
+        assert type(raised.value).__name__ == "TaskError"
         with pytest.raises(WorkerTimeout, match=r"score_alone in a worker process took longer than 0\.2 s"):
             await said("hang", task.with_data(timeout=vf.TaskTimeout(scoring=0.2)))
 

@@ -1,0 +1,108 @@
+"""The process of a worker (`orchestrator.workers`): `python -m orchestrator.worker_process PARENT`, which answers calls
+on the socket that is its standard input.
+
+    call    size, token, pickle of a function and its arguments
+    answer  size, token                                          the function is imported, and about to be called
+            size, token, {"result": ...}  or  {"error": class name, "args": [...], "note": traceback}
+
+An answer is JSON of at most MOST_BYTES, which runs no code in the orchestrator, whatever wrote it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import pickle
+import resource
+import signal
+import socket
+import struct
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+MEMORY_BYTES = 4 * 2**30
+"""Most memory that a worker may allocate; beyond it Python raises MemoryError there."""
+MOST_BYTES = 16 * 2**20
+"""Of an answer."""
+TOKEN_BYTES = 32
+HEADER = struct.Struct("!Q")
+"""The size of what follows: token and text."""
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
+
+
+def main(parent: int) -> None:
+    """Answers calls, one after the other, until the socket ends, or on Linux until process `parent` has ended."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which ends this process in order
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None)
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        libc.prctl(PR_SET_DUMPABLE, 0)  # programs that a function starts read neither the socket nor the token
+        if os.getppid() != parent:  # it ended before that
+            sys.exit()
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
+    with take_connection() as connection, connection.makefile("rwb") as stream:
+        while header := stream.read(HEADER.size):
+            token, request = stream.read(TOKEN_BYTES), stream.read(HEADER.unpack(header)[0] - TOKEN_BYTES)
+            call = load(request)
+            send(stream, token, b"")
+            send(stream, token, answer(call))
+
+
+def take_connection() -> socket.socket:
+    """Returns the socket of standard input, which no program that a function starts inherits."""
+    connection = socket.socket(fileno=os.dup(0))
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    return connection
+
+
+def load(request: bytes) -> Callable[[], Any]:
+    """Imports the function of a call. Returns a function that makes the call, or raises why it cannot."""
+    try:
+        function, *args = pickle.loads(request)
+    except BaseException as error:
+        failure = error  # Python forgets `error` at the end of this block
+
+        def fail() -> None:
+            raise failure
+
+        return fail
+    return lambda: function(*args)
+
+
+def answer(call: Callable[[], Any]) -> bytes:
+    """Makes a call. Returns its result, or what it raised."""
+    try:
+        return encoded(call())
+    except BaseException as error:
+        note = "in a worker process:\n" + "".join(traceback.format_exception(error))
+        args = [each if isinstance(each, str | int | None) else repr(each) for each in error.args]
+        return json.dumps({"error": type(error).__name__, "args": args, "note": note}, allow_nan=False).encode()
+
+
+def encoded(result: Any) -> bytes:
+    """Returns a result as an answer. Raises TypeError or ValueError if it is not JSON, or too long."""
+    try:
+        text = json.dumps({"result": result}, allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        expected = "numbers that are finite, text, lists and tables"
+        raise TypeError(
+            f"the result of type {type(result).__name__} cannot be sent back: {error}; {expected} can"
+        ) from None
+    if len(text) > MOST_BYTES:
+        raise ValueError(f"the result cannot be sent back: it has {len(text)} bytes; expected at most {MOST_BYTES}")
+    return text
+
+
+def send(stream: BinaryIO | Any, token: bytes, text: bytes) -> None:
+    """Writes one part of an answer."""
+    stream.write(HEADER.pack(len(token) + len(text)) + token + text)
+    stream.flush()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
