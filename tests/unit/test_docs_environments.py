@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import ast
 import asyncio
-import importlib
 import re
 import shlex
-import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -126,44 +123,10 @@ class Talks(Says):
         return await super().sample(request)
 
 
-class Directories:
-    """Stands in for the containers of the service: a session is a directory, a program a process."""
-
-    def __init__(self, root: Path) -> None:
-        self.root, self.started = root, 0
-
-    def put(self, session: str, _body: str) -> None:
-        (self.root / session).mkdir()
-        self.started += 1
-
-    def post(self, session: str, program: str) -> str:
-        run = [sys.executable, "-I", "-"]
-        return subprocess.run(run, input=program, cwd=self.root / session, capture_output=True, text=True).stdout
-
-    def delete(self, session: str, _body: str) -> None:
-        (self.root / session).rmdir()
-
-
-@pytest.fixture
-def service(tmp_path: Path) -> Iterator[tuple[str, Directories]]:
-    """The service of the document on the loopback: its address, and its sessions."""
-    (tmp_path / "sessions").mkdir()
-    sessions = Directories(tmp_path / "sessions")
-    server = importlib.import_module("code_service").serve(0, sessions)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}", sessions
-    server.shutdown()
-    server.server_close()
-    thread.join()
-
-
 @pytest.mark.parametrize(("program", "reward"), [(" print(sum(range(101)))", 1.0), (" print(1)", 0.0), (" 1 /", 0.0)])
-def test_a_program_runs_behind_a_service(service: tuple[str, Directories], program: str, reward: float) -> None:
-    url, sessions = service
-    trajectory, _ = play(dataset("run_code:Programs", service=url).get_batch(0)[0], [program])
+def test_a_program_that_a_model_writes_is_run(program: str, reward: float) -> None:
+    trajectory, _ = play(dataset("run_code:Programs").get_batch(0)[0], [program])
     assert trajectory.reward == reward
-    assert (sessions.started, list(sessions.root.iterdir())) == (1, []), "closed"
 
 
 def test_the_command_is_a_valid_one() -> None:

@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import os
 import random
 import shutil
-import signal
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -27,6 +25,7 @@ from typing import Any, TypeGuard
 
 from orchestrator.env import AgentEnv, EnvContext, EnvGroupBuilder, RLDataset
 from orchestrator.lifetimes import uninterrupted
+from orchestrator.untrusted import end_starter
 from orchestrator.workers import passed_on
 from trireme.core.agents import AgentAccess
 from trireme.core.finite_json import to_json
@@ -37,9 +36,6 @@ KEPT_BYTES = 2**16
 """Of the end of what a program prints."""
 SHOWN = 500
 """Characters of it that an error shows."""
-END_S = 10.0
-"""For SIGKILL to end all processes of a program: longer than any but one that waits for a broken disk."""
-log = logging.getLogger(__name__)
 
 
 class ProgramTimeout(Exception):
@@ -129,20 +125,7 @@ class ProgramEnv(AgentEnv):
                 f"{self._name} took longer than env.args.limit_s = {self.program.limit_s:g} s"
             ) from None
         finally:
-            await uninterrupted(_end(process, self._name))
-
-
-async def _end(process: asyncio.subprocess.Process, name: str) -> None:
-    """Ends a program and all that it started. Logs an error for processes that do not die."""
-    with suppress(ProcessLookupError):
-        process.send_signal(signal.SIGTERM)  # to the one that started it
-    try:
-        async with asyncio.timeout(END_S):
-            await process.wait()
-    except TimeoutError:
-        log.error("%s has processes that SIGKILL has not ended within %g s; they are left behind", name, END_S)
-        with suppress(ProcessLookupError):
-            process.kill()
+            await uninterrupted(end_starter(process, self._name))
 
 
 async def _give(stdin: asyncio.StreamWriter, line: str) -> None:

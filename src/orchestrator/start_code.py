@@ -1,0 +1,377 @@
+"""Runs one program with limits, away from everything else, for `orchestrator.untrusted`. It imports nothing but the
+standard library and `start_program`, so that it starts within some milliseconds.
+
+    run_code --Start as JSON--> the starter --> init, process 1 of its own namespace --> the program
+                 report <----------'                 (`namespaces` alone)
+
+The isolation is one of three, and `run_code` tries which of them works on a machine:
+
+    namespaces  of the kernel: it has no other processes, no network, and no files but READABLE and those named
+    own_uid     root lends the program a user id that nobody else has
+    none        the program is a process of the same user
+
+In all of them the program has limits, a directory of its own and an environment of a few variables. All that it started
+is killed when it has ended, when it exceeds a limit, on SIGTERM, or when process `parent` ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from math import ceil
+
+from orchestrator.envs.start_program import (
+    PR_SET_CHILD_SUBREAPER,
+    PR_SET_PDEATHSIG,
+    WATCHED,
+    ended,
+    kill,
+    kill_descendants,
+    silence,
+)
+
+NEW_SPACES = 0x10000000 | 0x20000000 | 0x40000000 | 0x00020000 | 0x08000000 | 0x04000000
+"""CLONE_NEWUSER, NEWPID, NEWNET, NEWNS, NEWIPC and NEWUTS."""
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
+SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000
+PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS = 4, 38
+READABLE = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
+DEVICES = ("null", "zero", "full", "random", "urandom")
+INSIDE = 1
+"""The program's user and group within its namespaces."""
+PROGRAM = "program"
+"""The name of the program's file in its directory."""
+LOOK_S = 0.05
+"""Between two looks at memory and time."""
+OPEN_FILES, MOST_INODES = 64, 8192
+PAGE = os.sysconf("SC_PAGE_SIZE")
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True)
+class Start:
+    """Describes what is started, and its limits (`orchestrator.untrusted.CodeLimits`)."""
+
+    parent: int
+    isolation: str
+    command: Sequence[str]
+    """What runs the file PROGRAM."""
+    directory: str
+    """Where that file is, and nothing else."""
+    readable: Sequence[str]
+    """Directories that the program may read beside READABLE."""
+    uid: int
+    """A user id that nobody else has, for root."""
+    report: int
+    """Number of an open file, which gets a Report as JSON."""
+    wall_s: float
+    cpu_s: float
+    memory_bytes: int
+    disk_bytes: int
+    processes: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """Says how a program ended."""
+
+    exit_code: int | None = None
+    """128 and its signal for one that was killed; None if it did not begin, or was stopped."""
+    limit: str | None = None
+    """The limit that it exceeded, by its name in Start."""
+    failure: str | None = None
+    """Why it could not begin."""
+
+
+def main(text: str) -> int:
+    """Runs the program, and writes the report."""
+    start = Start(**json.loads(text))
+    os.set_inheritable(start.report, False)
+    signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)  # they are waited for
+    if sys.platform == "linux":
+        libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != start.parent:  # it ended before that
+            return 1
+    try:
+        report = run(start)
+    except OSError as error:
+        report = Report(failure=f"{type(error).__name__}: {error}")
+    os.write(start.report, json.dumps(asdict(report), allow_nan=False).encode())
+    return 0
+
+
+def run(start: Start) -> Report:
+    """Runs the program until its end, and kills what is left of it. Raises OSError if the isolation is not possible."""
+    failures, failed = os.pipe()
+    if start.isolation == "namespaces":
+        enter_namespaces(start.uid)
+    libc.prctl(PR_SET_DUMPABLE, 0)  # the program, of the same user, does not read this process
+    child = os.fork()
+    if not child:
+        os.close(failures)
+        begin(start, failed)
+    os.close(failed)
+    silence()
+    try:
+        report = watch(start, child)
+        if report.exit_code is None:
+            kill(child)  # with process 1 the kernel ends all of a namespace
+    finally:
+        if start.isolation == "own_uid":
+            kill_user(start.uid)
+        kill_descendants()
+    failure = os.read(failures, 2**12).decode(errors="replace")
+    return Report(failure=failure) if failure else report
+
+
+def watch(start: Start, child: int) -> Report:
+    """Waits for the end of `child`, for SIGTERM, or for a limit."""
+    deadline = time.monotonic() + start.wall_s
+    while True:
+        received = signal.sigtimedwait(WATCHED, LOOK_S)
+        for pid, status in ended():
+            if pid == child:
+                code = os.waitstatus_to_exitcode(status)
+                code = code if code >= 0 else 128 - code
+                return Report(code, "cpu_s" if code == 128 + signal.SIGXCPU else None)
+        if received and received.si_signo == signal.SIGTERM:
+            return Report()
+        if time.monotonic() > deadline:
+            return Report(limit="wall_s")
+        processes = below(child)
+        if sum(map(resident, processes)) + unlinked(processes) > start.memory_bytes:
+            return Report(limit="memory_bytes")
+
+
+def below(pid: int) -> list[int]:
+    """Returns a process and those that it started, at this moment."""
+    found = [pid]
+    for each in found:
+        try:
+            for thread in os.listdir(f"/proc/{each}/task"):
+                with open(f"/proc/{each}/task/{thread}/children", "rb") as file:
+                    found += map(int, file.read().split())
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+def resident(pid: int) -> int:
+    """Returns the bytes of a process that are in memory."""
+    try:
+        with open(f"/proc/{pid}/statm", "rb") as file:
+            return int(file.read().split()[1]) * PAGE
+    except (OSError, IndexError):
+        return 0
+
+
+def unlinked(processes: Sequence[int]) -> int:
+    """Returns the bytes of open files that have no name: files in memory that need not be mapped."""
+    sizes: dict[tuple[int, int], int] = {}
+    for pid in processes:
+        try:
+            for number in os.listdir(f"/proc/{pid}/fd"):
+                file = os.stat(f"/proc/{pid}/fd/{number}")
+                if not file.st_nlink:
+                    sizes[file.st_dev, file.st_ino] = 512 * file.st_blocks
+        except OSError:  # it has ended, or closed the file
+            continue
+    return sum(sizes.values())
+
+
+def kill_user(uid: int) -> None:
+    """Kills all processes of a user."""
+    child = os.fork()
+    if not child:
+        try:
+            os.setresuid(uid, uid, uid)
+            if os.getresuid() == (uid, uid, uid) and uid:  # else it would end all that this user runs
+                kill(-1)
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+
+
+# ---- namespaces
+
+
+def check(result: int, what: str) -> None:
+    """Raises OSError for a call of the C library that failed."""
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def enter_namespaces(uid: int) -> None:
+    """Gives this process and its children namespaces of their own. Root maps user 1 there to `uid`, which nobody else
+    has; any other user can map it to itself alone."""
+    user, group = os.geteuid(), os.getegid()
+    if user:
+        check(libc.unshare(NEW_SPACES), "unshare")
+        write("/proc/self/setgroups", "deny")
+        write("/proc/self/uid_map", f"{INSIDE} {user} 1")
+        write("/proc/self/gid_map", f"{INSIDE} {group} 1")
+        return
+    os.setgroups([])
+    own = os.getpid()
+    entered, enter = os.pipe()
+    mapper = os.fork()  # outside, where root may map the ids of others
+    if not mapper:
+        try:
+            os.close(enter)
+            os.read(entered, 1)
+            write(f"/proc/{own}/uid_map", f"0 0 1\n{INSIDE} {uid} 1")
+            write(f"/proc/{own}/gid_map", f"0 0 1\n{INSIDE} {uid} 1")
+        finally:
+            os._exit(0)  # without a map the next step fails, and says so
+    os.close(entered)
+    unshared = libc.unshare(NEW_SPACES)
+    number = ctypes.get_errno()
+    os.close(enter)
+    os.waitpid(mapper, 0)
+    ctypes.set_errno(number)
+    check(unshared, "unshare")
+
+
+def write(path: str, text: str) -> None:
+    """Writes a file of the kernel in one piece."""
+    descriptor = os.open(path, os.O_WRONLY)
+    try:
+        os.write(descriptor, text.encode())
+    finally:
+        os.close(descriptor)
+
+
+def mount(source: str, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
+    """Mounts a file system."""
+    words = [word and word.encode() for word in (source, target, kind)]
+    check(libc.mount(*words, ctypes.c_ulong(flags), options and options.encode()), f"mount {target}")
+
+
+def build_root(start: Start) -> None:
+    """Makes the files that the program sees, in memory below its directory, and goes there."""
+    root, work = start.directory, f"{start.directory}/tmp"
+    with open(f"{root}/{PROGRAM}", "rb") as file:
+        program = file.read()
+    mount("none", "/", None, MS_REC | MS_PRIVATE)
+    mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, f"size=1m,nr_inodes={MOST_INODES},mode=0755")
+    seen: list[str] = []
+    for path in sorted({*READABLE, *start.readable}, key=len):
+        if not any(f"{path}/".startswith(f"{other}/") for other in seen) and os.path.lexists(path):
+            seen.append(path)
+            show(path, root + path)
+    os.makedirs(f"{root}/dev")
+    for name in DEVICES:
+        bind(f"/dev/{name}", f"{root}/dev/{name}")
+    os.symlink("/proc/self/fd", f"{root}/dev/fd")
+    for name in ("proc", "tmp"):
+        os.makedirs(f"{root}/{name}")
+    mount("tmpfs", work, "tmpfs", MS_NOSUID | MS_NODEV, f"size={start.disk_bytes},nr_inodes={MOST_INODES},mode=1777")
+    os.symlink("/tmp", f"{root}/dev/shm")
+    with suppress(OSError):  # some containers forbid it: then the program has no /proc
+        mount("proc", f"{root}/proc", "proc", MS_NOSUID | MS_NODEV)
+        write(f"{root}/proc/sys/kernel/shmmni", "0")  # shared segments would be memory of no process
+    mount("none", root, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
+    with open(f"{work}/{PROGRAM}", "wb") as file:
+        file.write(program)
+    os.chroot(root)  # which also forbids the program namespaces of its own
+    os.chdir("/tmp")
+
+
+def show(path: str, target: str) -> None:
+    """Shows a file, a directory or a link of the machine at `target`, to be read alone."""
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    if os.path.islink(path):
+        os.symlink(os.readlink(path), target)
+        return
+    bind(path, target)
+    attributes = (ctypes.c_uint64 * 4)(MS_RDONLY | MS_NOSUID | MS_NODEV, 0, 0, 0)
+    size = ctypes.c_size_t(ctypes.sizeof(attributes))
+    flags = ctypes.c_uint(AT_RECURSIVE)
+    check(libc.syscall(SYS_MOUNT_SETATTR, AT_FDCWD, target.encode(), flags, attributes, size), f"mount {target}")
+
+
+def bind(path: str, target: str) -> None:
+    """Makes a file or a directory appear at `target` too."""
+    if os.path.isdir(path):
+        os.makedirs(target, exist_ok=True)
+    else:
+        os.close(os.open(target, os.O_CREAT | os.O_WRONLY))
+    mount(path, target, None, MS_BIND | MS_REC)
+
+
+# ---- the processes
+
+
+def begin(start: Start, failed: int) -> None:
+    """Becomes the program, or process 1 of its namespace and then its parent. Does not return."""
+    directory, user, lower = start.directory, None, 0
+    try:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if start.isolation == "namespaces":
+            build_root(start)
+            user = INSIDE if os.geteuid() == 0 else None
+            lower = 0 if user else 2  # the starter and process 1 count as the program's
+            directory = "/tmp"
+            if program := os.fork():
+                silence()
+                be_init(program)
+        elif start.isolation == "own_uid":
+            user = start.uid
+            os.chown(directory, user, user)
+            os.chown(f"{directory}/{PROGRAM}", user, user)
+        os.chdir(directory)
+        become(start, directory, user, lower)
+    except Exception as error:
+        os.write(failed, f"{type(error).__name__}: {error}"[: 2**11].encode())
+    finally:
+        os._exit(1)
+
+
+def be_init(program: int) -> None:
+    """Waits for the program's end as process 1, to which orphans come, and ends with its exit code."""
+    while True:
+        pid, status = os.wait()
+        if pid == program:
+            code = os.waitstatus_to_exitcode(status)
+            os._exit(code if code >= 0 else 128 - code)
+
+
+def become(start: Start, directory: str, user: int | None, lower: int) -> None:
+    """Becomes the program, in its directory. `lower`: processes that the kernel counts as the program's. Raises OSError
+    if it cannot be started."""
+    os.setsid()
+    if user is not None:
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # another user id has none
+    libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    limit(resource.RLIMIT_DATA, start.memory_bytes)
+    limit(resource.RLIMIT_FSIZE, start.disk_bytes)
+    limit(resource.RLIMIT_NOFILE, OPEN_FILES)
+    limit(resource.RLIMIT_CORE, 0)
+    limit(resource.RLIMIT_CPU, ceil(start.cpu_s))
+    if start.isolation != "none":  # there it would count all processes of the user
+        limit(resource.RLIMIT_NPROC, start.processes + lower)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
+    environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": directory, "TMPDIR": directory, "LANG": "C.UTF-8"}
+    environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    os.execvpe(start.command[0], [*start.command, PROGRAM], environment)
+
+
+def limit(kind: int, most: int) -> None:
+    """Limits this process and what it starts. A lower limit stays."""
+    hardest = resource.getrlimit(kind)[1]
+    most = most if hardest == resource.RLIM_INFINITY else min(most, hardest)
+    above = 1 if kind == resource.RLIMIT_CPU and hardest == resource.RLIM_INFINITY else 0  # first comes SIGXCPU
+    resource.setrlimit(kind, (most, most + above))

@@ -1,0 +1,279 @@
+"""Runs programs that nobody trusts, such as those that a model wrote: `await run_code(program, input, limits)`.
+
+    environment --run_code--> the starter (`orchestrator.start_code`) --> the program, with limits and no secret
+                <-- CodeResult: what it printed, its exit code, or the limit that it exceeded
+
+Which isolation a machine gives is tried once, with a harmless program. What is missing is logged; a machine that cannot
+limit the number of processes runs nothing, unless `CodeLimits.limit_processes` is False.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+from orchestrator.lifetimes import uninterrupted
+from orchestrator.start_code import PROGRAM, Report, Start
+from trireme.core.refusals import Refusal
+
+Limit = Literal["wall_s", "cpu_s", "memory_bytes", "output_bytes"]
+Isolation = Literal["namespaces", "own_uid", "none"]
+
+STARTER = "import sys; sys.path.append({root!r}); from orchestrator.start_code import main; sys.exit(main(sys.argv[1]))"
+PYTHON = (sys.executable, "-I")
+START_S = 30.0
+"""For the starter to begin, and to end what it started: longer than any but one that waits for a broken disk."""
+FIRST_UID, UIDS = 61_000, 4_000
+"""User ids that no account has by convention, one for each program that root runs."""
+log = logging.getLogger(__name__)
+
+
+class RunCodeFailed(Exception):
+    """A program could not be started: the machine's fault, not the program's."""
+
+
+@dataclass(frozen=True)
+class CodeLimits:
+    """Limits of one program and of all that it starts. What exceeds one of the first four is killed."""
+
+    wall_s: float = 10.0
+    """From its start until its end."""
+    cpu_s: float = 10.0
+    """Of each of its processes."""
+    memory_bytes: int = 512 * 2**20
+    """Of all its processes together; a process that allocates more gets no memory."""
+    output_bytes: int = 64 * 2**10
+    """What it may print, and as much again of errors."""
+    disk_bytes: int = 16 * 2**20
+    """What it may write to its directory, which is removed."""
+    processes: int = 16
+    """Processes and threads at the same time; further ones cannot be started."""
+    readable: tuple[str, ...] = ()
+    """Directories that it may read beside those of Python and the system."""
+    limit_processes: bool = True
+    """False: run also on a machine that cannot limit processes, where one program can take all that there are."""
+
+
+@dataclass(frozen=True)
+class CodeResult:
+    """The outcome of a program."""
+
+    output: str
+    errors: str
+    exit_code: int | None
+    """128 and its signal for one that was killed; None for one that exceeded a limit."""
+    limit: Limit | None
+    """The field of CodeLimits that it exceeded."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What this machine can keep from a program."""
+
+    isolation: Isolation
+    limits_processes: bool
+    cuts_network: bool
+
+    @property
+    def missing(self) -> list[str]:
+        """What it cannot, in words."""
+        found = {
+            "limit their number of processes": self.limits_processes,
+            "cut them off from the network": self.cuts_network,
+            "hide other processes, and files that the user of the run lets others read": self.isolation != "none",
+        }
+        if self.isolation == "own_uid":
+            found = {**found, "hide files that all users may read": False}
+        return [words for words, done in found.items() if not done]
+
+
+async def run_code(
+    program: str, input: str = "", limits: CodeLimits = CodeLimits(), command: Sequence[str] = PYTHON
+) -> CodeResult:
+    """Runs the text `program` with `input` as its standard input: `command` and the name of a file that holds it.
+
+    At most as many run at the same time as there are cores, others wait. Raises RunCodeFailed, and BadInput on a
+    machine that cannot limit processes where the limits ask for it.
+    """
+    async with _turn():
+        machine = await this_machine()
+        if limits.limit_processes and not machine.limits_processes:
+            raise Refusal(
+                "run_code on a machine that cannot limit the number of processes of a program: it lends neither user "
+                "namespaces nor, to root, other user ids",
+                "a limit, without which one program can take all processes of this user, those of the run included",
+                "allow user namespaces there (sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone), run "
+                "as root in a container, or set limit_processes = False if the programs are harmless",
+            ).error()
+        return await _run(machine.isolation, program, input, limits, command)
+
+
+_machine: Machine | None = None
+
+
+async def this_machine() -> Machine:
+    """Returns what this machine can keep from a program. Tries it at the first call, and logs what is missing."""
+    global _machine
+    if _machine is None:
+        _machine = await _tried()
+        if missing := _machine.missing:
+            log.warning("programs that run_code runs: this machine cannot %s", "; cannot ".join(missing))
+    return _machine
+
+
+PROBE_PROCESSES, PROBE_TRIES = 4, 8
+PROBE = f"""
+import json, os, socket, time
+started = 0
+for _ in range({PROBE_TRIES}):
+    try:
+        if os.fork() == 0:
+            time.sleep(5)
+            os._exit(0)
+        started += 1
+    except OSError:
+        break
+try:
+    socket.socket(socket.AF_INET, socket.SOCK_DGRAM).connect(("127.0.0.1", 9))
+    network = True
+except OSError:
+    network = False
+print(json.dumps([started, network]))
+"""
+"""Starts at most PROBE_TRIES processes, which end by themselves, and looks for a way to this machine's ports."""
+
+
+async def _tried() -> Machine:
+    """Tries one isolation after the other. Raises RunCodeFailed if not even a process can be started."""
+    if sys.platform != "linux":
+        return Machine("none", False, False)
+    ways: list[Isolation] = ["namespaces", *(["own_uid"] if os.geteuid() == 0 else []), "none"]
+    failures = []
+    limits = replace(CodeLimits(), processes=PROBE_PROCESSES)
+    for isolation in ways:
+        try:
+            result = await _run(isolation, PROBE, "", limits, PYTHON)
+            started, network = json.loads(result.output)
+            return Machine(isolation, started < PROBE_TRIES, not network)
+        except (RunCodeFailed, ValueError) as error:
+            failures.append(f"{isolation}: {error}")
+            log.info("run_code: no isolation by %s", failures[-1])
+    raise RunCodeFailed("; ".join(failures))
+
+
+async def _run(
+    isolation: Isolation, program: str, input: str, limits: CodeLimits, command: Sequence[str]
+) -> CodeResult:
+    reachable = "/tmp" if isolation == "own_uid" else None  # another user does not enter a private directory
+    directory = Path(tempfile.mkdtemp(prefix="code-", dir=reachable))
+    try:
+        with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as report:
+            given.write(input.encode())
+            given.seek(0)
+            (directory / PROGRAM).write_text(program)
+            start = _start(isolation, directory, report.fileno(), limits, command)
+            text = json.dumps(asdict(start), allow_nan=False)
+            output, errors = await _played(text, given, report.fileno(), limits)
+            report.seek(0)
+            ended = Report(**json.loads(report.read() or "{}"))
+    finally:
+        await uninterrupted(asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True))
+    if ended.failure:
+        raise RunCodeFailed(f"{' '.join(command)} cannot be started ({isolation}): {ended.failure}")
+    too_long = max(len(output), len(errors)) > limits.output_bytes
+    limit: Any = "output_bytes" if too_long else ended.limit
+    if limit is None and ended.exit_code is None:
+        raise RunCodeFailed(f"{' '.join(command)}: its starter ended without a report ({isolation})")
+    shown = [text[: limits.output_bytes].decode(errors="replace") for text in (output, errors)]
+    return CodeResult(shown[0], shown[1], None if limit else ended.exit_code, limit)
+
+
+_uids = count(random.randrange(UIDS))
+
+
+def _start(isolation: Isolation, directory: Path, report: int, limits: CodeLimits, command: Sequence[str]) -> Start:
+    """Describes the start of the program in `directory`."""
+    return Start(
+        parent=os.getpid(),
+        isolation=isolation,
+        command=command,
+        directory=str(directory),
+        readable=[sys.base_prefix, sys.prefix, *map(os.path.abspath, limits.readable)],
+        uid=FIRST_UID + next(_uids) % UIDS,
+        report=report,
+        wall_s=limits.wall_s,
+        cpu_s=limits.cpu_s,
+        memory_bytes=limits.memory_bytes,
+        disk_bytes=limits.disk_bytes,
+        processes=limits.processes,
+    )
+
+
+async def _played(start: str, given: Any, report: int, limits: CodeLimits) -> tuple[bytes, bytes]:
+    """Runs the starter to its end. Returns what the program printed, and what of errors, up to a piece too much."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-I", "-S", "-c", STARTER.format(root=str(Path(__file__).parents[1])), start),
+        stdin=given,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={"LANG": "C.UTF-8"},
+        pass_fds=[report],
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    streams = (process.stdout, process.stderr)
+    try:
+        async with asyncio.timeout(limits.wall_s + START_S):
+            output, errors = await asyncio.gather(*(_read(each, limits.output_bytes, process) for each in streams))
+            await process.wait()
+        return output, errors
+    except TimeoutError:
+        raise RunCodeFailed(f"the starter of a program took {START_S:g} s longer than the program may") from None
+    finally:
+        await uninterrupted(end_starter(process, "a program of run_code"))
+
+
+async def _read(stream: asyncio.StreamReader, most: int, process: asyncio.subprocess.Process) -> bytes:
+    """Returns what a stream has, until its end. Has the program killed when that is more than `most` bytes."""
+    text = b""
+    while chunk := await stream.read(2**16):
+        if len(text) <= most:
+            text += chunk
+            if len(text) > most:
+                process.send_signal(signal.SIGTERM)
+    return text
+
+
+async def end_starter(process: asyncio.subprocess.Process, name: str) -> None:
+    """Has a starter end its program and all that this started. Logs an error for processes that do not die."""
+    with suppress(ProcessLookupError):
+        process.send_signal(signal.SIGTERM)
+    try:
+        async with asyncio.timeout(START_S):
+            await process.wait()
+    except TimeoutError:
+        log.error("%s has processes that SIGKILL has not ended within %g s; they are left behind", name, START_S)
+        with suppress(ProcessLookupError):
+            process.kill()
+
+
+_turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+
+
+def _turn() -> asyncio.Semaphore:
+    return _turns.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(max(2, os.cpu_count() or 1)))
