@@ -162,7 +162,7 @@ def _process(connection: socket.socket, variables: Sequence[str]) -> subprocess.
     with connection:
         return subprocess.Popen(
             [sys.executable, "-m", worker_process.__name__, str(os.getpid())],
-            stdin=connection,
+            stdin=connection.fileno(),
             env=passed_on(variables) | {"PYTHONPATH": path},
         )
 
