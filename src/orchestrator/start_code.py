@@ -1,7 +1,7 @@
 """Runs one program with limits, away from everything else, for `orchestrator.untrusted`. It imports nothing but the
 standard library and `start_program`, so that it starts within some milliseconds.
 
-    run_code --Start as JSON--> the starter --> init, process 1 of its own namespace --> the program
+    run_code --CodeStart as JSON--> the starter --> init, process 1 of its own namespace --> the program
                  report <----------'                 (`namespaces` alone)
 
 The isolation is one of three, and `run_code` tries which of them works on a machine:
@@ -57,7 +57,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True)
-class Start:
+class CodeStart:
     """Describes what is started, and its limits (`orchestrator.untrusted.CodeLimits`)."""
 
     parent: int
@@ -71,7 +71,7 @@ class Start:
     uid: int
     """A user id that nobody else has, for root."""
     report: int
-    """Number of an open file, which gets a Report as JSON."""
+    """Number of an open file, which gets a CodeReport as JSON."""
     wall_s: float
     cpu_s: float
     memory_bytes: int
@@ -80,20 +80,20 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Report:
+class CodeReport:
     """Says how a program ended."""
 
     exit_code: int | None = None
     """128 and its signal for one that was killed; None if it did not begin, or was stopped."""
     limit: str | None = None
-    """The limit that it exceeded, by its name in Start."""
+    """The limit that it exceeded, by its name in CodeStart."""
     failure: str | None = None
     """Why it could not begin."""
 
 
 def main(text: str) -> int:
     """Runs the program, and writes the report."""
-    start = Start(**json.loads(text))
+    start = CodeStart(**json.loads(text))
     os.set_inheritable(start.report, False)
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)  # they are waited for
     if sys.platform == "linux":
@@ -104,12 +104,12 @@ def main(text: str) -> int:
     try:
         report = run(start)
     except OSError as error:
-        report = Report(failure=f"{type(error).__name__}: {error}")
+        report = CodeReport(failure=f"{type(error).__name__}: {error}")
     os.write(start.report, json.dumps(asdict(report), allow_nan=False).encode())
     return 0
 
 
-def run(start: Start) -> Report:
+def run(start: CodeStart) -> CodeReport:
     """Runs the program until its end, and kills what is left of it. Raises OSError if the isolation is not possible."""
     failures, failed = os.pipe()
     if start.isolation == "namespaces":
@@ -130,10 +130,10 @@ def run(start: Start) -> Report:
             kill_user(start.uid)
         kill_descendants()
     failure = os.read(failures, 2**12).decode(errors="replace")
-    return Report(failure=failure) if failure else report
+    return CodeReport(failure=failure) if failure else report
 
 
-def watch(start: Start, child: int) -> Report:
+def watch(start: CodeStart, child: int) -> CodeReport:
     """Waits for the end of `child`, for SIGTERM, or for a limit."""
     deadline = time.monotonic() + start.wall_s
     while True:
@@ -142,14 +142,14 @@ def watch(start: Start, child: int) -> Report:
             if pid == child:
                 code = os.waitstatus_to_exitcode(status)
                 code = code if code >= 0 else 128 - code
-                return Report(code, "cpu_s" if code == 128 + signal.SIGXCPU else None)
+                return CodeReport(code, "cpu_s" if code == 128 + signal.SIGXCPU else None)
         if received and received.si_signo == signal.SIGTERM:
-            return Report()
+            return CodeReport()
         if time.monotonic() > deadline:
-            return Report(limit="wall_s")
+            return CodeReport(limit="wall_s")
         processes = below(child)
         if sum(map(resident, processes)) + unlinked(processes) > start.memory_bytes:
-            return Report(limit="memory_bytes")
+            return CodeReport(limit="memory_bytes")
 
 
 def below(pid: int) -> list[int]:
@@ -257,7 +257,7 @@ def mount(source: str, target: str, kind: str | None, flags: int, options: str |
     check(libc.mount(*words, ctypes.c_ulong(flags), options and options.encode()), f"mount {target}")
 
 
-def build_root(start: Start) -> None:
+def build_root(start: CodeStart) -> None:
     """Makes the files that the program sees, in memory below its directory, and goes there."""
     root, work = start.directory, f"{start.directory}/tmp"
     with open(f"{root}/{PROGRAM}", "rb") as file:
@@ -312,7 +312,7 @@ def bind(path: str, target: str) -> None:
 # ---- the processes
 
 
-def begin(start: Start, failed: int) -> None:
+def begin(start: CodeStart, failed: int) -> None:
     """Becomes the program, or process 1 of its namespace and then its parent. Does not return."""
     directory, user, lower = start.directory, None, 0
     try:
@@ -346,7 +346,7 @@ def be_init(program: int) -> None:
             os._exit(code if code >= 0 else 128 - code)
 
 
-def become(start: Start, directory: str, user: int | None, lower: int) -> None:
+def become(start: CodeStart, directory: str, user: int | None, lower: int) -> None:
     """Becomes the program, in its directory. `lower`: processes that the kernel counts as the program's. Raises OSError
     if it cannot be started."""
     os.setsid()

@@ -27,7 +27,7 @@ from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 from orchestrator.lifetimes import uninterrupted
-from orchestrator.start_code import PROGRAM, Report, Start
+from orchestrator.start_code import PROGRAM, CodeReport, CodeStart
 from trireme.core.refusals import Refusal
 
 Limit = Literal["wall_s", "cpu_s", "memory_bytes", "output_bytes"]
@@ -82,7 +82,7 @@ class CodeResult:
 
 @dataclass(frozen=True)
 class Machine:
-    """What this machine can keep from a program."""
+    """Says what this machine can keep from a program."""
 
     isolation: Isolation
     limits_processes: bool
@@ -90,7 +90,7 @@ class Machine:
 
     @property
     def missing(self) -> list[str]:
-        """What it cannot, in words."""
+        """Says what it cannot."""
         found = {
             "limit their number of processes": self.limits_processes,
             "cut them off from the network": self.cuts_network,
@@ -189,7 +189,7 @@ async def _run(
             text = json.dumps(asdict(start), allow_nan=False)
             output, errors = await _played(text, given, report.fileno(), limits)
             report.seek(0)
-            ended = Report(**json.loads(report.read() or "{}"))
+            ended = CodeReport(**json.loads(report.read() or "{}"))
     finally:
         await uninterrupted(asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True))
     if ended.failure:
@@ -205,9 +205,9 @@ async def _run(
 _uids = count(random.randrange(UIDS))
 
 
-def _start(isolation: Isolation, directory: Path, report: int, limits: CodeLimits, command: Sequence[str]) -> Start:
+def _start(isolation: Isolation, directory: Path, report: int, limits: CodeLimits, command: Sequence[str]) -> CodeStart:
     """Describes the start of the program in `directory`."""
-    return Start(
+    return CodeStart(
         parent=os.getpid(),
         isolation=isolation,
         command=command,
