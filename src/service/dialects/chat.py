@@ -9,8 +9,8 @@ from pydantic import Field
 
 from service.asked import Asked, Delta, RequestRefused, ServiceAnswer
 from service.dialects.wire import (
-    MOST_ANSWERS,
     Absent,
+    Answers,
     Body,
     Content,
     Few,
@@ -148,7 +148,7 @@ class ChatRequest(Body):
     max_completion_tokens: Tokens | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
-    n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] | None = None
+    n: Answers | None = None
     seed: Seed | None = None
     stop: Stop | Stops | None = None
     stream: bool | None = None

@@ -10,8 +10,8 @@ from pydantic import Field
 from service.asked import Asked, ServiceAnswer
 from service.dialects.chat import DONE, StreamOptions, sampling_params, stop_strings
 from service.dialects.wire import (
-    MOST_ANSWERS,
     Absent,
+    Answers,
     Body,
     Few,
     Many,
@@ -55,7 +55,7 @@ class CompletionRequest(Body):
     max_tokens: Tokens | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
-    n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] | None = None
+    n: Answers | None = None
     seed: Seed | None = None
     stop: Stop | Stops | None = None
     stream: bool | None = None

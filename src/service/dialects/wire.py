@@ -20,21 +20,20 @@ from pydantic import (
 
 from service.asked import Delta, RequestRefused, ServiceAnswer
 from trireme.core.finite_json import to_json
+from trireme.core.sampling_bounds import BOUNDS, LONGEST_STOP, MOST_ANSWERS, MOST_STOP_IDS, MOST_STOPS
 from trireme.core.types import VersionSpan
 from trireme.renderers import Message, ToolCall, ToolSpec
 from trireme.renderers.qwen_tags import read_json
 
 T = TypeVar("T")
-MOST_ANSWERS = 128
 MOST_FIELDS = 100
 """Of an object, each field of which may be refused."""
-MOST_STOPS, LONGEST_STOP, MOST_STOP_IDS = 64, 256, 1024
-"""Strings, and characters of each: a replica searches each token's text for all of them."""
-Temperature = Annotated[float, Field(ge=0, le=100)]
-TopP = Annotated[float, Field(gt=0, le=1)]
-MinP = Annotated[float, Field(ge=0, le=1)]
-TopK = Annotated[int, Field(ge=-1, le=2**31 - 1)]
-Penalty = Annotated[float, Field(gt=0, le=100)]
+Temperature = Annotated[float, BOUNDS["temperature"].field]
+TopP = Annotated[float, BOUNDS["top_p"].field]
+MinP = Annotated[float, BOUNDS["min_p"].field]
+TopK = Annotated[int, BOUNDS["top_k"].field]
+Penalty = Annotated[float, BOUNDS["repetition_penalty"].field]
+Answers = Annotated[int, Field(ge=1, le=MOST_ANSWERS)]
 Seed = Annotated[int, Field(ge=0, lt=2**63 - MOST_ANSWERS)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]

@@ -9,8 +9,9 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 
 from service.asked import RequestRefused
-from service.dialects.wire import Body, Few, Many, Stop, StopIds, Stops, TokenId, TopK
+from service.dialects.wire import Body, Few, Many, Stop, StopIds, Stops, Temperature, TokenId, TopK, TopP
 from service.tinker.adapters import AdapterWish
+from trireme.core.sampling_bounds import MOST_PROMPT_LOGPROBS, MOST_SAMPLES
 from trireme.core.types import AdamParams, SamplingParams
 
 Seq = Annotated[int, Field(ge=0, lt=2**53)]
@@ -187,21 +188,21 @@ class SamplingBody(Body):
     max_tokens: Annotated[Seq, Field(gt=0)] | None = None
     seed: Seed | None = None
     stop: Stop | Stops | StopIds | None = None
-    temperature: NonNegative = 1.0
+    temperature: Temperature = 1.0
     top_k: TopK = -1
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_p: TopP = 1.0
 
 
 class SampleBody(Body):
     """Asks for samples, and for log-probabilities of their prompt."""
 
-    num_samples: Annotated[int, Field(gt=0, le=1024)] = 1
+    num_samples: Annotated[int, Field(gt=0, le=MOST_SAMPLES)] = 1
     prompt: PromptBody
     sampling_params: SamplingBody
     sampling_session_id: str
     seq_id: Seq
     prompt_logprobs: bool | None = None
-    topk_prompt_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
+    topk_prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_PROMPT_LOGPROBS)] = 0
     topk_sample_logprobs: Seq = 0
     target_prompt_logprobs: dict[str, Any] | None = None
     prompt_alt_tokens_k: Seq = 0

@@ -27,6 +27,7 @@ from trireme.config.installed import check_installed
 from trireme.core.errors import EXIT_OK
 from trireme.core.finite_json import to_json
 from trireme.core.refusals import Refusal
+from trireme.core.sampling_bounds import BOUNDS
 from trireme.core.tokenizer import load_tokenizer
 from trireme.core.types import SamplingParams
 from trireme.process.device import choose_device, require_gpu
@@ -65,6 +66,10 @@ def main(words: Sequence[str]) -> int:
     if options.output.exists():
         raise Refusal(
             f"--output {options.output}, which exists", "a new file: nothing is overwritten", "choose another"
+        ).error()
+    if options.temperature not in BOUNDS["temperature"]:
+        raise Refusal(
+            f"--temperature {options.temperature:g}", f"a number {BOUNDS['temperature']}", "choose another"
         ).error()
     model = str(weights_of(options.model))
     tokenizer = load_tokenizer(model)

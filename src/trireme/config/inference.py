@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from trireme.config.section import NAMES_CODE, Section, Share
+from trireme.config.section import NAMES_CODE, Section
+from trireme.core.sampling_bounds import BOUNDS, LONGEST_STOP, MOST_STOPS
 from trireme.core.transport import TRANSPORTS
 from trireme.core.types import SamplingParams
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 else:
     TransportName = Literal[*TRANSPORTS]
 
+Temperature = Annotated[float, Field(ge=0.01, le=BOUNDS["temperature"].most)]
+"""The trainer divides by it, and vLLM samples at 0.01 where less is asked for."""
 GIB = 2**30
 GPU_SEQUENCES, LARGE_GPU_SEQUENCES = 256, 1024
 LARGE_GPU_BYTES = 70 * GIB
@@ -27,17 +30,17 @@ CPU_SEQUENCES = 256
 class SamplingConfig(Section):
     max_tokens: PositiveInt
     """Longest answer, in tokens."""
-    temperature: PositiveFloat = 1.0
+    temperature: Temperature = 1.0
     """Sampling temperature; the trainer divides logits by it too."""
-    top_p: Share = 1.0
+    top_p: Annotated[float, BOUNDS["top_p"].field] = 1.0
     """Nucleus sampling; below 1 the trainer cannot match the distribution."""
-    top_k: int = -1
+    top_k: Annotated[int, BOUNDS["top_k"].field] = -1
     """Sample from the k likeliest only; -1 = off. The trainer cannot match it."""
-    min_p: Share = 0.0
+    min_p: Annotated[float, BOUNDS["min_p"].field] = 0.0
     """Cut below this share of the likeliest; the trainer cannot match it."""
-    repetition_penalty: PositiveFloat = 1.0
+    repetition_penalty: Annotated[float, BOUNDS["repetition_penalty"].field] = 1.0
     """1 = off. The trainer cannot match it."""
-    stop: list[Annotated[str, Field(min_length=1)]] = Field([])
+    stop: list[Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]] = Field([], max_length=MOST_STOPS)
     """Strings that end an answer wherever they come to stand in it, beside what the environment says."""
 
     def params(self, seed: int | None, stop: tuple[int | str, ...], room: int) -> SamplingParams:

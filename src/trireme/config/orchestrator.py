@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BeforeValidator, Field, PositiveFloat, PositiveInt
 
+from trireme.config.inference import Temperature
 from trireme.config.section import NAMES_CODE, NonNegativeInt, Section, Share
 
 AdvantageKind = Literal["mean", "std", "leave_one_out"]
@@ -116,7 +117,7 @@ class EvalConfig(Section):
     """Rollouts per problem; several give avg@k and pass@k."""
     max_tokens: PositiveInt | None = None
     """Longest answer in an evaluation, in tokens; none = inference.sampling.max_tokens."""
-    temperature: PositiveFloat | None = None
+    temperature: Temperature | None = None
     """Sampling temperature of evaluations; none = inference.sampling.temperature."""
     replicas: NonNegativeInt = 0
     """Number of inference.replicas that only evaluate, so that updates and training do not wait for an evaluation;

@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf
 from typing import Any, Literal
 
 import numpy as np
@@ -26,6 +25,7 @@ from trireme.core.datum import Datum as Datum
 from trireme.core.datum import EncodedTextChunk as EncodedTextChunk
 from trireme.core.datum import ModelInput as ModelInput
 from trireme.core.datum import TensorData
+from trireme.core.sampling_bounds import BOUNDS
 
 StopReason = Literal["length", "stop"]
 Which = Literal["policy", "reference"]
@@ -66,7 +66,8 @@ class VersionSpan:
 @dataclass(frozen=True)
 class SamplingParams:
     """How to sample one sequence. Trainers match the temperature only: top_p, top_k, min_p and repetition_penalty alter
-    the distribution without their knowledge. Raises ValueError for a temperature that is negative or not finite."""
+    the distribution without their knowledge. Raises ValueError for a number outside `sampling_bounds.BOUNDS`, and for
+    fewer tokens than one."""
 
     max_tokens: int | None = None  # None: as many as the context has room for
     temperature: float = 1.0  # 0: greedy
@@ -80,8 +81,11 @@ class SamplingParams:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < inf:
-            raise ValueError(f"sampling at temperature {self.temperature:g}; expected a finite one, at least 0")
+        for name, bound in BOUNDS.items():
+            if (value := getattr(self, name)) not in bound:
+                raise ValueError(f"sampling with {name} = {value:g}; expected a number {bound}")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ValueError(f"sampling with max_tokens = {self.max_tokens}; expected at least 1, or None")
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:

@@ -1,0 +1,51 @@
+"""What a request may ask of sampling: one table for the service, the configuration and `SamplingParams`.
+
+The bounds lie within those of vLLM 0.32, which refuses anything beyond its own; a test walks the fields of vLLM's
+`SamplingParams` and compares them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import Field
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The least and the largest value of a number."""
+
+    least: float
+    most: float
+    above: bool = False
+    """A value must be above the least one."""
+
+    def __contains__(self, value: float) -> bool:
+        return (self.least < value if self.above else self.least <= value) and value <= self.most
+
+    def __str__(self) -> str:
+        return f"{'above' if self.above else 'at least'} {self.least:g}, at most {self.most:g}"
+
+    @property
+    def field(self) -> Any:
+        """The bound as pydantic takes it in `Annotated`."""
+        return Field(gt=self.least, le=self.most) if self.above else Field(ge=self.least, le=self.most)
+
+
+BOUNDS: Mapping[str, Bound] = {
+    "temperature": Bound(0, 2),
+    "top_p": Bound(0, 1, above=True),
+    "top_k": Bound(-1, 10**9),
+    "min_p": Bound(0, 1),
+    # Logits are divided by it: at 1e-40 they are infinite in float32, and log-probabilities NaN.
+    "repetition_penalty": Bound(0.01, 100),
+}
+"""The bounds of the numbers of `SamplingParams` that change the distribution."""
+MOST_ANSWERS, MOST_SAMPLES = 128, 1024
+"""Answers to one prompt by the dialects of chats, and by that of Tinker. Each is a request of its own for vLLM."""
+MOST_PROMPT_LOGPROBS = 20
+"""The likeliest tokens at each place of a prompt: vLLM's `max_logprobs` unless it is told otherwise."""
+MOST_STOPS, LONGEST_STOP, MOST_STOP_IDS = 64, 256, 1024
+"""Strings, and characters of each: a replica searches each token's text for all of them."""
