@@ -37,6 +37,8 @@ NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 HEAD_DTYPE = "head_dtype"
 """The key of the model's configuration in which vLLM looks for the dtype of logits; its values are "float32" and
 "model"."""
+GIVEN_UP = ("abort", "error")
+"""How requests end that the engine ends by itself: with "error" after an exception about the request."""
 READ = "read"
 """The key of SamplingParams.extra_args that tells the scheduler that a request's tokens are read while they are
 sampled. vLLM carries these arguments to the engine's process and does not look at them."""
@@ -212,11 +214,14 @@ def tables_of(logprobs: Iterable[LogprobsOnePosition | None] | None) -> list[Log
 def sampled_sequence(
     request: SampleRequest, output: RequestOutput, kept_from: WeightIdentity | None
 ) -> SampledSequence:
-    """Converts vLLM's final RequestOutput. Raises RoomFailed unless its version spans cover every token.
+    """Converts vLLM's final RequestOutput. Raises RoomFailed unless its version spans cover every token, and ValueError
+    for a request that the engine has given up.
 
     `kept_from`: the weights under which the request entered, where its KV cache outlives them (`keep_kv`), else None.
     """
     completion = output.outputs[0]
+    if completion.finish_reason in GIVEN_UP:
+        raise ValueError(f"its engine ended it with {completion.finish_reason!r}; the log of the replica tells why")
     tokens = np.asarray(completion.token_ids, dtype=np.int32)
     logprobs = sampled_logprobs(completion.logprobs, 0, list(completion.token_ids))
     identities = [WeightIdentity.parse(span.version) for span in completion.weight_versions or ()]

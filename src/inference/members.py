@@ -55,10 +55,12 @@ class ReplicaClient(Protocol):
 
 
 class HandoverNeeded(Exception):
-    """The replica does not finish the request, for `reason`; another one is to."""
+    """The replica does not finish the request, for `reason`; another one is to. `lost`: it failed while it had the
+    request, which may be the cause."""
 
-    def __init__(self, reason: TriremeError) -> None:
+    def __init__(self, reason: TriremeError, *, lost: bool = False) -> None:
         self.reason = reason
+        self.lost = lost
 
 
 @dataclass(eq=False, slots=True)
@@ -275,9 +277,10 @@ class Members:
             if not member.joining:
                 self._failures[member.index] = reason
         self._changed.set()
+        lost = type(reason) is RoomFailed and not (member.draining or member.updating)
         for routed in member.requests.values():
             if isinstance(reason, ProvenanceError):
                 routed.handover.forget_last_replica()
-            routed.settle(HandoverNeeded(reason))
+            routed.settle(HandoverNeeded(reason, lost=lost))
         for task in member.tasks - {asyncio.current_task()}:
             task.cancel()

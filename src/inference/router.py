@@ -23,13 +23,15 @@ from inference.members import HandoverNeeded, Member, Members, ReplicaClient, Ro
 from inference.offers import Offers
 from inference.slots import AdapterLoading
 from trireme.core.deadline import LearnedDeadline
-from trireme.core.errors import RoomFailed, TriremeError, WeightsGone, WeightsRefused
+from trireme.core.errors import BadRequest, RoomFailed, TriremeError, WeightsGone, WeightsRefused
 from trireme.core.sampler import ReplicaStats
 from trireme.core.transport import Offer, Session
 from trireme.core.types import SampledSequence, SampleRequest, WeightIdentity
 from trireme.core.weights import Drift, PublishedWeights, UpdateReport
 
 ROUTES_KEPT = 65536
+MOST_LOSSES = 2
+"""A request that was in flight on so many replicas when they were lost is given to no other one."""
 PROGRESS_S = 1.0
 HAND_OVER_S = 5.0
 ROUNDS = 2
@@ -46,8 +48,8 @@ class Router(AdapterLoading):
     is one, and among those where the fewest are in flight.
 
     A replica that fails is used no more: `acknowledged` leaves it out, `next_failure` reports it, and another replica
-    finishes its requests from the tokens that they have (`inference.handover`). When none is left, requests and updates
-    wait for one to join.
+    finishes its requests from the tokens that they have (`inference.handover`), but for those that had a replica that
+    was lost before. When none is left, requests and updates wait for one to join.
 
     Weights. An update waits for the members that serve, each for ten times as long as the slowest update so far
     (`LearnedDeadline`). One that takes longer is left behind like one that joins: nothing waits for it, it gets no
@@ -114,8 +116,9 @@ class Router(AdapterLoading):
     async def sample(self, request: SampleRequest, told: Callable[[Progress], None] | None = None) -> SampledSequence:
         """Samples one sequence. Cancelling the caller aborts it on its replica. `told` gets all that it has whenever
         there is more. Raises RoomFailed or WeightsRefused when no replica is left, WeightsGone when none has the newest
-        weights and none can have them any more, and RoomFailed when no replica can sample it."""
+        weights and none can have them any more, and BadRequest when replicas do not sample it, or were lost with it."""
         handover = Handover(request, told)
+        losses = 0
         while True:
             while not self._members.any_serves:
                 await self._members.wait_for_serving()
@@ -124,6 +127,12 @@ class Router(AdapterLoading):
             except HandoverNeeded as needed:
                 if self._fixed:
                     raise needed.reason from None
+                losses += needed.lost
+                if losses == MOST_LOSSES:
+                    raise BadRequest(
+                        f"{losses} replicas were lost while they sampled this request, which may be the cause: it is "
+                        f"not tried again. The last loss: {needed.reason}"
+                    ) from None
                 if self._one_version:
                     handover = Handover(request, told)
 

@@ -6,9 +6,8 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -20,9 +19,10 @@ from inference.engine import give_tokenizer, sampled_sequence, vllm_params
 from inference.handover import NOTHING, Progress
 from inference.in_flight import EngineRequest, HeldAdapter, InFlight
 from inference.stalls import StallClock, cpu_seconds
+from inference.wrong_answers import wrong_answer
 from trireme.config import Config
 from trireme.core.deadline import LearnedDeadline
-from trireme.core.errors import BadInput, RoomFailed, TriremeError
+from trireme.core.errors import BadInput, BadRequest, RoomFailed, TriremeError
 from trireme.core.types import SampledSequence, SampleRequest, WeightIdentity
 from trireme.process import trace
 from trireme.process.environ import STACKS, STACKS_S
@@ -43,13 +43,9 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 HEALTH_TICK_S = 0.5
-LATE_S = 2.0
-"""Delay of the answers that the fault point `inference.answer` makes late."""
 CHATS_LATER_S = 5.0
 """A chat enters the engine, and loses its place for lack of space, as if it had come this much later: the run's
 requests of these seconds go before it."""
-BEYOND = 2**20
-"""Larger than any vocabulary."""
 log = logging.getLogger(__name__)
 
 
@@ -120,17 +116,22 @@ class SamplingEngine:
         replica cannot finish because it broke, ends as Progress: all that it has."""
         fault_point("inference.sample")
         era = self._era
+        refused: dict[str, Exception] = {}
         async with self._entering():
             entered = [await self._enter(request) for request in requests]
         for request, entry in zip(requests, entered, strict=True):
-            if isinstance(entry, TriremeError):
-                give(request.request_id, NOTHING if entry is self.broken else entry)
+            if isinstance(entry, Exception):
+                refused[request.request_id] = entry
                 continue
             task = asyncio.create_task(self._answer(request, entry))
             self.running[request.request_id] = InFlight(task, entry)
             task.add_done_callback(partial(self._finished, give, request.request_id))
         if self._era != era:  # all were given up while these entered
             await self.abort([request.request_id for request in requests])
+        if refused:
+            theirs = await self._are_theirs(refused.values())
+            for name, error in refused.items():
+                give(name, refusal(error) if theirs else NOTHING)
 
     def _finished(self, give: Give, request_id: str, task: asyncio.Task[SampledSequence | Progress]) -> None:
         """Gives the result of a task that has ended, or its error as one that a person can read."""
@@ -141,7 +142,7 @@ class SamplingEngine:
             abort.add_done_callback(self._aborts.discard)
             give(request_id, NOTHING)
         elif error := task.exception():
-            give(request_id, as_failure("sampling", error))
+            give(request_id, refusal(error))
         else:
             give(request_id, task.result())
 
@@ -184,8 +185,8 @@ class SamplingEngine:
             if self.config.deterministic:
                 await self._guarded("the start of sampling", self.resume(), limit)
 
-    async def _enter(self, request: SampleRequest) -> EngineRequest | TriremeError:
-        """Hands `request` to the engine; returns its entry, or why it cannot be sampled."""
+    async def _enter(self, request: SampleRequest) -> EngineRequest | Exception:
+        """Hands `request` to the engine; returns its entry, or what was raised."""
         try:
             self._raise_if_broken()
             if self.identity is None:
@@ -198,8 +199,12 @@ class SamplingEngine:
             began = request.began if self._keeps_kv else None
             oldest = min(began, self.identity) if began else self.identity
             return EngineRequest(oldest, await self._submit(request, salt=str(oldest)))
+        except TriremeError as error:
+            return error
         except Exception as error:
-            return self._failure() or as_failure(f"{self.name} could not sample request {request.request_id}", error)
+            with suppress(Exception):  # vLLM notes a request before it sends it: one that it cannot send would stay
+                await self.engine.abort(request.request_id)
+            return error
 
     async def _enter_adapted(self, request: SampleRequest) -> EngineRequest:
         if (held := self.adapters.get(request.adapter)) is None:
@@ -208,20 +213,22 @@ class SamplingEngine:
         return EngineRequest(held.identity, await self._submit(request, str(held.identity), held.asked), held)
 
     async def _answer(self, request: SampleRequest, entry: EngineRequest) -> SampledSequence | Progress:
-        """Returns the whole answer; or what there is of it when it is aborted or this replica broke."""
+        """Returns the whole answer; or what there is of it when it is aborted or this replica broke. Raises what vLLM
+        raises about the request alone."""
         try:
             with self.sampling:
                 output = await answer_of(entry.collector)
             await self.proved.wait()  # at most until the end of the update, which cancels this if it fails
+            answer = entry.named(sampled_sequence(request, output, entry.oldest if self._keeps_kv else None))
         except asyncio.CancelledError:
             made = self._made(entry)
             await self.engine.abort(entry.collector.request_id, internal=True)
             return made
         except Exception as error:
-            if self._failure():
+            if not await self._are_theirs([error]):
                 return self._made(entry)
-            raise as_failure(f"{self.name} could not sample request {request.request_id}", error) from error
-        answer = entry.named(sampled_sequence(request, output, entry.oldest if self._keeps_kv else None))
+            await self.engine.abort(entry.collector.request_id, internal=True)
+            raise
         action = fault_point("inference.answer")
         return await wrong_answer(answer, action) if action else answer
 
@@ -351,6 +358,19 @@ class SamplingEngine:
             self.broken = RoomFailed(f"{self.name}: its engine process died")
         return self.broken
 
+    async def _are_theirs(self, errors: Collection[Exception]) -> bool:
+        """Tells whether exceptions are those of their requests alone: the engine still answers after them. If it does
+        not, this replica is broken, and others are to sample the requests."""
+        engine = self.engine
+        if self._failure() is None and not all(isinstance(error, TriremeError) for error in errors):
+            try:
+                await self._guarded("a call after an exception", engine.is_paused(), self.config.timeouts.update_s)
+            except Exception as error:
+                if self.engine is not engine:  # it was lost, and has a successor
+                    return False
+                self.broken = self.broken or as_failure(f"{self.name}, after the exception of a request", error)
+        return self._failure() is None
+
     def _raise_if_broken(self) -> None:
         if failure := self._failure():
             raise failure
@@ -372,18 +392,9 @@ def as_failure(who: str, error: BaseException) -> TriremeError:
     return RoomFailed(f"{who}: {type(error).__name__}: {error}")
 
 
-async def wrong_answer(answer: SampledSequence, action: str) -> SampledSequence:
-    """Makes an answer as a broken replica would, for the fault point `inference.answer`. Raises ValueError for an
-    unknown action: a fault that never comes would be a test that cannot fail."""
-    match action:
-        case "late":
-            await asyncio.sleep(LATE_S)
-            return answer
-        case "garbage":  # tokens that no model has
-            return replace(answer, tokens=answer.tokens + BEYOND)
-        case "nan":
-            return replace(answer, logprobs=answer.logprobs * np.float32(np.nan))
-        case "stranger":  # weights that were never published
-            spans = [replace(span, identity=replace(span.identity, attempt=7)) for span in answer.spans]
-            return replace(answer, spans=tuple(spans))
-    raise ValueError(f"fault point inference.answer: unknown action {action!r}; expected late, garbage, nan, stranger")
+def refusal(error: BaseException) -> TriremeError:
+    """Returns what the caller of a request gets for an exception that is the request's own."""
+    if isinstance(error, TriremeError):
+        return error
+    log.warning("a request is refused", exc_info=error)
+    return BadRequest(f"vLLM does not sample this request: {type(error).__name__}: {error}")

@@ -76,10 +76,8 @@ class SessionTurns:
         try:
             async with self._one_by_one:
                 sampled = await self._one(request)
-        except BadInput:
-            raise
         except Exception as error:
-            if self.failure is None or (isinstance(error, TriremeError) and not self.of_a_room):
+            if type(error) is not BadInput and (self.failure is None or (is_of_a_room(error) and not self.of_a_room)):
                 self.failure = error
             raise
         if not self.of_a_room:  # its client asked again
@@ -89,7 +87,7 @@ class SessionTurns:
     @property
     def of_a_room(self) -> bool:
         """True: `failure` ends more than this rollout, whatever the agent makes of it."""
-        return isinstance(self.failure, TriremeError)
+        return is_of_a_room(self.failure)
 
     async def _one(self, request: SampleRequest) -> SampledSequence:
         key, limits, prompt = self._key, self._limits, len(request.prompt)
@@ -112,6 +110,11 @@ class SessionTurns:
         sampled = checked(await self._sample(own), own, key, limits)
         check_spans(sampled.spans, len(sampled.tokens))
         return sampled
+
+
+def is_of_a_room(error: Exception | None) -> bool:
+    """Tells whether an error of sampling is a room's, and not about one request."""
+    return isinstance(error, TriremeError) and not isinstance(error, BadInput)
 
 
 async def play_session(

@@ -35,7 +35,7 @@ from orchestrator.unfinished import GroupProgress, RolloutProgress
 from orchestrator.waste import GroupTokens, RolloutTokens
 from trireme.config import Config
 from trireme.config.schema import EnvConfig, SamplingConfig
-from trireme.core.errors import ProvenanceError, TriremeError
+from trireme.core.errors import BadRequest, ProvenanceError, TriremeError
 from trireme.core.types import SampledSequence, SampleRequest
 from trireme.process import trace
 
@@ -167,8 +167,8 @@ class GroupRunner:
         progress: GroupProgress,
     ) -> Trajectory | Exception:
         """Runs one rollout with its retries, each with an environment of its own. All tries share one time limit, so
-        that an environment that hangs holds a batch for `generation_timeout_s` at most. A prompt that was refused is
-        not tried again, nor is an environment in a group that is due."""
+        that an environment that hangs holds a batch for `generation_timeout_s` at most. A prompt or a request that was
+        refused is not tried again, nor is an environment in a group that is due."""
         if sample in progress.finished:
             return progress.finished[sample]
         tries = self.config.orchestrator.retries + 1
@@ -193,7 +193,7 @@ class GroupRunner:
                 break
             tokens.fail()
             # What a replica did wrong is tried again even in a group that is due: another one may do it right.
-            given_up = isinstance(outcome, PromptTooLong) or deadline.expired()
+            given_up = isinstance(outcome, PromptTooLong | BadRequest) or deadline.expired()
             if given_up or (self.is_due(group) and not isinstance(outcome, BadSample)):
                 break
         self.pace.rollout_over(group.index)
@@ -223,18 +223,21 @@ class GroupRunner:
 
     async def _attempt(self, work: Coroutine[Any, Any, T], deadline: asyncio.Timeout, place: object) -> T | Exception:
         """Returns the result of an environment's work at `place`, or notes and returns what it raises: the one place
-        that catches it. Errors of the rooms themselves (TriremeError) are raised, for the driver. The work has a task
-        of its own, so that a cancellation of this one is never the environment's doing."""
+        that catches it. Errors of the rooms themselves (TriremeError) are raised, for the driver, but for BadRequest,
+        which is about this rollout alone. The work has a task of its own, so that a cancellation of this one is never
+        the environment's doing."""
         try:
             async with deadline:
                 return await start_contained(work)
+        except BadRequest as raised:
+            error: Exception = raised
         except TriremeError:
             raise
         except asyncio.CancelledError as cancelled:
             task = asyncio.current_task()
             if task and task.cancelling():  # by this process
                 raise
-            error: Exception = EnvCancelled(f"environment {self.env.label}: raised CancelledError by itself")
+            error = EnvCancelled(f"environment {self.env.label}: raised CancelledError by itself")
             error.__cause__ = cancelled
         except TimeoutError as raised:
             error = self._too_late(place) if deadline.expired() else raised

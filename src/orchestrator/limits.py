@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from orchestrator.ledger import Tally
 from orchestrator.lifetimes import start_contained
 from trireme.config import Config
-from trireme.core.errors import LimitReached
+from trireme.core.errors import BadRequest, LimitReached
 
 T = TypeVar("T")
 
@@ -29,6 +29,8 @@ class RunLimits:
         self._failures: deque[bool] = deque(maxlen=window)
         self._failed = 0  # sum(self._failures), which would be slow for large batches
         self._unusable_in_a_row = 0
+        self._refused = ""  # why replicas refused the last rollout
+        self._refusals = 0  # how many in a row they refused for that
         self.first_failure = "none"
 
     def note_failure(self, error: Exception, env: str) -> None:
@@ -43,8 +45,18 @@ class RunLimits:
         after = max((number for number, line in enumerate(lines) if line.startswith("  ")), default=-1) + 1
         return lines[min(after, len(lines) - 1)]
 
-    def judge_rollout(self, succeeded: bool) -> None:
-        """Counts a rollout that ended, after all retries. Raises LimitReached if too many of the recent ones failed."""
+    def judge_rollout(self, error: Exception | None) -> None:
+        """Counts a rollout that ended, after all retries, with its last error if it failed. Raises LimitReached if too
+        many of the recent ones failed, or if replicas have refused a window of them for one reason."""
+        refused = str(error) if isinstance(error, BadRequest) else ""
+        self._refusals = self._refusals + 1 if refused and refused == self._refused else 1
+        self._refused = refused
+        if refused and self._refusals >= MIN_WINDOW:
+            raise LimitReached(
+                f"the replicas refused the last {self._refusals} rollouts of environment {self._env}, each because "
+                f"{refused}. Change what the configuration or the environment asks for"
+            )
+        succeeded = error is None
         if len(self._failures) == self._failures.maxlen:
             self._failed -= self._failures[0]
         self._failures.append(not succeeded)

@@ -358,7 +358,7 @@ class Pipeline:
         """Tells the ledger and the waiting loops how a group ended. Raises LimitReached."""
         for rollout in outcome.outcomes_G:
             if not isinstance(rollout, PromptTooLong):
-                self._run_limits.judge_rollout(isinstance(rollout, Trajectory))
+                self._run_limits.judge_rollout(None if isinstance(rollout, Trajectory) else rollout)
         self._running.settle(group)
         if self._ledger.active.get(group.index) is not group:  # given up while its environments were cleaned up
             return

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from service.asked import Asked, Delta, Finish, Made, RequestRefused, ServiceAnswer
 from service.places import Places
 from service.reading import AnswerReader, MessageReader, Reading, TextReader, changed, more_of
-from trireme.core.errors import TriremeError
+from trireme.core.errors import BadInput, TriremeError
 from trireme.core.types import ModelInput, SampledSequence, SampleRequest
 from trireme.renderers import Message, Renderer
 
@@ -115,6 +115,8 @@ class Front:
     ) -> None:
         try:
             await self._answer(events, name, asked, prompt, choice, sample)
+        except BadInput as error:
+            events.put_nowait(RequestRefused(str(error)))
         except TriremeError as error:
             again_s = RETRY_AFTER_S
             events.put_nowait(RequestRefused(str(error), status=503, code="replicas_failed", retry_after_s=again_s))

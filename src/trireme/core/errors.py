@@ -25,6 +25,11 @@ class BadInput(TriremeError):
     exit_code = EXIT_BAD_INPUT
 
 
+class BadRequest(BadInput):
+    """One request cannot be sampled, by any replica: what it asks for is refused, or engines died of it. Its caller is
+    to change it; nothing else is broken."""
+
+
 class LimitReached(TriremeError):
     """The run stopped by a limit of its own (failure rate, nothing but filtered groups, a part that died too often)."""
 

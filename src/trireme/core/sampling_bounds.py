@@ -1,4 +1,4 @@
-"""What a request may ask of sampling: one table for the service, the configuration and `SamplingParams`.
+"""The bounds of what a request may ask of sampling, for the service, the configuration and `SamplingParams`.
 
 The bounds lie within those of vLLM 0.32, which refuses anything beyond its own; a test walks the fields of vLLM's
 `SamplingParams` and compares them.

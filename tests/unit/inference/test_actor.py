@@ -28,11 +28,11 @@ from inference.actor import ReplicaActor
 from inference.engine_stats import EngineStats
 from inference.loaded import Following, LoadedSums
 from inference.messages import Reply, pack_requests
-from inference.sampling import wrong_answer
 from inference.updating import FETCH
+from inference.wrong_answers import wrong_answer
 from trireme.config import Config
 from trireme.core.deadline import LearnedDeadline
-from trireme.core.errors import RoomFailed, TriremeError, WeightsRefused
+from trireme.core.errors import BadRequest, RoomFailed, TriremeError, WeightsRefused
 from trireme.core.sampler import Heartbeat
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, VersionSpan, WeightIdentity
 from trireme.core.weights import EXACT, Canary, PublishedWeights, WeightsManifest, weights_digest
@@ -225,10 +225,15 @@ def queued() -> Any:
     )
 
 
+class Refused(Exception):
+    """Is no ValueError, as vLLM's own refusals are none."""
+
+
 class EngineOfRequests:
     """Stands still when told so; every request that entered is answered once it goes on. `calls` in their order."""
 
     errored = dies = False
+    questions = 0
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -257,25 +262,35 @@ class EngineOfRequests:
 
     async def add(self, name: str) -> Any:
         if name == "impossible":
-            raise ValueError("too long")
+            raise Refused("too long")
         for _ in range(len(name)):  # the more letters, the longer the way
             await asyncio.sleep(0)
         self.calls.append(name)
         self.output_processor.request_states[name] = queued()
+        if name == "unsendable":
+            raise OverflowError("int too big to convert")
         return SimpleNamespace(get=lambda: self._answer(name), request_id=name)
 
-    async def abort(self, name: str, internal: bool) -> None:
+    async def abort(self, name: str, internal: bool = False) -> None:
         self.output_processor.request_states.pop(name, None)
+
+    async def is_paused(self) -> bool:
+        self.questions += 1
+        if self.dies:
+            await asyncio.sleep(3600)
+        return not self.going.is_set()
 
     async def _answer(self, name: str) -> Any:
         await self.going.wait()
         if self.dies:
             raise RuntimeError("EngineDeadError")
+        if name == "raising":
+            raise KeyError("in a logits processor")
         del self.output_processor.request_states[name]
         span = SimpleNamespace(version=self.label, start=0, end=1)
-        logprobs = one_logprob()
+        logprobs, reason = one_logprob(), "error" if name == "given up" else "stop"
         return SimpleNamespace(
-            outputs=[SimpleNamespace(token_ids=[7], logprobs=logprobs, weight_versions=[span], finish_reason="stop")]
+            outputs=[SimpleNamespace(token_ids=[7], logprobs=logprobs, weight_versions=[span], finish_reason=reason)]
         )
 
 
@@ -331,8 +346,41 @@ async def test_deterministic_requests_enter_in_order_while_the_engine_stands_sti
     made = SamplingReplica(deterministic=True)
     answers = await outcomes(made, requests_of(*names))
     assert made.engine.calls == ["pause keep", "longest", "long", "l", "resume"]
-    assert [isinstance(answer, RoomFailed) for answer in answers] == [name == "impossible" for name in names]
-    assert "inference replica 0 could not sample request impossible: ValueError: too long" in str(answers[2])
+    assert [isinstance(answer, BadRequest) for answer in answers] == [name == "impossible" for name in names]
+    assert str(answers[2]) == "vLLM does not sample this request: Refused: too long"
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("impossible", "Refused: too long"),
+        ("unsendable", "OverflowError: int too big to convert"),
+        ("raising", "KeyError: 'in a logits processor'"),
+        ("given up", "its engine ended it with 'error'"),
+    ],
+)
+async def test_an_exception_about_one_request_is_its_own_while_the_engine_answers(name: str, why: str) -> None:
+    made = SamplingReplica(deterministic=False)
+    answers, failure = await exchanged(made, requests_of("a", name, "b"))
+    assert failure is None, "the replica is not broken"
+    assert isinstance(answers[1], BadRequest)
+    assert why in str(answers[1])
+    assert [answers[n].tokens.tolist() for n in (0, 2)] == [[7], [7]]
+    assert made.engine.output_processor.request_states == {}, "else a silent engine would seem to have work"
+    assert made.engine.questions == 1
+
+
+@pytest.mark.parametrize("name", ["impossible", "raising"])
+async def test_an_exception_after_which_the_engine_does_not_answer_is_a_lost_replica(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("inference.sampling.HEALTH_TICK_S", 0.01)
+    made = SamplingReplica(deterministic=False, update_s=0.1)
+    made.engine.dies = True
+    (answer,), failure = await exchanged(made, requests_of(name))
+    assert type(failure) is RoomFailed
+    assert "no answer for a call after an exception" in str(failure)
+    assert answer.tokens.tolist() == [], "another replica may sample it"
 
 
 async def test_requests_are_not_held_up_outside_deterministic_mode() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from inference.handover import NOTHING, Outcome, Progress
 from inference.router import Router
 from trireme.core import deadline as deadline_module
-from trireme.core.errors import RoomFailed, TriremeError, WeightsGone, WeightsRefused
+from trireme.core.errors import BadRequest, RoomFailed, TriremeError, WeightsGone, WeightsRefused
 from trireme.core.sampler import ReplicaStats
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, VersionSpan, WeightIdentity
 from trireme.core.weights import EXACT, ROUNDED, Canary, Drift, PublishedWeights, UpdateReport, WeightsManifest
@@ -197,13 +197,56 @@ async def test_in_deterministic_mode_a_failed_replica_fails_its_requests() -> No
 
 async def test_the_error_of_one_request_is_its_own() -> None:
     router, (only,) = fleet(1)
-    only.refused["bad"] = RoomFailed("prompt too long")
+    only.refused["bad"] = BadRequest("prompt too long")
     only.go.set()
     bad, good = await asyncio.gather(
         router.sample(request("bad")), router.sample(request("good")), return_exceptions=True
     )
-    assert isinstance(bad, RoomFailed)
+    assert isinstance(bad, BadRequest)
     assert isinstance(good, SampledSequence)
+    assert list(router.acknowledged()) == []
+    assert only.groups == [["bad", "good"]], "it is not tried again"
+
+
+async def lose(router: Router, index: int, fake: FakeReplica, how: str) -> None:
+    """Has a replica fail while it has requests."""
+    if how == "left":
+        router.leave(index, "its process died")
+    fake.failure = RoomFailed(f"{fake.name}: its engine process died")
+    fake.go.set()
+    await turns()
+
+
+@pytest.mark.parametrize("how", ["failed", "left"])
+async def test_a_request_that_two_replicas_were_lost_with_is_given_to_no_other(how: str) -> None:
+    router, fakes = fleet(4)
+    poison = asyncio.create_task(router.sample(request("poison")))
+    await turns()
+    await lose(router, 0, fakes[0], how)
+    await turns()
+    bystander = asyncio.create_task(router.sample(request("bystander", "poison")))
+    await turns()
+    assert fakes[1].groups == [["poison"], ["bystander"]]
+    await lose(router, 1, fakes[1], how)
+    with pytest.raises(BadRequest, match=r"2 replicas were lost while they sampled this request.*died"):
+        await poison
+    fakes[2].go.set()
+    fakes[3].go.set()
+    assert text(await bystander) == "bystander", "it was in flight at one loss alone"
+    assert [name for fake in fakes[2:] for group in fake.groups for name in group] == ["bystander"]
+
+
+async def test_a_request_is_not_to_blame_for_replicas_that_were_drained_or_refused_weights() -> None:
+    router, fakes = fleet(4)
+    asked = asyncio.create_task(router.sample(request("r")))
+    await turns()
+    fakes[0].failure = WeightsRefused("replica 0: another digest")
+    fakes[0].go.set()
+    await turns()
+    await router.drain(1, 0.0)
+    router.leave(2, "its process died")
+    fakes[3].go.set()
+    assert text(await asked) == "r"
 
 
 async def test_a_cancelled_caller_aborts_its_request() -> None:

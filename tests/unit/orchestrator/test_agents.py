@@ -19,7 +19,7 @@ from orchestrator.agents import NoAnswer
 from orchestrator.env import EnvContext, load_dataset
 from orchestrator.rollout import BadReward
 from trireme.config.orchestrator import EnvConfig
-from trireme.core.errors import BadInput, RoomFailed
+from trireme.core.errors import BadInput, BadRequest, RoomFailed
 from trireme.core.finite_json import to_json
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "agents"
@@ -138,6 +138,17 @@ async def test_the_error_of_a_room_is_raised_whatever_the_agent_makes_of_it() ->
     async with rollout(RoomFailed("no replica is left")) as run:
         with pytest.raises(RoomFailed, match="no replica is left"):
             await run.play(play)
+
+
+async def test_a_request_that_replicas_refuse_is_refused_to_the_agent_and_ends_its_rollout() -> None:
+    async def play(client: openai.AsyncOpenAI) -> float:
+        await ask(client, user("q"))
+        return 1.0
+
+    async with rollout(BadRequest("temperature must be in [0, 2]")) as run:
+        with pytest.raises(BadRequest, match="temperature must be in") as refused:
+            await run.play(play)
+        assert isinstance(refused.value.__cause__, openai.BadRequestError)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from renderer_support import QWEN3, bpe
 from orchestrator.env import Env, EnvGroupBuilder, StepResult, StopCondition, Trajectory
 from orchestrator.message_env import MessageEnv, MessageStep, RenderedEnv
 from orchestrator.watch import LAG_TICK_S
-from trireme.core.errors import RoomFailed
+from trireme.core.errors import BadRequest, LimitReached, RoomFailed
 from trireme.renderers import Message, make_renderer
 
 BAD = 1
@@ -345,6 +345,22 @@ def test_a_fault_in_cleaning_up_is_counted_and_the_group_is_trained_on(fault: Fa
     run = played(fault)
     assert errors(run, counted) == 1
     assert BAD in trained(run)
+
+
+REFUSED = Fault(step=raises(BadRequest("temperature must be in [0, 2], got 3")))
+"""What the sampler raises in a rollout is raised in the same place."""
+
+
+async def test_a_request_that_replicas_refuse_ends_its_rollout_alone_without_another_try() -> None:
+    run = await whole_run(Run(small_config(max_steps=3, retries=2), Faulty(REFUSED)))
+    assert errors(run, "BadRequest") == 2
+    assert BAD not in trained(run)
+
+
+async def test_a_run_whose_rollouts_are_all_refused_stops_with_the_reason() -> None:
+    config = small_config(max_steps=1, max_filtered_batches=1000, max_failure_rate=1.0)
+    with pytest.raises(LimitReached, match=r"refused the last 32 rollouts .* temperature must be in \[0, 2\], got 3"):
+        await whole_run(Run(config, Faulty(REFUSED, everywhere=True)))
 
 
 async def test_tasks_that_a_group_leaves_are_cancelled_and_counted() -> None:

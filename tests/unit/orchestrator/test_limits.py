@@ -12,7 +12,7 @@ from trireme.core.errors import LimitReached
 def judged(outcomes: list[bool], limits: RunLimits | None = None) -> RunLimits:
     limits = limits or RunLimits(small_config(max_failure_rate=0.25))
     for succeeded in outcomes:
-        limits.judge_rollout(succeeded)
+        limits.judge_rollout(None if succeeded else ValueError("failed"))
     return limits
 
 

@@ -21,7 +21,7 @@ from service.guard import Limits
 from service.places import Places
 from service.reading import MessageReader
 from service.routes import ROUTES
-from trireme.core.errors import RoomFailed
+from trireme.core.errors import BadRequest, RoomFailed
 
 QUESTION: Any = [{"role": "user", "content": "What is 2 + 2?"}]
 TOOL: Any = {"type": "function", "function": dict(CALCULATOR)}
@@ -297,6 +297,29 @@ async def test_a_failure_of_the_replicas_is_told() -> None:
         assert int(failed.value.response.headers["retry-after"]) >= 1
         with pytest.raises(openai.InternalServerError, match="no replica is left"):
             await ask(service, stream=True)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("chat/completions", {"messages": QUESTION}),
+        ("completions", {"prompt": "a"}),
+        ("responses", {"input": "a"}),
+        ("messages", {"messages": QUESTION, "max_tokens": 2}),
+    ],
+)
+async def test_a_request_that_replicas_refuse_is_told_so_in_its_dialect(path: str, body: dict[str, Any]) -> None:
+    """Clients ask again after a 503, which would be refused again."""
+    headers = {"authorization": f"Bearer {CLIENT}", "anthropic-version": "2023-06-01"}
+    async with served(BadRequest("not this request")) as service, httpx.AsyncClient(headers=headers) as client:
+        answer = await client.post(f"{service.url}/v1/{path}", json={"model": "policy", **body})
+        beyond = await client.post(f"{service.url}/v1/{path}", json={"model": "policy", **body, "temperature": 2.0001})
+    assert [answer.status_code, beyond.status_code] == [400, 400]
+    assert "retry-after" not in answer.headers
+    error = answer.json()["error"]
+    assert (error["type"], error["message"]) == ("invalid_request_error", "not this request")
+    assert answer.json().get("type") == ("error" if path == "messages" else None)
+    assert "temperature" in beyond.json()["error"]["message"]
 
 
 async def test_what_is_being_answered_when_the_service_ends_is_told_so() -> None:
