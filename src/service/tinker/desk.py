@@ -52,7 +52,13 @@ class TinkerDesk:
 
     def _replay(self, records: Sequence[Record]) -> tuple[ProtocolState, Histories]:
         turns = partial(AdapterTurns[Promise], slots, BASE) if (slots := self.offer.slots) else WeightTurns[Promise]
-        state = ProtocolState(make_turns=turns, places=self.offer.places, cost=tokens_of, origin=origin_of)
+        state = ProtocolState(
+            make_turns=turns,
+            adapters=self.offer.lora is not None,
+            places=self.offer.places,
+            cost=tokens_of,
+            origin=origin_of,
+        )
         return state, replay(state, records, self.now())
 
     def begin(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,7 @@ from service.tinker.promises import (
     RetiredNumbers,
     UnknownId,
 )
-from service.tinker.records import OutcomeKnown, Record, SessionBegun, SessionTold
+from service.tinker.records import OutcomeKnown, Record, RoomsLost, SessionBegun, SessionTold
 
 KEPT_S = 600.0
 """Seconds for which an outcome is kept after it was given, as the answer may not have arrived, or after the session."""
@@ -34,6 +35,8 @@ class PromiseBook:
     sessions: dict[str, ClientSession] = field(default_factory=dict)
     models: dict[str, ClientModel] = field(default_factory=dict)
     samplers: dict[str, ClientSampler] = field(default_factory=dict)
+    losses: Counter[str] = field(default_factory=Counter)
+    """How often rooms were lost while they worked on a request without an outcome."""
     write: Callable[[Record], None] = lambda record: None
     """Takes each record before what it says is done. Raises StorageFailed; then nothing is done."""
     _promises: dict[str, Promise] = field(default_factory=dict)
@@ -111,7 +114,14 @@ class PromiseBook:
         """Gives a promise its outcome."""
         self.write(OutcomeKnown(promise.request_id, outcome))
         promise.outcome, promise.work = outcome, None
+        self.losses.pop(promise.request_id, None)
         self._settled.append(promise)
+
+    def lose(self, promise: Promise) -> int:
+        """Notes that rooms were lost while they worked on a promise; returns how often they were."""
+        self.write(RoomsLost(promise.request_id))
+        self.losses[promise.request_id] += 1
+        return self.losses[promise.request_id]
 
     def take_settled(self) -> list[Promise]:
         """Returns the promises that got their outcome since the last call."""

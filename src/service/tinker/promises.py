@@ -125,6 +125,8 @@ class ClientModel:
     """The number of a request that later ones wait for, and when that was seen first."""
     ended: str = ""
     """Why it cannot be trained any more."""
+    lined_s: float | None = None
+    """When it was first seen to wait for a place while models of its own session have some."""
     origin: str = ""
     """The path of the state with which it began; "": with none. It is known while the model waits for a place."""
     retired: RetiredNumbers = field(default_factory=RetiredNumbers)

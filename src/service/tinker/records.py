@@ -115,6 +115,13 @@ class OutcomeKnown:
 
 
 @dataclass(frozen=True)
+class RoomsLost:
+    """Rooms were lost while they worked on a request, which may be the cause."""
+
+    request: str
+
+
+@dataclass(frozen=True)
 class ModelCommitted:
     """The server has saved for itself what a model is before its request `seq`."""
 
@@ -182,6 +189,7 @@ Record = (
     | CloneJoined
     | SampleAsked
     | OutcomeKnown
+    | RoomsLost
     | ModelCommitted
     | ModelStands
     | StepKept

@@ -20,6 +20,7 @@ from service.tinker.records import (
     ModelStands,
     OutcomeKnown,
     Record,
+    RoomsLost,
     SampleAsked,
     SamplerBegun,
     SamplerStands,
@@ -67,6 +68,8 @@ def _apply(state: ProtocolState, histories: Histories, record: Record, now: floa
             state.sample(record.sampler, record.seq, record.work)
         case OutcomeKnown():
             _settle(state, histories, record, now)
+        case RoomsLost():
+            state.lose(state.promise(record.request))
         case ModelCommitted():
             histories[record.model].committed(record.place)
         case _:
@@ -134,6 +137,7 @@ def records_of(state: ProtocolState, histories: Histories) -> Iterator[Record]:
             yield SampleAsked(owner_id, number, promise.work)  # type: ignore[arg-type]  # the state does not look
         elif number:
             yield TrainingAsked(owner_id, number, promise.work)  # type: ignore[arg-type]
+    yield from (RoomsLost(request) for request in state.losses.elements())
     yield from (SessionOver(each.session_id) for each in state.sessions.values() if each.ended_s is not None)
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -63,8 +62,6 @@ class TinkerServer(TinkerDesk):
         self._commits = commits
         self._sampling: set[asyncio.Task[None]] = set()
         self._costs = MeasuredCosts()
-        self._losses: Counter[str] = Counter()
-        """How often rooms were lost that worked on a request."""
         self.done = 0
         """How many requests to train were done."""
 
@@ -140,7 +137,6 @@ class TinkerServer(TinkerDesk):
             self.wake()
             if failure:
                 raise failure
-            self._losses.pop(promise.request_id, None)
             if not model.ended and self._histories[model.model_id].is_due(self.now(), self.offer.options.commit_s):
                 await self._commit(model)
 
@@ -154,8 +150,7 @@ class TinkerServer(TinkerDesk):
 
     def _may_try_again(self, promise: Promise) -> bool:
         """Notes that rooms were lost that worked on a request. Returns False if it is not to be tried again."""
-        self._losses[promise.request_id] += 1
-        return self._losses[promise.request_id] < TRIES
+        return self.state.lose(promise) < TRIES
 
     async def _commit(self, model: ClientModel) -> None:
         """Saves a model for this server itself. A disk that is full only lets more be done again later."""
@@ -237,7 +232,6 @@ class TinkerServer(TinkerDesk):
             outcome = Failure(f"an error of the server, which its log tells: {type(error).__name__}", "server")
         fault_point("tinker.sampled")
         self.state.sampled(promise, outcome)
-        self._losses.pop(promise.request_id, None)
         self.wake()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:

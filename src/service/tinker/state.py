@@ -6,7 +6,8 @@ order of their numbers, however they arrive: one whose predecessor has not come 
 many models, of which those that have a request take turns (`service.tinker.shares`). Further models wait in the order
 in which they came, until the session of one that has a place ends: its client finishes it, or is silent for SESSION_S
 seconds. HEIR_S seconds are enough if the next one has the same owner, and either begins with a state of the model that
-has the place (it is the same program, started again), or that model has done nothing yet.
+has the place (it is the same program, started again), or that model has done nothing yet. An adapter whose session has
+places already is refused after PLACE_S: its client may wait for itself.
 
 All that changes is first told to `write`, as records (`service.tinker.records`), from which the same state can be made
 again (`service.tinker.replaying`). What is not written is when outcomes were given: that only lets them be forgotten.
@@ -48,6 +49,8 @@ HEIR_S = 45.0
 """Seconds of silence after which a model ends whose owner continues it in another session, or waits while it does
 nothing. A client's beat is given up after 10 s, so between two that arrive are 30 s if one in between is lost; its
 questions for results count too."""
+PLACE_S = 60.0
+"""Seconds for which an adapter waits for a place while others of its session have places."""
 GAP_S = 300.0
 """Seconds for which requests of a model wait for one before them that has not come. The client posts for that long."""
 
@@ -58,6 +61,8 @@ class ProtocolState(PromiseBook):
 
     make_turns: Callable[[], WeightTurns[Promise] | AdapterTurns[Promise]] = WeightTurns
     """Decides in which order samples run."""
+    adapters: bool = False
+    """The models are adapters: many have places, and none ends for another of its session."""
     places: int = 1
     """The number of models that are trained at the same time."""
     cost: Callable[[object], int] = lambda _: 1
@@ -97,6 +102,8 @@ class ProtocolState(PromiseBook):
                 self.finish(session.session_id, now)
         self._end_continued(now)
         self._end_stuck(now)
+        if self.adapters:
+            self._end_beyond(now)
         for promise in [each for each in self._promises.values() if each.outcome]:
             ended_s = self.sessions[promise.session_id].ended_s
             if promise.settled_s is None:
@@ -117,6 +124,23 @@ class ProtocolState(PromiseBook):
                     self._line.remove(heir)
                     self.holders.append(heir)  # a program that is started again keeps its place
                     break
+
+    def _end_beyond(self, now: float) -> None:
+        """Refuses adapters that have waited for PLACE_S while their session has others: its client may wait for them to
+        be created before it lets those go."""
+        for model in list(self._line):
+            names = [each.model_id for each in self.holders if each.session_id == model.session_id]
+            if not names:
+                model.lined_s = None
+            elif model.lined_s is None:
+                model.lined_s = now
+            elif now - model.lined_s > PLACE_S:
+                self._end(
+                    model,
+                    f"no place was free within {PLACE_S:g} s: {self.places} adapters are trained at the same time "
+                    f"(service.models), and its session has {len(names)} of them: {', '.join(names)}. Train it in "
+                    "another session once one of these has ended, or start the server with a higher --service.models",
+                )
 
     def _end_stuck(self, now: float) -> None:
         for model in [each for each in self.holders if each.waiting and not each.ready]:
@@ -233,11 +257,11 @@ class ProtocolState(PromiseBook):
         self.holders = [model for model in living if model.next_seq > 0]
 
     def _pass_on(self) -> None:
-        """Gives free places to the next models in the line. A model takes the place of one of the same session that has
-        nothing to do and waits for nothing, as the client would otherwise wait for itself."""
+        """Gives free places to the next models in the line. A whole model takes the place of one of the same session
+        that has nothing to do and waits for nothing, as the client would otherwise wait for itself."""
         while self._line and len(self.holders) < self.places:
             self.holders.append(self._line.popleft())
-        for before in [model for model in self.holders if not model.waiting]:
+        for before in [model for model in self.holders if not (model.waiting or self.adapters)]:
             heir = next((model for model in self._line if model.session_id == before.session_id), None)
             if heir:
                 self._line.remove(heir)

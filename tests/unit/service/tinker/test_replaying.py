@@ -126,6 +126,7 @@ def seen(state: ProtocolState, histories: Any) -> dict[str, Any]:
         "models": {m.model_id: (m.next_seq, m.ended, m.retired, sorted(m.waiting)) for m in state.models.values()},
         "samplers": {s.sampler_id: (s.target, s.joined, clones_of(s)) for s in state.samplers.values()},
         "promises": {p.request_id: (p.session_id, p.outcome) for p in state.promises()},
+        "losses": dict(state.losses),
         "steps": {
             m.model_id: [(step.seq, step.error) for step in histories[m.model_id].kept()]
             for m in state.models.values()
@@ -182,6 +183,7 @@ def test_a_state_is_made_again_from_its_records(data: st.DataObject) -> None:
         "sampled": sample,
         "fetched": fetch,
         "tell": lambda: state.tell(session_of[number() % 2], {"project_id": str(number())}),
+        "lost": lambda: [state.lose(each) for each in state.promises() if each.outcome is None],
         "finish": lambda: state.finish(session_of[number() % 2], now),
         "again": recorded.begin_again,
     }
@@ -200,6 +202,7 @@ def test_a_state_is_made_again_from_its_records(data: st.DataObject) -> None:
     assert {name: each[:2] for name, each in raw["models"].items()} == {
         name: each[:2] for name, each in before["models"].items()
     }
+    assert raw["losses"] == before["losses"]
     assert raw["promises"].items() >= before["promises"].items(), "those that were given may be kept for longer"
     recorded.begin_again()
     assert seen(*recorded.replayed(now)) == before

@@ -12,7 +12,7 @@ import pytest
 from tinker_posts import accepted, begun, passing, post, result, sampler_of, sampling
 from tinker_support import BASE_MODEL, DEADLINE_S, Served, UnigramSampler, UnigramTrainer, tinker_server, wait_for
 
-from trireme.core.errors import RoomFailed
+from trireme.core.errors import BadRequest, RoomFailed
 from trireme.core.types import AdamParams, OptimStepResponse, SampleResponse
 
 
@@ -115,6 +115,29 @@ def test_a_sample_is_asked_again_once(tmp_path: Path) -> None:
         told = result(served.url, sample)
         assert (told["category"], "lost twice" in told["error"]) == ("server", True)
         assert not served.working.done(), "other samples may do well"
+
+
+class RefusingSampler(UnigramSampler):
+    """Refuses each sample, as replicas do for vLLM."""
+
+    def _sample(self, *_: Any) -> SampleResponse:
+        raise BadRequest("vLLM does not sample this request: a token id beyond the vocabulary")
+
+
+def test_a_sample_that_replicas_refuse_touches_no_room(tmp_path: Path) -> None:
+    with tinker_server(tmp_path) as served:
+        session, _ = begun(served.url)
+        served.working.cancel()
+        served.sampler = RefusingSampler()
+        served.work()
+        base = sampler_of(served.url, session, 0, base_model=BASE_MODEL)
+        refused = [result(served.url, accepted(served.url, "asample", sampling(base, seq))) for seq in range(5)]
+        assert [each["category"] for each in refused] == ["user"] * 5
+        assert not served.working.done(), "no room is started again"
+        for beyond in ({"temperature": 2.0001}, {"top_k": 10**30}, {"stop": ["x"] * 65}):
+            body = sampling(base, 9)
+            body["sampling_params"] |= beyond
+            assert post(served.url, "asample", body).status_code == 400
 
 
 def test_samples_of_weights_that_are_lost_are_told_so(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.tinker.promises import Failure, GoneError, Promise, Success, UnknownId, UserError
-from service.tinker.state import CLONE, GAP_S, HEIR_S, KEPT_S, SESSION_S, UNASKED_S, ProtocolState
+from service.tinker.state import CLONE, GAP_S, HEIR_S, KEPT_S, PLACE_S, SESSION_S, UNASKED_S, ProtocolState
 from service.tinker.turns import LoadWeights, StartSample
 
 DONE = Success({})
@@ -187,6 +187,34 @@ def test_a_client_never_waits_for_itself() -> None:
     refused = state.train("s:train:0", 2, None).outcome
     assert isinstance(refused, Failure)
     assert "s:train:1 of the same session" in refused.error
+
+
+@pytest.mark.parametrize("frees", [False, True])
+def test_an_adapter_ends_for_no_other_and_one_beyond_the_places_is_refused(frees: bool) -> None:
+    """It waits as that of another client does, and is refused with a list when no place becomes free."""
+    state = ProtocolState(adapters=True, places=3)
+    for session in ("s", "t"):
+        state.begin_session(session, 0.0)
+    for session, number in (("s", 0), ("s", 1), ("t", 0), ("s", 2)):
+        state.create_model(session, number, None)
+    assert run_all(state) == ["s:train:0/0", "s:train:1/0", "t:train:0/0"]
+    for now in (10.0, 10.0 + PLACE_S):
+        for session in ("s", "t"):
+            state.beat(session, now)
+        state.expire(now)
+    assert run_all(state) == []
+    assert state.take_ended() == []
+    assert [each.model_id for each in state.holders] == ["s:train:0", "s:train:1", "t:train:0"]
+    if frees:
+        state.finish("t", 75.0)
+        assert run_all(state) == ["s:train:2/0"]
+        return
+    state.expire(75.0)
+    refused = state.promise("s:train:2/0").outcome
+    assert isinstance(refused, Failure)
+    assert "3 adapters are trained at the same time (service.models)" in refused.error
+    assert "has 2 of them: s:train:0, s:train:1." in refused.error
+    assert [each.ended for each in state.holders] == [""] * 3
 
 
 def test_a_model_whose_batch_is_on_its_way_is_not_taken_over() -> None:
