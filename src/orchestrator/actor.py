@@ -19,6 +19,7 @@ from orchestrator.rollout import RolloutLimits
 from orchestrator.state import OrchestratorState
 from orchestrator.workers import workers
 from trireme.checkpoint.files import FileRecord
+from trireme.checkpoint.parts import CommitPart, CommitSource
 from trireme.config import Config
 from trireme.core.agents import AgentSessions
 from trireme.core.batch import Assign, StoredBatch
@@ -134,9 +135,15 @@ class OrchestratorActor:
 
         return await asyncio.to_thread(write)
 
-    async def load_state(self, path: Path) -> str:
+    async def load_state(self, path: Path, source: CommitSource | None = None) -> str:
         """Continues from a state. Returns how much it has of unfinished rollouts; "" if there were none."""
-        return self._pipeline.load(await asyncio.to_thread(OrchestratorState.read, path))
+
+        def read() -> OrchestratorState:
+            with CommitPart.opened(path, source) as part:
+                part.fetch_all()
+                return OrchestratorState.read(part.directory)
+
+        return self._pipeline.load(await asyncio.to_thread(read))
 
     async def stop(self) -> None:
         """Cancels all rollouts and closes their environments. May be called again: after SIGTERM, by the driver."""

@@ -14,6 +14,7 @@ import ray
 from orchestrator.actor import OrchestratorActor
 from orchestrator.lifetimes import end_deadline_s
 from orchestrator.replicas import update_deadline_s
+from trireme.checkpoint.parts import CommitSource
 from trireme.config import Config
 from trireme.core.agents import AgentSessions
 from trireme.core.batch import Assign
@@ -141,11 +142,11 @@ class OrchestratorHandle:
             [self._actor.write_snapshot.remote(path)], ["orchestrator (its part of a commit)"], self._log
         )
 
-    def load_state(self, path: Path) -> str:
-        """Continues from a state that `save_state` wrote; once ready, before the first `update_weights`. Returns how
-        much it has of unfinished rollouts ("" if there were none). Raises BadInput when the dataset lacks the problems
-        that are to be sampled."""
-        loaded = self._actor.load_state.remote(path)
+    def load_state(self, path: Path, source: CommitSource | None = None) -> str:
+        """Continues from a state that `save_state` wrote, on a node that does not see `path` from `source`; once ready,
+        before the first `update_weights`. Returns how much it has of unfinished rollouts ("" if there were none).
+        Raises BadInput when the dataset lacks the problems that are to be sampled."""
+        loaded = self._actor.load_state.remote(path, source)
         return str(self._wait(loaded, f"its state from {path}", self._config.timeouts.checkpoint_s))
 
     # ---- for the supervisor: references, which it waits for

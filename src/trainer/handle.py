@@ -29,6 +29,7 @@ from trainer.losses import (
     surrogate,
     with_sequence_ratios,
 )
+from trireme.checkpoint.parts import CommitSource
 from trireme.config import CommonConfig
 from trireme.config.losses import find_loss
 from trireme.core.batch import Assign, Batch, Data, StoredBatch, Summary, TokenBatch
@@ -293,12 +294,12 @@ class TrainerHandle(ShardCalls):
         saved_R = [actor.finish_save.remote(path, begun) for actor, begun in zip(self._actors_R, begun_R, strict=True)]
         return Pending(saved_R, self._names_R)
 
-    def load_state(self, path: Path, identities: Sequence[WeightIdentity]) -> str:
-        """Loads what any number of shards saved at `path` (`save_state`). `identities` are those of the versions that
-        were published then and may still be trained on. Gradients are dropped. Returns what is to be said of it ("" if
-        nothing). Raises CheckpointInvalid."""
+    def load_state(self, path: Path, identities: Sequence[WeightIdentity], source: CommitSource | None = None) -> str:
+        """Loads what any number of shards saved at `path` (`save_state`), on nodes that do not see it from `source`.
+        `identities` are those of the versions that were published then and may still be trained on. Gradients are
+        dropped. Returns what is to be said of it ("" if nothing). Raises CheckpointInvalid, StorageFailed."""
         self._suspects = []
-        said_R = self._call("load_state", path, tuple(identities), timeout_s=self._timeouts.checkpoint_s)
+        said_R = self._call("load_state", path, tuple(identities), source, timeout_s=self._timeouts.checkpoint_s)
         return str(said_R[0])
 
     def save_weights(self, path: Path, published: PublishedWeights) -> Pending:

@@ -38,6 +38,7 @@ from trainer.proof import prove_models
 from trainer.publish import canary_tokens, compute_canary
 from trainer.state import Checkpointer, make_adam_state
 from trireme.checkpoint.files import FileRecord
+from trireme.checkpoint.parts import CommitSource
 from trireme.config import CommonConfig
 from trireme.config.model_facts import ModelFacts
 from trireme.core.batch import BatchPart, Numbers, Summary, TokenBatch
@@ -319,14 +320,15 @@ class Shard(AdapterVerbs):
         """
         return self._checkpointer.finish(path)
 
-    def load_state(self, path: Path, identities: Sequence[WeightIdentity]) -> str:
+    def load_state(self, path: Path, identities: Sequence[WeightIdentity], source: CommitSource | None = None) -> str:
         """Loads the state saved in `path` by any number of shards, and the identities of the versions published until
-        then, and drops gradients. Raises CheckpointInvalid.
+        then, and drops gradients. `source`: where the state is for a shard that does not see `path`. Raises
+        CheckpointInvalid, StorageFailed.
 
         Gradients are added in the order in which the saved run added them, if the memory allows it. Returns what is to
         be said if it does not ("" otherwise): the last bits may differ."""
         fault_point("trainer.load")
-        self._checkpointer.load(path)
+        self._checkpointer.load(path, source)
         self.drop_gradients()
         self._published = PublishedVersions(self._config.max_steps_off_policy, identities)
         said = self._sharding.keep_whole(bool(self._sums_whole))

@@ -40,6 +40,7 @@ from trainer.mesh import Mesh
 from trainer.snapshot import MOMENTS, REFERENCE, Staging, StateSnapshot
 from trainer.state_reader import StateReader
 from trireme.checkpoint.files import Copy, FileRecord, HashingWriter, fsync_directory, make_directory, storage_errors
+from trireme.checkpoint.parts import CommitPart, CommitSource
 from trireme.config import CommonConfig
 from trireme.core.errors import CheckpointInvalid, StorageFailed
 from trireme.process.environ import yield_to_others
@@ -185,12 +186,23 @@ class Checkpointer:
         for state in self._optimizer.state.values():
             torch._foreach_zero_(list(state.values()))
 
-    def load(self, path: Path) -> None:
-        """Loads the state that any number of ranks saved in `path`. Random generators of ranks that did not exist then,
-        and a reference that was not saved, stay as they are. Raises CheckpointInvalid for the state of another model,
-        or one that cannot be read."""
+    def load(self, path: Path, source: CommitSource | None = None) -> None:
+        """Loads the state that any number of ranks saved in `path`; a rank that does not see it there takes it from
+        `source`. Random generators of ranks that did not exist then, and a reference that was not saved, stay as they
+        are. Raises CheckpointInvalid for the state of another model, or one that cannot be read, and StorageFailed."""
         self.wait_until_saved()  # frees the buffers
-        reader = StateReader(path)
+        with CommitPart.opened(path, source) as part:
+            small = self._read(path, part)
+        if self._base and (found := bytes(small["base"].tolist()).hex()) != self._base:
+            raise CheckpointInvalid(
+                f"{path} holds adapters of another base, whose weights have digest {found}; those of model.name have "
+                f"{self._base}: give the model that the run began with"
+            )
+        self._take_over(small)
+
+    def _read(self, path: Path, part: CommitPart) -> dict[str, Tensor]:
+        """Reads the state into the copies in host memory. Returns its small parts."""
+        reader = StateReader(part)
         saved = set(reader.read_metadata().state_dict_metadata)
         expected = {*self._staging.buffers, *self._buffers, "steps", *(["base"] if self._base else [])}
         _refuse_other_tensors(path, saved, expected)
@@ -203,13 +215,11 @@ class Checkpointer:
         try:
             dcp.load(state, storage_reader=reader, planner=planner, process_group=self._group)
         except dcp.CheckpointException as error:
-            raise CheckpointInvalid(f"cannot load the trainer's state from {path}: {_cause(error)}") from None
-        if self._base and (found := bytes(small["base"].tolist()).hex()) != self._base:
-            raise CheckpointInvalid(
-                f"{path} holds adapters of another base, whose weights have digest {found}; those of model.name have "
-                f"{self._base}: give the model that the run began with"
-            )
-        self._take_over(small)
+            cause = _cause(error)
+            if isinstance(cause, StorageFailed):
+                raise cause from None
+            raise CheckpointInvalid(f"cannot load the trainer's state from {path}: {cause}") from None
+        return small
 
     @cached_property
     def _staging(self) -> Staging:

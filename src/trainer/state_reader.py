@@ -14,7 +14,10 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
 
+from trireme.checkpoint.parts import CommitPart
 from trireme.core.errors import CheckpointInvalid
 
 FILE = ".metadata"
@@ -44,11 +47,17 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class StateReader(dcp.FileSystemReader):
-    """Reads tensors that `dcp.save` wrote to a directory; anything else in it is refused."""
+    """Reads tensors that `dcp.save` wrote as a part of a commit; anything else in it is refused. Where the files are in
+    object storage, those that the plan reads are fetched. Raises StorageFailed."""
+
+    def __init__(self, part: CommitPart) -> None:
+        super().__init__(part.directory)
+        self._part = part
 
     def read_metadata(self) -> metadata.Metadata:  # without a rank DCP asks for no other metadata
         """Returns the metadata of all tensors. Raises CheckpointInvalid for what is no such metadata."""
         file = Path(self.path) / FILE
+        self._part.fetch([FILE])
         try:
             with file.open("rb") as stream:
                 found = _MetadataUnpickler(stream).load()
@@ -59,6 +68,10 @@ class StateReader(dcp.FileSystemReader):
             raise CheckpointInvalid(f"{file} holds no metadata: {type(error).__name__}: {error}") from None
         found.storage_meta = metadata.StorageMeta(load_id=self.load_id)
         return found
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        self._part.fetch({self.storage_data[item.storage_index].relative_path for item in plan.items})
+        return super().read_data(plan, planner)
 
 
 def _check(found: Any) -> None:

@@ -1,11 +1,12 @@
 """A run in object storage: what its HEAD says there, and which objects that refers to. Moves no bytes.
 
     HEAD                                           the run, its driver, its commits and files; put on condition
-    commits/000002/step_000020-<lineage>-1/...     the files of a commit that the second driver brought there
+    commits/000002/step_000020-<lineage>-1/...     the files of a commit of the second driver, of its first attempt
     rows/000002/metrics.jsonl/000000-<checksum>    a part of a file beside the commits
 
-HEAD is what there is: an object counts once HEAD names it, and HEAD is put after everything that it names. An object is
-never put twice, because its name has the number of the driver, and it is deleted only when HEAD has ceased to name it.
+HEAD is what there is: an object counts once HEAD names it, and HEAD is put after everything that it names. An object
+that HEAD names is never put again, because its name has the number of the driver, and it is deleted only when HEAD has
+ceased to name it. What no HEAD came to name, such as the parts of a commit that was not completed, is swept.
 So a crash between any two puts leaves the run as the last HEAD says, and what a driver does that has been superseded
 changes nothing that the new one names. Commits and rows of a branch are named by another path, and stay where they
 are.
@@ -132,10 +133,14 @@ def commit_key(driver: int, manifest: Manifest) -> str:
     return f"{COMMITS}/{driver:06d}/{step_name(manifest.step)}-{manifest.lineage}-{manifest.attempt}"
 
 
-def driver_of(key: str) -> int | None:
-    """Returns the number of the driver that put an object; None for a key of another form."""
+def writer_of(key: str) -> tuple[int, int] | None:
+    """Returns the numbers of the driver and the attempt that put an object (attempt 0: of a file's part, which does not
+    name it); None for a key of another form."""
     words = key.split("/")
-    return int(words[1]) if len(words) > 2 and words[0] in (COMMITS, ROWS) and words[1].isdecimal() else None
+    if len(words) < 3 or words[0] not in (COMMITS, ROWS) or not words[1].isdecimal():
+        return None
+    attempt = words[2].rpartition("-")[2] if words[0] == COMMITS else "0"
+    return (int(words[1]), int(attempt)) if attempt.isdecimal() else None
 
 
 def part_of(block: bytes, driver: int, known: FilePart | None) -> FilePart:

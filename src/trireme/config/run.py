@@ -39,7 +39,8 @@ class RunConfig(Section):
     """The run directory is `output_dir/name`. A URL such as s3://bucket/prefix: the run is kept there, and works in
     `local_dir/name`."""
     local_dir: str = "outputs"
-    """Where runs lie if output_dir is a URL, else nothing reads it; the nodes of trainer and orchestrator share it."""
+    """Where runs lie on the driver's disk if output_dir is a URL, else nothing reads it; other nodes put their parts of
+    commits there for a while."""
 
     @property
     def url(self) -> str | None:

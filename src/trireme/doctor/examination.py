@@ -96,7 +96,7 @@ class Expected:
     shm_free: Mapping[str, int] = field(default_factory=dict)
     """Bytes that must be free in /dev/shm when the run starts, by node."""
     writers: Collection[str] = ()
-    """The nodes with a process that writes to the run directory."""
+    """The nodes with a process that writes to the run directory; none for a run in object storage."""
     output_dir: str = ""
     """The directory of runs; "" if it is not specified."""
     model: str = ""
@@ -120,7 +120,7 @@ class Expected:
             name = machine.node.name
             memory[name] = sum(machine.host.values())
             shm_free[name] = machine.shm_free
-            if any(actor.startswith(WRITERS) for actor in machine.actors):
+            if not config.run.url and any(actor.startswith(WRITERS) for actor in machine.actors):
                 writers.append(name)
         return cls(
             on_gpus=plan.on_gpus,

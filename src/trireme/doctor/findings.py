@@ -16,8 +16,6 @@ HARMLESS = frozenset({"driver", "pydantic", "numpy"})
 """Versions whose difference is a warning. (A difference in another package, or in this project's source, changes what
 is computed, or how processes understand each other.)"""
 GIB = 2**30
-UNSHARED = "run directory"
-"""The check of nodes that do not share run.output_dir with the driver."""
 
 
 def findings(examination: Examination, expected: Expected) -> list[Finding]:
@@ -174,8 +172,9 @@ def _run_directory(name: str, facts: NodeFacts, expected: Expected) -> Iterator[
     if name in expected.writers and not facts.shares_run_directory:
         yield Finding(
             name,
-            UNSHARED,
+            "run directory",
             f"it does not see the file that the driver has written in run.output_dir = {expected.output_dir}",
             "one directory for all nodes with a trainer shard or the orchestrator, which write to it",
-            f"mount it on {name}, or put --run.output-dir on a file system that the nodes share",
+            f"mount it on {name}, or put --run.output-dir on a file system that the nodes share, or in object storage "
+            "(s3://bucket/prefix), which needs no shared file system",
         )

@@ -17,10 +17,10 @@ from rich.console import Console
 from trireme.config import CommonConfig
 from trireme.core.errors import TriremeError
 from trireme.core.refusals import Refusal, refuse
-from trireme.doctor.examination import WRITERS, Declared, Examination, Expected, absolute
+from trireme.doctor.examination import Declared, Examination, Expected, absolute
 from trireme.doctor.examiner import Examiner, Report
 from trireme.doctor.facts import Questions, collect
-from trireme.doctor.findings import UNSHARED, findings
+from trireme.doctor.findings import findings
 from trireme.doctor.links import Link
 from trireme.doctor.report import network_line
 from trireme.plan.base import Plan
@@ -182,9 +182,8 @@ def check_nodes(plan: Plan, rooms: Mapping[str, Sequence[str]], console: Console
     expected = Expected(head=join_address())
     if result.facts:
         expected = replace(Expected.of(plan.config, replace(plan, resources=result.resources())), head=join_address())
-    writers = [node.name for node in result.nodes if set(WRITERS) & set(rooms.get(node.id, ()))]
     # Each attempt looks for the run directory on the nodes of its own writers (`trireme.launch.writers`).
-    problems = [item for item in findings(result, replace(expected, writers=writers)) if item.check != UNSHARED]
+    problems = findings(result, replace(expected, writers=()))
     warnings = [finding for finding in problems if not finding.fatal]
     for finding in warnings[:MAX_WARNINGS]:
         console.print(f"warning: {finding.line()}", style="yellow", markup=False)

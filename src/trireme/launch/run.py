@@ -17,12 +17,13 @@ from rich.console import Console
 from trainer.handle import TrainerHandle
 from trainer.schedule import learning_rate_schedule
 from trireme.checkpoint.manifest import Manifest
+from trireme.checkpoint.parts import CommitSource
 from trireme.config import CommonConfig
 from trireme.config.model_facts import ModelFacts
 from trireme.core.errors import BadInput, LimitReached, LockLost, RoomFailed, ServicesLost, TriremeError
 from trireme.launch.common import StartProgress
 from trireme.launch.starting import await_ready, joined, reserve_places
-from trireme.launch.writers import check_writers
+from trireme.launch.writers import FarNodes, check_writers
 from trireme.plan.base import Plan
 from trireme.process import signals, trace
 from trireme.process.environ import cluster_address
@@ -68,6 +69,8 @@ class TrainingRun(ABC):
     """The rooms that outlive attempts."""
     committing: tuple[str, ...] = ("trainer",)
     """The rooms whose actors write parts of commits."""
+    far: FarNodes | None = None
+    """The nodes of the attempt where they do not see the run directory."""
     guard: type[RefusedSteps] = RefusedSteps
     """Makes the guard of an attempt."""
 
@@ -234,8 +237,11 @@ def attempt(training: TrainingRun, run: RunDir, supervisor: Supervisor, where: s
 
     await_own_places(training, supervisor, console)
     if cluster_address(training.config):
-        config, rooms = training.config, nodes_of(training.places)
-        check_writers(run.nonce, rooms, training.committing, config.run.url, training.plan.start_s, tick)
+        limit_s = training.config.timeouts.checkpoint_s
+        rooms = nodes_of(training.places)
+        training.far = check_writers(run, rooms, training.committing, training.plan.start_s, limit_s, tick)
+        if training.far:
+            console.print(training.far.text, markup=False)
     with ExitStack() as ending:
         core = training.start(run, ending)
         ending.push(lambda _kind, error, _traceback: supervisor.detach(error))
@@ -249,7 +255,8 @@ def attempt(training: TrainingRun, run: RunDir, supervisor: Supervisor, where: s
         supervisor.await_replicas(log_dir, progress)
         kept: list[str] = []
         if start.commit and start.manifest:
-            kept = load(core, start.commit, start.manifest, supervisor.roster, console)
+            source = training.far and training.far.source(start.commit, start.manifest)
+            kept = load(core, start.commit, start.manifest, source, supervisor.roster, console)
         run.checkout()
         console.print(f"rooms on {where} ready after {time.monotonic() - started:.1f} s")
         supervisor.goes_on(*kept)
@@ -271,14 +278,16 @@ def await_own_places(training: TrainingRun, supervisor: Supervisor, console: Con
     await_places(rooms, training.config.timeouts.place_s, tick)
 
 
-def load(core: Core, commit: Path, manifest: Manifest, roster: Roster, console: Console) -> list[str]:
-    """Has all rooms load their parts of a commit. Returns what the rooms other than the trainer say that it has of
-    unfinished work."""
+def load(
+    core: Core, commit: Path, manifest: Manifest, source: CommitSource | None, roster: Roster, console: Console
+) -> list[str]:
+    """Has all rooms load their parts of a commit, from `source` where its directory is not seen. Returns what the rooms
+    other than the trainer say that it has of unfinished work."""
     kept = []
-    if said := core.trainer.load_state(commit / "trainer", manifest.identities):
+    if said := core.trainer.load_state(commit / "trainer", manifest.identities, source):
         roster.note("trainer_0", said)
     for name, other in core.others.items():
-        if said := other.load_state(commit / name):
+        if said := other.load_state(commit / name, source):
             console.print(f"{name}: {said}", markup=False)
             kept.append(said)
     return kept
@@ -293,7 +302,7 @@ def train_and_commit(
         trace.start(run.logs, "driver_0", config.trace.max_mb)
         ending.callback(trace.stop)
         note = partial(supervisor.roster.note, "commits")
-        commits = Commits(config, run, training.fixed, core.trainer, core.others, note)
+        commits = Commits(config, run, training.fixed, core.trainer, core.others, note, training.far)
         journal = ending.enter_context(closing(Journal(run.root, training.step_line, sys.stdout, tracked, commits)))
         stop = ending.enter_context(signals.Stop(config.checkpoint.grace_s))
         ending.enter_context(commits)

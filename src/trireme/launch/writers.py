@@ -1,74 +1,173 @@
-"""Checks that every process which writes to the run directory is on a node that sees it.
+"""Finds out which nodes with processes that write to the run directory do not see it, and serves them.
 
-Shards of the trainer and the orchestrator write their parts of a commit there, and read them at a resume. Replicas need
-the model alone: where their node does not see the directory, they write their log to the same path on its own disk.
+Shards of the trainer and the orchestrator write their parts of a commit there, and read them at a resume. On a node
+that does not see the directory these parts travel through object storage (`trireme.checkpoint.parts`), if the run is
+stored there; else the run is refused. Replicas need the model alone: where their node does not see the directory, they
+write their log to the same path on its own disk.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import ray
 
+from trireme.checkpoint.bucket import Bucket
+from trireme.checkpoint.files import FileRecord
+from trireme.checkpoint.manifest import Manifest, file_of
+from trireme.checkpoint.parts import CommitSource, put_parts, sees
+from trireme.checkpoint.store import HEAD
+from trireme.core.errors import StorageFailed, TriremeError
 from trireme.core.refusals import Refusal
 from trireme.process import waits
+from trireme.process.faults import fault_point
 from trireme.process.ray_cluster import Progress, on_node
+from trireme.run.mirror import Mirror
+from trireme.run.rundir import RunDir
 
 SEEN_S = 30.0
 """Seconds until a file that the driver has just written is visible on a node: NFS keeps directories for that long."""
+STORED_SEEN_S = 3.0
+"""The same for a run in object storage, where a node that sees the file too late only takes the longer way."""
 TICK_S = 0.5
 
 
-def look(file: Path, contents: str, limit_s: float = SEEN_S) -> tuple[str, bool]:
-    """Returns this machine's name, and True if `file` has these contents here within `limit_s` seconds."""
+@dataclass(frozen=True)
+class Sight:
+    """The report of a node with writers."""
+
+    host: str
+    """The name of the machine."""
+    sees: bool
+    """True: the run directory is there."""
+    problem: str = ""
+    """Why object storage does not help a node that does not see it."""
+
+
+def look(mark: Path, text: str, url: str | None, limit_s: float) -> Sight:
+    """Looks for the file `mark` with the contents `text` on this node for `limit_s` seconds. Without them it tries the
+    store of the run, and deletes drafts of killed attempts from the disk."""
     deadline = time.monotonic() + limit_s
-    while not (seen := file.is_file() and file.read_text() == contents) and time.monotonic() < deadline:
+    while not (seen := sees(mark, text)) and time.monotonic() < deadline:
         time.sleep(TICK_S)
-    return os.uname().nodename, seen
+    problem = ""
+    if not seen and url:
+        for draft in mark.parents[2].glob("checkpoints/*.partial-*"):
+            shutil.rmtree(draft, ignore_errors=True)
+        try:
+            problem = "" if Bucket(url).read(HEAD) else f"{url}/{HEAD} is missing"
+        except TriremeError as error:
+            problem = str(error)
+    return Sight(os.uname().nodename, seen, problem)
+
+
+@dataclass(frozen=True)
+class FarNodes:
+    """The nodes with writers that do not see the directory of a run in object storage. `nodes`: {Ray's id: its name in
+    errors}. `timeout_s`: for the parts of a commit."""
+
+    run: RunDir
+    mirror: Mirror
+    nodes: Mapping[str, str]
+    timeout_s: float
+
+    @property
+    def text(self) -> str:
+        """Says which nodes these are, for a person."""
+        return (
+            f"{'; '.join(self.nodes.values())} do not see {self.run.root}: their parts of commits travel through "
+            f"{self.mirror.bucket.url}"
+        )
+
+    def gather(self, draft: Path, manifest: Manifest) -> None:
+        """Fetches the files of a draft that the other nodes have. Raises StorageFailed, RoomFailed."""
+        bucket = self.mirror.bucket
+        key = self.mirror.draft_key(manifest)
+        try:
+            if failed := self._put(key, draft, manifest.files):
+                raise StorageFailed("; ".join(failed))
+            for record in manifest.files:
+                if not file_of(draft, record).exists():
+                    bucket.fetch(f"{key}/{record.path}", draft, record)
+                    fault_point("parts.fetch")
+        except StorageFailed:
+            with suppress(StorageFailed):
+                bucket.delete(bucket.keys(key))
+            raise
+
+    def discard(self, draft: Path) -> None:
+        """Deletes a draft from the disks of the other nodes. Raises RoomFailed."""
+        self._put("", draft, ())
+
+    def _put(self, key: str, draft: Path, files: Sequence[FileRecord]) -> list[str]:
+        """Calls `put_parts` on all nodes, and waits for each, so that none is late for another try. Returns what
+        failed."""
+        task = ray.remote(num_cpus=0, max_retries=0)(put_parts)
+        url = self.mirror.bucket.url
+        refs = [task.options(scheduling_strategy=on_node(node)).remote(url, key, draft, files) for node in self.nodes]
+        who = [f"{name}, which puts its parts of {draft.name} into {url}" for name in self.nodes.values()]
+        return list(filter(None, waits.get_all(refs, who=who, timeout_s=self.timeout_s)))
+
+    def source(self, commit: Path, manifest: Manifest) -> CommitSource:
+        """Returns from where the other nodes load a commit, once the store has it. Raises StorageFailed, LockLost."""
+        key = self.mirror.await_key(commit, self.timeout_s)
+        mark = self.run.nonce
+        return CommitSource(self.mirror.bucket.url, key, manifest.files, mark, mark.read_text())
 
 
 def check_writers(
-    file: Path,
+    run: RunDir,
     rooms: Mapping[str, Sequence[str]],
     writing: Sequence[str],
-    kept: str | None,
     timeout_s: float,
+    checkpoint_s: float,
     on_tick: Progress,
-) -> None:
-    """Looks for `file`, which the driver has just written below the run directory, on each node with a writer.
+) -> FarNodes | None:
+    """Looks for a file that the driver has just written below the run directory, on each node with a writer. Returns
+    the nodes that do not see it; None if all do.
 
     `rooms`: the rooms that have actors on each node, by Ray's id of the node. `writing`: the rooms whose actors write.
-    `kept`: the URL of a run that is kept in object storage. Raises BadInput with the names of the nodes that do not see
-    the file; RoomFailed for a node that does not answer.
+    Raises BadInput with the names of the nodes that do not see the file if the run is not stored in object storage, or
+    they do not reach that; RoomFailed for a node that does not answer.
     """
-    writers = {node: [room for room in found if room in writing] for node, found in rooms.items()}
-    writers = {node: found for node, found in writers.items() if found}
+    writers = {node: [room for room in there if room in writing] for node, there in rooms.items()}
+    writers = {node: there for node, there in writers.items() if there}
     task = ray.remote(num_cpus=0, max_retries=0)(look)
-    contents = file.read_text()
-    refs = [task.options(scheduling_strategy=on_node(node)).remote(file, contents) for node in writers]
-    who = [f"node {node[:8]}, which looks for {file}" for node in writers]
-    answers = waits.get_all(refs, who=who, timeout_s=timeout_s + SEEN_S, on_tick=on_tick)
-    blind = [
-        f"{host} ({', '.join(writers[node])})" for node, (host, seen) in zip(writers, answers, strict=True) if not seen
-    ]
-    if blind:
-        root = file.parents[2]
-        raise _refusal(root, blind, kept).error()
+    mark = run.nonce
+    text = mark.read_text()
+    url = run.mirror and run.mirror.bucket.url
+    limit_s = STORED_SEEN_S if url else SEEN_S
+    refs = [task.options(scheduling_strategy=on_node(node)).remote(mark, text, url, limit_s) for node in writers]
+    who = [f"node {node[:8]}, which looks for {mark}" for node in writers]
+    sights = waits.get_all(refs, who=who, timeout_s=timeout_s + SEEN_S, on_tick=on_tick)
+    blind = {node: sight for node, sight in zip(writers, sights, strict=True) if not sight.sees}
+    names = {node: f"{sight.host} ({', '.join(writers[node])})" for node, sight in blind.items()}
+    if blind and run.mirror is None:
+        raise _unseen(run.root, list(names.values())).error()
+    if problems := [f"{names[node]}: {sight.problem}" for node, sight in blind.items() if sight.problem]:
+        raise _unreached(run.root, str(url), problems).error()
+    return FarNodes(run, run.mirror, names, checkpoint_s) if run.mirror and names else None
 
 
-def _refusal(root: Path, blind: Sequence[str], kept: str | None) -> Refusal:
-    key = "local_dir" if kept else "output_dir"
-    do = f"put --run.{key.replace('_', '-')} on a file system that these nodes share"
-    if not kept:
-        do += (
-            "; or start the command on the node with the trainer, and keep the run in object storage "
-            "(--run.output-dir s3://bucket/prefix), from where any node resumes it"
-        )
+def _unseen(root: Path, blind: Sequence[str]) -> Refusal:
     return Refusal(
-        f"run.{key} = {root.parent}; {root} is not seen by {'; '.join(blind)}",
+        f"run.output_dir = {root.parent}; {root} is not seen by {'; '.join(blind)}",
         "a directory that each node with a shard of the trainer or the orchestrator sees: they write commits there",
-        do,
+        "put --run.output-dir on a file system that these nodes share; or keep the run in object storage "
+        "(--run.output-dir s3://bucket/prefix), which needs no shared file system",
+    )
+
+
+def _unreached(root: Path, url: str, problems: Sequence[str]) -> Refusal:
+    return Refusal(
+        f"run.output_dir, which is {url}, from where it cannot be read: {'; '.join(problems)}",
+        f"object storage that each node with a shard of the trainer or the orchestrator reaches, or sees {root}",
+        "correct the network or the package there (`uv sync --extra s3`); keys, region and endpoint are those of the "
+        "driver's environment; or put --run.local-dir on a file system that these nodes share",
     )

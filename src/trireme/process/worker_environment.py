@@ -35,6 +35,8 @@ OF_ONE_NODE = "VLLM_HOST_IP"
 """The address of the process itself, as vLLM reads it: another one on each node."""
 NAMES = ("PYTHONPATH", "TRANSFORMERS_OFFLINE", "TOKENIZERS_PARALLELISM", "CUBLAS_WORKSPACE_CONFIG")
 """Further variables that decide what is found and computed."""
+STORES = ("AWS_", "GOOGLE_", "AZURE_")
+"""The variables of object storage begin like this."""
 KEYS = "TRIREME__"
 """Variables of this prefix are keys of the configuration, which travels as an object."""
 OWN = ("trireme", "trainer", "orchestrator", "inference", "service")
@@ -68,9 +70,12 @@ class WorkerEnvironment:
         given = _chosen([*config.cluster.variables, *of_environments], environ)
         named = named_code(config.model_dump(mode="json"), keys_of(type(config))).values()
         paths = (IMPORT_PATH.fullmatch(value) for value in named if isinstance(value, str))
+        secrets = {name: value for name, value in given.items() if is_secret(name, value)}
+        if config.run.url:
+            secrets |= {name: value for name, value in environ.items() if name.startswith(STORES)}
         return cls(
-            {name: value for name, value in given.items() if not is_secret(name, value)},
-            {name: value for name, value in given.items() if is_secret(name, value)},
+            {name: value for name, value in given.items() if name not in secrets},
+            secrets,
             modules_not_installed([found[1] for found in paths if found]),
         )
 

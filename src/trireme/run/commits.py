@@ -57,6 +57,16 @@ class Stateful(Protocol):
     def save_state(self, path: Path) -> PendingFiles: ...
 
 
+class FarParts(Protocol):
+    """The parts of commits that are written where the run directory is not seen."""
+
+    def gather(self, draft: Path, manifest: Manifest) -> None:
+        """Brings the files of a draft that are not in the run directory there. Raises StorageFailed, RoomFailed."""
+
+    def discard(self, draft: Path) -> None:
+        """Deletes them where they were written. Raises RoomFailed."""
+
+
 class StatefulTrainer(Stateful, Protocol):
     """The trainer as commits see it."""
 
@@ -79,7 +89,7 @@ class CommitDraft:
 
 class Commits:
     """Takes the commits of one attempt. `fixed` is what a resume must find unchanged; `others` have a part in each
-    commit beside the trainer's, by its name; `note` records an incident."""
+    commit beside the trainer's, by its name; `note` records an incident; `far` has the parts of other nodes, if any."""
 
     def __init__(
         self,
@@ -89,8 +99,9 @@ class Commits:
         trainer: StatefulTrainer,
         others: Mapping[str, Stateful],
         note: Callable[[str], None],
+        far: FarParts | None = None,
     ) -> None:
-        self._config, self._run, self._fixed, self._note = config, run, fixed, note
+        self._config, self._run, self._fixed, self._note, self._far = config, run, fixed, note, far
         self._trainer, self._others = trainer, others
         manifest = run.start.manifest
         self._parent = CommitRef(manifest.lineage, manifest.step) if manifest else None  # the newest commit
@@ -205,6 +216,9 @@ class Commits:
                         os.fsync(file.fileno())
                 store.check_owner()  # HEAD, which names the lineage, is this attempt's
                 manifest = self._manifest(draft, files)
+                if self._far:
+                    self._far.gather(draft.path, manifest)
+                    fault_point("commit.gathered")
                 store.publish(draft.path, manifest)
         except StorageFailed:
             self._discard(draft)
@@ -220,6 +234,9 @@ class Commits:
         for part in draft.parts.values():
             with suppress(TriremeError):
                 part.wait(self._config.timeouts.checkpoint_s)
+        if self._far:
+            with suppress(TriremeError):
+                self._far.discard(draft.path)
         self._run.store.discard(draft.path)
 
     def _manifest(self, draft: CommitDraft, files: list[FileRecord]) -> Manifest:

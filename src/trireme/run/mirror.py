@@ -29,10 +29,10 @@ from trireme.checkpoint.stored_run import (
     StoredCommit,
     StoredRun,
     commit_key,
-    driver_of,
     elsewhere,
     part_key,
     part_of,
+    writer_of,
 )
 from trireme.config.run import CheckpointConfig
 from trireme.config.trust import RECORD
@@ -77,13 +77,13 @@ class Mirror:
         limit_s: float,
         note: Callable[[str], None],
     ) -> None:
-        self._bucket, self._root, self._options, self._limit_s, self._note = bucket, root, options, limit_s, note
+        self.bucket = bucket
+        self._root, self._options, self._limit_s, self._note = root, options, limit_s, note
         self._stored, self._tag = stored, tag
         self._seen: set[str] = set()  # commits that the directory held at some time, by path
         self._looked_at: set[str] = set()  # commits that the directory held at the last success, by name
-        self._put: set[str] = set()  # files of commits that have arrived, by key
         self._stats: dict[str, tuple[int, int, int]] = {}  # of the files whose parts `_stored` has
-        self._swept = False
+        self._swept = 0  # the attempt that last deleted what was left in the store
         self._waiting: set[str] = set()  # new commits since the last success
         self._failed: Exception | None = None
         self._lost: BaseException | None = None
@@ -101,6 +101,25 @@ class Mirror:
         if self._failed and len(self._waiting) > self._options.max_missed:
             raise StorageFailed(self._said(self._failed))
 
+    def draft_key(self, manifest: Manifest) -> str:
+        """Returns the key that a commit will have in the store."""
+        return commit_key(self._stored.driver, manifest)
+
+    def await_key(self, commit: Path, limit_s: float) -> str:
+        """Waits until the store has a commit of the directory. Returns its key. Raises LockLost, and StorageFailed
+        after `limit_s` seconds."""
+        checksum = xxhash.xxh3_128_hexdigest((commit / MANIFEST).read_bytes())
+        deadline = time.monotonic() + limit_s
+        while True:
+            there = self._stored.commits.get(str(commit.relative_to(self._root)))
+            if there and there.manifest == checksum:
+                return there.key
+            self.check()
+            if time.monotonic() > deadline:
+                why = f": {self._failed}" if self._failed else ""
+                raise StorageFailed(f"waited {limit_s:g} s until {self.bucket.url} has {commit.name}{why}")
+            time.sleep(LOOK_S)
+
     def close(self, limit_s: float) -> None:
         """Brings what is new for the last time. Raises LockLost, and StorageFailed if it has not arrived within
         `limit_s`."""
@@ -109,12 +128,12 @@ class Mirror:
         if self._lost:
             raise self._lost
         if self._thread.is_alive() or self._failed:
-            late = StorageFailed(f"waited {limit_s:g} s for {self._bucket.url}")
+            late = StorageFailed(f"waited {limit_s:g} s for {self.bucket.url}")
             raise StorageFailed(self._said(self._failed or late)) from self._failed
 
     def _said(self, error: Exception) -> str:
         return (
-            f"{self._bucket.url} lacks what is new in {self._root}, {len(self._waiting)} commits among it "
+            f"{self.bucket.url} lacks what is new in {self._root}, {len(self._waiting)} commits among it "
             f"(checkpoint.max_missed = {self._options.max_missed}): {error}"
         )
 
@@ -157,7 +176,7 @@ class Mirror:
             self._lost = error
         else:
             if self._failed:
-                self._note(f"{self._bucket.url} has everything again")
+                self._note(f"{self.bucket.url} has everything again")
             self._failed, self._looked_at = None, names
             self._waiting.clear()
 
@@ -188,13 +207,13 @@ class Mirror:
         commits |= elsewhere(known, shape.head, commits, keep_last, keep_every)
         new = replace(self._stored, head=shape.head, commits=commits, files=files)
         if new == self._stored:
-            if self._bucket.tag(HEAD) != self._tag:
+            if self.bucket.tag(HEAD) != self._tag:
                 self._settle()
         else:
             self._put_head(replace(new, written=self._stored.written + 1))
         self._stats = stats
-        if not self._swept:
-            self._sweep()
+        if self._swept != shape.head.attempt:
+            self._sweep(shape.head.attempt)
         return True
 
     def _shape(self) -> Shape | None:
@@ -220,9 +239,9 @@ class Mirror:
     def _bring_commit(self, commit: Path, text: bytes, checksum: str, deadline: float) -> StoredCommit:
         manifest = Manifest.verified(commit, contents=False)
         key = commit_key(self._stored.driver, manifest)
-        left = {
-            file_key: record.path for record in manifest.files if (file_key := f"{key}/{record.path}") not in self._put
-        }
+        there = self.bucket.keys(key)  # after a failure, or as the parts of other nodes (`trireme.checkpoint.parts`)
+        paths = {f"{key}/{record.path}": record.path for record in manifest.files}
+        left = {file_key: path for file_key, path in paths.items() if file_key not in there}
         with ExitStack() as ending, trace.span("upload", "store", version=manifest.step, bytes=manifest.size):
             # Opened first: the commit may be deleted here before all of it has arrived.
             files = {
@@ -230,10 +249,9 @@ class Mirror:
             }
             for file_key, file in files.items():
                 self._in_time(deadline, file_key)
-                self._bucket.put(file_key, file)
-                self._put.add(file_key)
+                self.bucket.put(file_key, file)
                 fault_point("store.file")
-            self._bucket.put(f"{key}/{MANIFEST}", text)
+            self.bucket.put(f"{key}/{MANIFEST}", text)
             fault_point("store.manifest")
         return StoredCommit(key, checksum)
 
@@ -253,7 +271,7 @@ class Mirror:
                 part = part_of(block, driver, known[number] if number < len(known) else None)
                 if number >= len(known) or part is not known[number]:
                     self._in_time(deadline, path)
-                    self._bucket.put(part_key(path, number, part), block)
+                    self.bucket.put(part_key(path, number, part), block)
                     fault_point("store.part")
                 parts.append(part)
         return tuple(parts)
@@ -268,47 +286,46 @@ class Mirror:
         """Puts HEAD on the condition that it is still this driver's, then deletes what it has ceased to name."""
         old = self._stored
         try:
-            self._tag = self._bucket.swap(HEAD, new.to_json(), self._tag)
+            self._tag = self.bucket.swap(HEAD, new.to_json(), self._tag)
         except PutRefused:
             if self._settle() != new:
-                raise StorageFailed(f"{self._bucket.url}: an earlier HEAD of this driver arrived late") from None
+                raise StorageFailed(f"{self.bucket.url}: an earlier HEAD of this driver arrived late") from None
         self._stored = new
         fault_point("store.head")
-        self._bucket.delete(sorted(old.parts() - new.parts()))
+        self.bucket.delete(sorted(old.parts() - new.parts()))
         for key in sorted(old.commit_keys() - new.commit_keys()):
-            self._bucket.delete(self._bucket.keys(key))
-            self._put = {put for put in self._put if not put.startswith(f"{key}/")}
+            self.bucket.delete(self.bucket.keys(key))
 
     def _settle(self) -> StoredRun:
         """Reads HEAD again: a put may have been taken although its answer was lost. Returns it if it is this driver's.
         Raises LockLost if it is another one's."""
-        found = self._bucket.read(HEAD)
+        found = self.bucket.read(HEAD)
         there = StoredRun.from_json(found[0]) if found else None
         if there and found and there.token == self._stored.token:
             self._stored, self._tag = there, found[1]
             return there
         by = f"{there.holder}, attempt {there.head.attempt} of run {there.head.run_id}" if there else "no driver"
         refusal = Refusal(
-            f"{self._bucket.url}, whose HEAD was put by {by}, after driver {self._stored.driver} "
+            f"{self.bucket.url}, whose HEAD was put by {by}, after driver {self._stored.driver} "
             f"({self._stored.holder})",
             "one driver for a run: the store takes HEAD only from the one that put it last",
             "leave the run to the new driver: this one ends, and nothing that the new one names was changed by it",
         )
         raise LockLost(str(refusal))
 
-    def _sweep(self) -> None:
-        """Deletes what earlier drivers put and no HEAD came to name. Those may still live, so what they put from now on
-        stays until the next driver."""
+    def _sweep(self, attempt: int) -> None:
+        """Deletes what earlier drivers and attempts put and no HEAD came to name. Those may still live, so what they
+        put from now on stays until the next attempt."""
         stored = self._stored
         swept: list[str] = []
         parts, commits = stored.parts(), stored.commit_keys()
-        for key in [*self._bucket.keys("commits"), *self._bucket.keys("rows")]:
-            driver = driver_of(key)
+        for key in [*self.bucket.keys("commits"), *self.bucket.keys("rows")]:
+            writer = writer_of(key)
             is_named = key in parts or "/".join(key.split("/")[:3]) in commits
-            if driver is not None and driver < stored.driver and not is_named:
+            if writer is not None and writer < (stored.driver, attempt) and not is_named:
                 swept.append(key)
-        self._bucket.delete(swept)
-        self._swept = True
+        self.bucket.delete(swept)
+        self._swept = attempt
 
 
 def _parked(root: Path) -> list[Path]:

@@ -191,7 +191,7 @@ class RemoteRun:
         mirror, limit_s = self.claim(run, note), self._config.timeouts.checkpoint_s
         mirror.start()
         try:
-            yield replace(run, fence=mirror.check)
+            yield replace(run, mirror=mirror)
         except BaseException as error:
             try:
                 mirror.close(min(self._config.checkpoint.grace_s, limit_s))

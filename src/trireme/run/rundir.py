@@ -10,7 +10,7 @@ import secrets
 import shlex
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -34,6 +34,7 @@ from trireme.core.finite_json import to_json
 from trireme.core.paths import path_in
 from trireme.core.redaction import MASK, redact, redact_values
 from trireme.core.refusals import Refusal
+from trireme.run.mirror import Mirror
 
 CONFIG = RECORD
 MARKS = (CONFIG, METRICS)
@@ -96,7 +97,7 @@ class RunDir:
     root: Path
     lock: IO[str]  # the open lock file
     start: Start  # where this attempt starts
-    fence: Callable[[], None] | None = None  # raises LockLost where object storage says who the driver is
+    mirror: Mirror | None = None  # of a run in object storage, which says who the driver is
 
     @classmethod
     def open(cls, config: CommonConfig, fixed: Mapping[str, Any]) -> RunDir:
@@ -150,7 +151,7 @@ class RunDir:
     @cached_property
     def store(self) -> CheckpointStore:
         """The commits, as this attempt may change them."""
-        return CheckpointStore(self.root, (self.start.run_id, self.start.attempt), self.fence)
+        return CheckpointStore(self.root, (self.start.run_id, self.start.attempt), self.mirror and self.mirror.check)
 
     @property
     def logs(self) -> Path:

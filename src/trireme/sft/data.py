@@ -188,8 +188,8 @@ class SftData:
         """Writes the state of the cursor into directory `path`. Raises StorageFailed."""
         return WrittenFiles((write_bytes(path, STATE, to_json(self.cursor.state_dict()).encode()),))
 
-    def load_state(self, path: Path | None) -> None:
-        """Restores the state that `save_state` wrote; None: the beginning."""
+    def load_state(self, path: Path | None, _source: object = None) -> None:
+        """Restores the state that `save_state` wrote, in the driver, which sees the directory; None: the beginning."""
         self.cursor.load_state_dict(json.loads((path / STATE).read_bytes()) if path else {"epoch": 0, "position": 0})
 
     def fixed(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A run starts only where each process that writes to its directory sees it."""
+"""A run starts only where each process that writes to its directory sees it, or reaches the store of the run."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from typing import Any
 
 import pytest
 
-from trireme.core.errors import BadInput
+from trireme.core.errors import BadInput, StorageFailed
 from trireme.launch import writers
-from trireme.launch.writers import check_writers, look
+from trireme.launch.writers import FarNodes, Sight, check_writers, look
 
 ROOMS = {"a": ["trainer", "orchestrator"], "b": ["trainer", "inference"], "c": ["inference"]}
 WRITING = ("trainer", "orchestrator")
+URL = "s3://bucket/runs/run"
 
 
 @pytest.fixture
-def nonce(tmp_path: Path) -> Path:
+def mark(tmp_path: Path) -> Path:
     file = tmp_path / "outputs" / "run" / "logs" / "attempt_1" / "HEAD"
     file.parent.mkdir(parents=True)
     file.write_text("attempt 1")
@@ -28,15 +29,15 @@ def nonce(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def check(nonce: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
-    """Checks where the nodes `blind` do not see the file; returns the nodes that were asked."""
+def check(mark: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[list[str], FarNodes | None]]:
+    """Checks where the nodes `blind` do not see the file; returns the nodes that were asked, and the far ones."""
 
-    def run(*blind: str, kept: str | None = None) -> list[str]:
+    def run(*blind: str, url: str | None = None, problem: str = "") -> tuple[list[str], FarNodes | None]:
         asked: list[str] = []
 
-        def answer(node: str) -> tuple[str, bool]:
+        def answer(node: str) -> Sight:
             asked.append(node)
-            return f"host-{node}", node not in blind
+            return Sight(f"host-{node}", node not in blind, problem if node in blind else "")
 
         def options(scheduling_strategy: str) -> Any:
             return SimpleNamespace(remote=lambda *_: answer(scheduling_strategy))
@@ -44,21 +45,25 @@ def check(nonce: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[st
         monkeypatch.setattr(writers.ray, "remote", lambda **_: lambda _: SimpleNamespace(options=options))
         monkeypatch.setattr(writers, "on_node", lambda node: node)
         monkeypatch.setattr(writers.waits, "get_all", lambda refs, **_: refs)
-        check_writers(nonce, ROOMS, WRITING, kept, 1.0, lambda *_: None)
-        return asked
+        mirror = SimpleNamespace(bucket=SimpleNamespace(url=url)) if url else None
+        opened: Any = SimpleNamespace(root=mark.parents[2], nonce=mark, mirror=mirror)
+        return asked, check_writers(opened, ROOMS, WRITING, 1.0, 1.0, lambda *_: None)
 
     return run
 
 
-def test_only_nodes_with_a_writer_are_asked(check: Callable[..., list[str]]) -> None:
-    assert check() == ["a", "b"]
-    assert check("c") == ["a", "b"], "a replica needs the model alone"
+Check = Callable[..., tuple[list[str], FarNodes | None]]
 
 
-def test_a_node_that_does_not_see_the_directory_is_refused(check: Callable[..., list[str]], nonce: Path) -> None:
+def test_only_nodes_with_a_writer_are_asked(check: Check) -> None:
+    assert check() == (["a", "b"], None)
+    assert check("c") == (["a", "b"], None), "a replica needs the model alone"
+
+
+def test_a_node_that_does_not_see_the_directory_is_refused(check: Check, mark: Path) -> None:
     with pytest.raises(BadInput) as refused:
         check("a", "b")
-    text, root = str(refused.value), nonce.parents[2]
+    text, root = str(refused.value), mark.parents[2]
     assert (
         f"run.output_dir = {root.parent}; {root} is not seen by host-a (trainer, orchestrator); host-b (trainer)"
         in text
@@ -67,23 +72,54 @@ def test_a_node_that_does_not_see_the_directory_is_refused(check: Callable[..., 
     assert "keep the run in object storage" in text
 
 
-def test_with_object_storage_it_is_the_local_directory(check: Callable[..., list[str]]) -> None:
+def test_with_object_storage_it_need_not_see_it(check: Check, mark: Path) -> None:
+    _, far = check("b", url=URL)
+    assert far
+    assert far.nodes == {"b": "host-b (trainer)"}
+    assert f"host-b (trainer) do not see {mark.parents[2]}" in far.text
+    assert check(url=URL)[1] is None
+
+
+def test_a_node_that_sees_neither_the_directory_nor_the_store_is_refused(check: Check) -> None:
     with pytest.raises(BadInput) as refused:
-        check("a", kept="s3://bucket/runs")
-    assert "run.local_dir = " in str(refused.value)
-    assert str(refused.value).endswith("put --run.local-dir on a file system that these nodes share")
+        check("b", url=URL, problem="403 Forbidden")
+    assert f"run.output_dir, which is {URL}" in str(refused.value)
+    assert "host-b (trainer): 403 Forbidden" in str(refused.value)
 
 
-def test_a_file_with_other_contents_is_not_seen(nonce: Path) -> None:
-    assert look(nonce, "attempt 1", 0.0) == (os.uname().nodename, True)
-    assert look(nonce, "attempt 2", 0.0) == (os.uname().nodename, False)
-    assert look(nonce.with_name("none"), "attempt 1", 0.0) == (os.uname().nodename, False)
+def test_a_node_tries_the_store_and_sweeps_its_disk(mark: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[tuple[bytes, str] | None] = [(b"HEAD", "tag"), None]
+
+    def read(_key: str) -> tuple[bytes, str] | None:
+        if answers:
+            return answers.pop(0)
+        raise StorageFailed("no route")
+
+    monkeypatch.setattr(writers, "Bucket", lambda _url: SimpleNamespace(read=read))
+    draft = mark.parents[2] / "checkpoints" / "step_000002.partial-1"
+    commit = draft.with_name("step_000001")
+    for directory in (draft / "trainer", commit):
+        directory.mkdir(parents=True)
+    here = os.uname().nodename
+    assert look(mark, "attempt 1", URL, 0.0) == Sight(here, True)
+    assert draft.exists(), "the directory of a run has its own sweep"
+    assert look(mark, "attempt 2", URL, 0.0) == Sight(here, False)
+    assert not draft.exists()
+    assert commit.exists()
+    assert look(mark, "attempt 2", URL, 0.0).problem == f"{URL}/HEAD is missing"
+    assert look(mark, "attempt 2", URL, 0.0).problem == "no route"
 
 
-def test_a_file_that_appears_late_is_waited_for(nonce: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_with_other_contents_is_not_seen(mark: Path) -> None:
+    assert look(mark, "attempt 1", None, 0.0).sees
+    assert not look(mark, "attempt 2", None, 0.0).sees
+    assert not look(mark.with_name("none"), "attempt 1", None, 0.0).sees
+
+
+def test_a_file_that_appears_late_is_waited_for(mark: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writers, "TICK_S", 0.01)
-    later = nonce.with_name("later")
+    later = mark.with_name("later")
     timer = threading.Timer(0.05, lambda: later.write_text("attempt 1"))
     timer.start()
-    assert look(later, "attempt 1", 30.0)[1]
+    assert look(later, "attempt 1", None, 30.0).sees
     timer.join()

@@ -44,7 +44,7 @@ def test_a_commit_is_brought_when_it_is_there(url: str, tmp_path: Path) -> None:
     driver = Driver(url, tmp_path)
     notes: list[str] = []
     with driver.remote.kept(driver.run, notes.append) as run:
-        assert run.fence
+        assert run.mirror
         run.checkout()
         driver.step(1, committed=True)
         until(lambda: stored(url).of_branch(), "the commit is in the store")

@@ -100,7 +100,7 @@ def test_of_two_drivers_the_later_one_has_the_run(url: str, tmp_path: Path) -> N
     assert {key: after.get(key) for key in winners} == winners, "nothing of the winner is touched"
     first.mirror._lost = lost.value
     with pytest.raises(LockLost):
-        replace(first.run, fence=first.mirror.check).store.check_owner()
+        replace(first.run, mirror=first.mirror).store.check_owner()
     second.step(4, committed=True)
     second.bring()
     assert list(stored(url).of_branch()) == [2, 3, 4], "checkpoint.keep_last counts what is in the store alone, too"

@@ -12,7 +12,10 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from trainer.state_reader import StateReader
-from trireme.core.errors import CheckpointInvalid
+from trireme.checkpoint import parts
+from trireme.checkpoint.files import FileRecord
+from trireme.checkpoint.parts import CommitPart, CommitSource
+from trireme.core.errors import CheckpointInvalid, StorageFailed
 
 FIXTURE = Path(__file__).parents[2] / "fixtures" / "commit" / "checkpoints" / "step_000002" / "trainer"
 STATE = {"steps": torch.arange(3.0), "half": torch.ones(2, dtype=torch.bfloat16)}
@@ -52,7 +55,7 @@ def change(directory, edit):
 
 def load(directory):
     state = {name: torch.zeros_like(tensor) for name, tensor in STATE.items()}
-    reader, planner = StateReader(directory), dcp.DefaultLoadPlanner(flatten_state_dict=False)
+    reader, planner = StateReader(CommitPart(directory)), dcp.DefaultLoadPlanner(flatten_state_dict=False)
     reader.read_metadata()  # as `trainer.state` does: within `dcp.load` its error becomes another
     dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
     return state
@@ -60,7 +63,7 @@ def load(directory):
 
 def test_what_dcp_saves_is_read(saved):
     torch.testing.assert_close(load(saved), STATE)
-    assert "steps" in StateReader(FIXTURE).read_metadata().state_dict_metadata
+    assert "steps" in StateReader(CommitPart(FIXTURE)).read_metadata().state_dict_metadata
 
 
 @pytest.mark.parametrize("function", [os.mkdir, exec, getattr, torch.load, pickle.loads, dcp.FileSystemReader])
@@ -130,3 +133,54 @@ def test_metadata_that_lacks_a_part_is_said(saved, attribute):
     change(saved, lambda metadata: setattr(metadata, attribute, None))
     with pytest.raises(CheckpointInvalid, match=r"\.metadata"):
         load(saved)
+
+
+class Stored:
+    """Stands for a bucket with the files of a directory; `fetched` has the names of those that were asked for."""
+
+    def __init__(self, directory):
+        self.directory, self.fetched = directory, []
+
+    def fetch(self, key, directory, record):
+        self.fetched.append(Path(key).name)
+        if not (self.directory / Path(key).name).exists():
+            raise StorageFailed(f"{key} is missing")
+        (directory / "trainer").mkdir(exist_ok=True)
+        (directory / record.path).write_bytes((self.directory / Path(key).name).read_bytes())
+
+
+@pytest.fixture
+def stored(tmp_path, monkeypatch):
+    """A state in two files, as two ranks write it, which only the store has; and the part of a commit with it."""
+    writer = dcp.FileSystemWriter(tmp_path / "stored", single_file_per_rank=False, sync_files=False)
+    dcp.save(STATE, storage_writer=writer, planner=dcp.DefaultSavePlanner(flatten_state_dict=False), no_dist=True)
+    bucket = Stored(tmp_path / "stored")
+    monkeypatch.setattr(parts, "Bucket", lambda _url: bucket)
+    files = tuple(FileRecord(f"trainer/{file.name}", 0, "") for file in bucket.directory.iterdir())
+    assert len(files) == 3, "the metadata and a file of each tensor"
+    return bucket, CommitSource("s3://bucket/run", "commits/1/step", files, tmp_path / "unseen", "")
+
+
+def read_from(source, tmp_path, name):
+    state = {name: torch.zeros_like(STATE[name])}
+    with CommitPart.opened(tmp_path / "run" / "checkpoints" / "step_000002" / "trainer", source) as part:
+        planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
+        dcp.load(state, storage_reader=StateReader(part), planner=planner, no_dist=True)
+    return state
+
+
+def test_only_the_files_that_are_read_are_fetched(stored, tmp_path):
+    bucket, source = stored
+    torch.testing.assert_close(read_from(source, tmp_path, "steps"), {"steps": STATE["steps"]})
+    assert bucket.fetched[0] == ".metadata"
+    assert len(bucket.fetched) == 2
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == [], "nothing stays on the disk"
+
+
+def test_a_file_that_the_store_lacks_is_a_failure_of_the_storage(stored, tmp_path):
+    bucket, source = stored
+    for file in bucket.directory.glob("*.distcp"):
+        file.unlink()
+    with pytest.raises((StorageFailed, dcp.CheckpointException), match="is missing"):
+        read_from(source, tmp_path, "half")
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []

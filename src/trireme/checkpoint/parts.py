@@ -1,0 +1,108 @@
+"""Moves parts of commits between the run directory and nodes that do not see it, through object storage.
+
+A writer on such a node writes to the usual path, on the disk of its node. When all parts of a commit are written,
+`put_parts` runs there: it puts them below the key that the commit will have in the store, and frees the disk. The
+driver fetches what its draft lacks. A reader there fetches the files that it needs into a directory of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from trireme.checkpoint.bucket import Bucket
+from trireme.checkpoint.files import FileRecord, make_directory, storage_errors
+from trireme.checkpoint.manifest import file_of
+from trireme.core.errors import CheckpointInvalid, TriremeError
+from trireme.process.faults import fault_point
+
+
+def sees(mark: Path, text: str) -> bool:
+    """Returns True if this process sees the run directory: the driver has written `text` to the file `mark` in it. (A
+    directory that an earlier driver left at this path has another text there, or no such file.)"""
+    return mark.is_file() and mark.read_text() == text
+
+
+def put_parts(url: str, key: str, draft: Path, files: Sequence[FileRecord]) -> str:
+    """Puts those files of a draft that this node has below `key`, and deletes the draft from its disk. Returns why that
+    failed; "" if it did not."""
+    try:
+        bucket = Bucket(url)
+        for record in files:
+            with suppress(FileNotFoundError), file_of(draft, record).open("rb") as file:
+                os.unlink(file.name)  # where nodes share a disk, the node that could unlink the file puts it
+                bucket.put(f"{key}/{record.path}", file)
+                fault_point("parts.put")
+    except (TriremeError, OSError) as error:
+        return f"{os.uname().nodename}: {error}"
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return ""
+
+
+@dataclass(frozen=True)
+class CommitSource:
+    """The files of a commit in object storage, for processes that do not see the run directory."""
+
+    url: str
+    """Where the run is stored."""
+    key: str
+    """Its files are KEY/<path>."""
+    files: tuple[FileRecord, ...]
+    """The files that the manifest names."""
+    mark: Path
+    """A file in the run directory (`sees`)."""
+    text: str
+    """The contents of that file."""
+
+
+@dataclass(frozen=True)
+class CommitPart:
+    """A part of a commit, as one process reads it."""
+
+    directory: Path
+    """Its files; if there is a source, those that were fetched."""
+    source: CommitSource | None = None
+
+    @classmethod
+    @contextmanager
+    def opened(cls, path: Path, source: CommitSource | None) -> Iterator[CommitPart]:
+        """Yields the part at `path` in the run directory, or, in a process that does not see it, the part in `source`,
+        with a temporary directory on the same disk. Raises StorageFailed."""
+        if source is None or sees(source.mark, source.text):
+            yield cls(path)
+            return
+        checkpoints = path.parents[1]
+        with storage_errors(checkpoints):
+            make_directory(checkpoints)
+            # Named as a draft: should this process be killed, the next attempt deletes it (`trireme.launch.writers`).
+            directory = Path(tempfile.mkdtemp(prefix=f"{path.parent.name}.partial-", dir=checkpoints))
+        try:
+            yield cls(directory / path.name, source)
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+
+    def fetch(self, names: Iterable[str]) -> None:
+        """Fetches files of the part that are not here yet, and verifies them. Raises StorageFailed, and
+        CheckpointInvalid for a file that the commit does not have."""
+        if self.source is None:
+            return
+        bucket = Bucket(self.source.url)
+        records = {record.path: record for record in self.source.files}
+        for name in names:
+            path = f"{self.directory.name}/{name}"
+            if path not in records:
+                raise CheckpointInvalid(f"{path} is no file of the commit {self.source.url}/{self.source.key}")
+            if not (self.directory / name).exists():
+                bucket.fetch(f"{self.source.key}/{path}", self.directory.parent, records[path])
+
+    def fetch_all(self) -> None:
+        """Fetches all files of the part. Raises StorageFailed."""
+        prefix = f"{self.directory.name}/"
+        paths = [record.path for record in self.source.files] if self.source else []
+        self.fetch(path.removeprefix(prefix) for path in paths if path.startswith(prefix))
