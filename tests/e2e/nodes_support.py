@@ -114,11 +114,16 @@ def lose(net: Fabric, node: NamespaceNode) -> None:
 
 @contextmanager
 def running(
-    net: Fabric, directory: Path, *flags: str, store: str = "", environ: Mapping[str, str] | None = None
+    net: Fabric,
+    directory: Path,
+    *flags: str,
+    store: str = "",
+    environ: Mapping[str, str] | None = None,
+    own_disk: NamespaceNode | None = None,
 ) -> Iterator[NodesRun]:
     """Starts a run on the first node, in the place of the runs in `directory`, or in the `store` with its files there
-    for the time being. Ends it with the block."""
-    node, outputs = net.nodes[0], directory / OUTPUTS
+    for the time being; or on the node `own_disk`, whose `directory` no other node sees. Ends it with the block."""
+    node, outputs = own_disk or net.nodes[0], directory / OUTPUTS
     place = (
         ["--run.output-dir", store, "--run.local-dir", str(outputs)] if store else ["--run.output-dir", str(outputs)]
     )
@@ -129,11 +134,16 @@ def running(
         env = {**node.environ, **(environ or {})}
         process = subprocess.Popen(node.inside(*command), cwd=ROOT, env=env, stdout=output, stderr=output)
     try:
-        yield NodesRun(outputs / "run", process, log)
+        yield NodesRun(on_disk(own_disk, outputs) / "run" if own_disk else outputs / "run", process, log)
     finally:
         if process.poll() is None:
             process.kill()
             process.wait(60)
+
+
+def on_disk(node: NamespaceNode, path: Path) -> Path:
+    """Returns where this process finds a path of a node's own /tmp."""
+    return Path(f"/proc/{node.pid}/root{path}")
 
 
 def start_store(node: NamespaceNode, directory: Path) -> str:

@@ -3,6 +3,7 @@
 from doctor_support import NAMES, healthy
 from plan_support import cluster, machines, plan
 
+from trireme.config.run import RunConfig
 from trireme.doctor.examination import SHM_BYTES, Expected
 from trireme.plan.rl import QUEUE_BYTES
 
@@ -17,6 +18,8 @@ def test_expectations_follow_from_the_plan() -> None:
     assert set(expected.writers) <= set(expected.memory)
     assert expected.writers
     assert not expected.on_gpus
+    stored = given.config.model_copy(update={"run": RunConfig(output_dir="s3://bucket/runs")})
+    assert Expected.of(stored, given).writers == [], "no node needs to see a run directory"
 
 
 def test_replicas_of_several_ranks_need_room_for_their_queues() -> None:

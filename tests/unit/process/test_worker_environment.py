@@ -12,6 +12,7 @@ from plan_support import plan
 
 import trireme
 from trireme.config import Config
+from trireme.config.run import RunConfig
 from trireme.core.errors import BadInput
 from trireme.process.worker_environment import OWN, WorkerEnvironment, modules_not_installed
 
@@ -69,6 +70,15 @@ class TestVariables:
     def test_paths_of_modules_become_absolute(self, directory: Path) -> None:
         found = WorkerEnvironment.of(config(), {"PYTHONPATH": "src:/opt/code:"})
         assert found.variables == {"PYTHONPATH": f"{directory}/src:/opt/code"}
+
+    def test_those_of_object_storage_travel_with_a_run_there_and_are_not_shown(self) -> None:
+        environ = {"AWS_REGION": "some-region", "GOOGLE_SERVICE_ACCOUNT": "account", "AZURE_CLIENT_ID": "client"}
+        stored = config().model_copy(update={"run": RunConfig(output_dir="s3://bucket/runs")})
+        found = WorkerEnvironment.of(stored, environ | {"PATH": "/bin"})
+        assert found.secrets == environ
+        assert found.variables == {}
+        assert not [value for value in environ.values() if value in f"{found!r}{found.text}"]
+        assert WorkerEnvironment.of(config(), environ).secrets == {}, "a run in a directory needs none"
 
     def test_the_configuration_names_more(self) -> None:
         environ = {"JUDGE_URL": "http://judge", "OTHER": "1"}
