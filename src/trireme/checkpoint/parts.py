@@ -8,8 +8,8 @@ driver fetches what its draft lacks. A reader there fetches the files that it ne
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ from pathlib import Path
 
 from trireme.checkpoint.bucket import Bucket
 from trireme.checkpoint.files import FileRecord, make_directory, storage_errors
-from trireme.checkpoint.manifest import file_of
 from trireme.core.errors import CheckpointInvalid, TriremeError
+from trireme.core.paths import path_in
 from trireme.process.faults import fault_point
 
 
@@ -34,7 +34,7 @@ def put_parts(url: str, key: str, draft: Path, files: Sequence[FileRecord]) -> s
     try:
         bucket = Bucket(url)
         for record in files:
-            with suppress(FileNotFoundError), file_of(draft, record).open("rb") as file:
+            with suppress(FileNotFoundError), path_in(draft, record.path).open("rb") as file:
                 os.unlink(file.name)  # where nodes share a disk, the node that could unlink the file puts it
                 bucket.put(f"{key}/{record.path}", file)
                 fault_point("parts.put")
@@ -77,13 +77,12 @@ class CommitPart:
         if source is None or sees(source.mark, source.text):
             yield cls(path)
             return
-        checkpoints = path.parents[1]
-        with storage_errors(checkpoints):
-            make_directory(checkpoints)
-            # Named as a draft: should this process be killed, the next attempt deletes it (`trireme.launch.writers`).
-            directory = Path(tempfile.mkdtemp(prefix=f"{path.parent.name}.partial-", dir=checkpoints))
+        # Named as a draft: should this process be killed, the next attempt deletes it (`trireme.launch.writers`).
+        directory = path.parent.with_name(f"{path.parent.name}.partial-{secrets.token_hex(4)}")
+        with storage_errors(directory):
+            make_directory(directory)
         try:
-            yield cls(directory / path.name, source)
+            yield cls(path_in(directory, path.name), source)
         finally:
             shutil.rmtree(directory, ignore_errors=True)
 
@@ -98,7 +97,7 @@ class CommitPart:
             path = f"{self.directory.name}/{name}"
             if path not in records:
                 raise CheckpointInvalid(f"{path} is no file of the commit {self.source.url}/{self.source.key}")
-            if not (self.directory / name).exists():
+            if not path_in(self.directory, name).exists():
                 bucket.fetch(f"{self.source.key}/{path}", self.directory.parent, records[path])
 
     def fetch_all(self) -> None:

@@ -255,7 +255,7 @@ def attempt(training: TrainingRun, run: RunDir, supervisor: Supervisor, where: s
         supervisor.await_replicas(log_dir, progress)
         kept: list[str] = []
         if start.commit and start.manifest:
-            source = training.far and training.far.source(start.commit, start.manifest)
+            source = training.far.source(start.commit, start.manifest) if training.far else None
             kept = load(core, start.commit, start.manifest, source, supervisor.roster, console)
         run.checkout()
         console.print(f"rooms on {where} ready after {time.monotonic() - started:.1f} s")

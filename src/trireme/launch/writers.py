@@ -20,10 +20,11 @@ import ray
 
 from trireme.checkpoint.bucket import Bucket
 from trireme.checkpoint.files import FileRecord
-from trireme.checkpoint.manifest import Manifest, file_of
+from trireme.checkpoint.manifest import Manifest
 from trireme.checkpoint.parts import CommitSource, put_parts, sees
 from trireme.checkpoint.store import HEAD
 from trireme.core.errors import StorageFailed, TriremeError
+from trireme.core.paths import path_in
 from trireme.core.refusals import Refusal
 from trireme.process import waits
 from trireme.process.faults import fault_point
@@ -93,7 +94,7 @@ class FarNodes:
             if failed := self._put(key, draft, manifest.files):
                 raise StorageFailed("; ".join(failed))
             for record in manifest.files:
-                if not file_of(draft, record).exists():
+                if not path_in(draft, record.path).exists():
                     bucket.fetch(f"{key}/{record.path}", draft, record)
                     fault_point("parts.fetch")
         except StorageFailed:

@@ -151,7 +151,8 @@ class RunDir:
     @cached_property
     def store(self) -> CheckpointStore:
         """The commits, as this attempt may change them."""
-        return CheckpointStore(self.root, (self.start.run_id, self.start.attempt), self.mirror and self.mirror.check)
+        fence = self.mirror.check if self.mirror else None
+        return CheckpointStore(self.root, (self.start.run_id, self.start.attempt), fence)
 
     @property
     def logs(self) -> Path:

@@ -17,7 +17,7 @@ from commit_support import Room, weights
 from config_support import small
 
 from trireme.checkpoint import store as store_module
-from trireme.checkpoint.manifest import CommitRef, Manifest
+from trireme.checkpoint.manifest import MANIFEST, CommitRef, Manifest
 from trireme.checkpoint.rows import ROW_FILES
 from trireme.checkpoint.store import CheckpointStore, Head
 from trireme.config import Config
@@ -30,6 +30,27 @@ from trireme.run.rundir import Start
 
 
 @dataclass
+class Far:
+    """Stands for the parts of other nodes."""
+
+    errors: list[Exception | None]
+    """Of the next gatherings, in order."""
+    calls: list[str] = field(default_factory=list)
+
+    def gather(self, draft: Path, manifest: Manifest) -> None:
+        assert len(manifest.files) == 3
+        assert not (draft / MANIFEST).exists(), "it is no commit yet"
+        self.calls.append(f"gather {manifest.step}")
+        if error := self.errors.pop(0):
+            raise error
+
+    def discard(self, draft: Path) -> None:
+        assert draft.exists()
+        self.calls.append("discard")
+        raise RoomFailed("a node of which nothing is heard")
+
+
+@dataclass
 class Bench:
     """Everything around a `Commits`."""
 
@@ -39,6 +60,7 @@ class Bench:
     trainer: Room = field(default_factory=Room)
     orchestrator: Room = field(default_factory=Room)
     said: list[str] = field(default_factory=list)
+    far: Far | None = None
 
     def __post_init__(self) -> None:
         self.store = CheckpointStore(self.root)
@@ -51,7 +73,7 @@ class Bench:
         others = {"orchestrator": self.orchestrator}
         head = SimpleNamespace(lineage="aaaaaaaa")
         run: Any = SimpleNamespace(root=self.root, store=self.store, start=self.start, head=head)
-        return Commits(self.config, run, {"loss": "ppo"}, self.trainer, others, self.said.append)
+        return Commits(self.config, run, {"loss": "ppo"}, self.trainer, others, self.said.append, self.far)
 
     @property
     def steps(self) -> list[str]:
@@ -99,6 +121,17 @@ def test_commits_are_taken_at_their_steps_and_at_the_end(bench: Bench) -> None:
     bench.config = config(every=4, async_save=bench.config.checkpoint.async_save)
     run_all(bench, 6)
     assert bench.steps == ["step_000004", "step_000006"]
+
+
+def test_parts_of_other_nodes_belong_to_the_commit_or_it_is_missed(bench: Bench) -> None:
+    bench.far = Far([StorageFailed("the store is silent"), None, None])
+    run_all(bench, 6)
+    assert bench.far.calls == ["gather 2", "discard", "gather 4", "gather 6"]
+    assert bench.steps == ["step_000004", "step_000006"]
+    assert bench.store.partial() == []
+    (note,) = bench.said
+    assert "commit missed (1 in a row" in note
+    assert "the store is silent" in note
 
 
 def test_a_commit_names_what_it_holds(bench: Bench) -> None:
