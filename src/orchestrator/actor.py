@@ -19,7 +19,7 @@ from orchestrator.rollout import RolloutLimits
 from orchestrator.state import OrchestratorState
 from orchestrator.workers import workers
 from trireme.checkpoint.files import FileRecord
-from trireme.checkpoint.parts import CommitPart, CommitSource
+from trireme.checkpoint.parts import CommitSource, PartReader
 from trireme.config import Config
 from trireme.core.agents import AgentSessions
 from trireme.core.batch import Assign, StoredBatch
@@ -139,7 +139,7 @@ class OrchestratorActor:
         """Continues from a state. Returns how much it has of unfinished rollouts; "" if there were none."""
 
         def read() -> OrchestratorState:
-            with CommitPart.opened(path, source) as part:
+            with PartReader.opened(path, source) as part:
                 part.fetch_all()
                 return OrchestratorState.read(part.directory)
 

@@ -321,12 +321,10 @@ class Shard(AdapterVerbs):
         return self._checkpointer.finish(path)
 
     def load_state(self, path: Path, identities: Sequence[WeightIdentity], source: CommitSource | None = None) -> str:
-        """Loads the state saved in `path` by any number of shards, and the identities of the versions published until
-        then, and drops gradients. `source`: where the state is for a shard that does not see `path`. Raises
-        CheckpointInvalid, StorageFailed.
-
-        Gradients are added in the order in which the saved run added them, if the memory allows it. Returns what is to
-        be said if it does not ("" otherwise): the last bits may differ."""
+        """Loads the state saved in `path` by any number of shards (a node that does not see `path`: from `source`), and
+        the identities of the versions published until then. Drops gradients; new ones are added in the order in which
+        the saved run added them, if the memory allows it. Returns what is to be said if it does not ("" otherwise): the
+        last bits may differ. Raises CheckpointInvalid, StorageFailed."""
         fault_point("trainer.load")
         self._checkpointer.load(path, source)
         self.drop_gradients()

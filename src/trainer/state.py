@@ -40,7 +40,7 @@ from trainer.mesh import Mesh
 from trainer.snapshot import MOMENTS, REFERENCE, Staging, StateSnapshot
 from trainer.state_reader import StateReader
 from trireme.checkpoint.files import Copy, FileRecord, HashingWriter, fsync_directory, make_directory, storage_errors
-from trireme.checkpoint.parts import CommitPart, CommitSource
+from trireme.checkpoint.parts import CommitSource, PartReader
 from trireme.config import CommonConfig
 from trireme.core.errors import CheckpointInvalid, StorageFailed
 from trireme.process.environ import yield_to_others
@@ -191,7 +191,7 @@ class Checkpointer:
         `source`. Random generators of ranks that did not exist then, and a reference that was not saved, stay as they
         are. Raises CheckpointInvalid for the state of another model, or one that cannot be read, and StorageFailed."""
         self.wait_until_saved()  # frees the buffers
-        with CommitPart.opened(path, source) as part:
+        with PartReader.opened(path, source) as part:
             small = self._read(path, part)
         if self._base and (found := bytes(small["base"].tolist()).hex()) != self._base:
             raise CheckpointInvalid(
@@ -200,7 +200,7 @@ class Checkpointer:
             )
         self._take_over(small)
 
-    def _read(self, path: Path, part: CommitPart) -> dict[str, Tensor]:
+    def _read(self, path: Path, part: PartReader) -> dict[str, Tensor]:
         """Reads the state into the copies in host memory. Returns its small parts."""
         reader = StateReader(part)
         saved = set(reader.read_metadata().state_dict_metadata)

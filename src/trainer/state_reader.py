@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from trireme.checkpoint.parts import CommitPart
+from trireme.checkpoint.parts import PartReader
 from trireme.core.errors import CheckpointInvalid
 
 FILE = ".metadata"
@@ -50,7 +50,7 @@ class StateReader(dcp.FileSystemReader):
     """Reads tensors that `dcp.save` wrote as a part of a commit; anything else in it is refused. Where the files are in
     object storage, those that the plan reads are fetched. Raises StorageFailed."""
 
-    def __init__(self, part: CommitPart) -> None:
+    def __init__(self, part: PartReader) -> None:
         super().__init__(part.directory)
         self._part = part
 

@@ -62,7 +62,7 @@ class CommitSource:
 
 
 @dataclass(frozen=True)
-class CommitPart:
+class PartReader:
     """A part of a commit, as one process reads it."""
 
     directory: Path
@@ -71,7 +71,7 @@ class CommitPart:
 
     @classmethod
     @contextmanager
-    def opened(cls, path: Path, source: CommitSource | None) -> Iterator[CommitPart]:
+    def opened(cls, path: Path, source: CommitSource | None) -> Iterator[PartReader]:
         """Yields the part at `path` in the run directory, or, in a process that does not see it, the part in `source`,
         with a temporary directory on the same disk. Raises StorageFailed."""
         if source is None or sees(source.mark, source.text):

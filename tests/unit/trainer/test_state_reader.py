@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from trainer.state_reader import StateReader
 from trireme.checkpoint import parts
 from trireme.checkpoint.files import FileRecord
-from trireme.checkpoint.parts import CommitPart, CommitSource
+from trireme.checkpoint.parts import CommitSource, PartReader
 from trireme.core.errors import CheckpointInvalid, StorageFailed
 
 FIXTURE = Path(__file__).parents[2] / "fixtures" / "commit" / "checkpoints" / "step_000002" / "trainer"
@@ -55,7 +55,7 @@ def change(directory, edit):
 
 def load(directory):
     state = {name: torch.zeros_like(tensor) for name, tensor in STATE.items()}
-    reader, planner = StateReader(CommitPart(directory)), dcp.DefaultLoadPlanner(flatten_state_dict=False)
+    reader, planner = StateReader(PartReader(directory)), dcp.DefaultLoadPlanner(flatten_state_dict=False)
     reader.read_metadata()  # as `trainer.state` does: within `dcp.load` its error becomes another
     dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
     return state
@@ -63,7 +63,7 @@ def load(directory):
 
 def test_what_dcp_saves_is_read(saved):
     torch.testing.assert_close(load(saved), STATE)
-    assert "steps" in StateReader(CommitPart(FIXTURE)).read_metadata().state_dict_metadata
+    assert "steps" in StateReader(PartReader(FIXTURE)).read_metadata().state_dict_metadata
 
 
 @pytest.mark.parametrize("function", [os.mkdir, exec, getattr, torch.load, pickle.loads, dcp.FileSystemReader])
@@ -163,7 +163,7 @@ def stored(tmp_path, monkeypatch):
 
 def read_from(source, tmp_path, name):
     state = {name: torch.zeros_like(STATE[name])}
-    with CommitPart.opened(tmp_path / "run" / "checkpoints" / "step_000002" / "trainer", source) as part:
+    with PartReader.opened(tmp_path / "run" / "checkpoints" / "step_000002" / "trainer", source) as part:
         planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
         dcp.load(state, storage_reader=StateReader(part), planner=planner, no_dist=True)
     return state

@@ -12,7 +12,7 @@ from store_support import FIXED, Double, Driver, objects, stored
 
 from trireme.checkpoint.bucket import Bucket
 from trireme.checkpoint.manifest import Manifest
-from trireme.checkpoint.parts import CommitPart, put_parts
+from trireme.checkpoint.parts import PartReader, put_parts
 from trireme.checkpoint.store import CheckpointStore
 from trireme.core.errors import CheckpointInvalid, StorageFailed
 from trireme.process.faults import InjectedFault
@@ -137,14 +137,14 @@ def test_a_node_fetches_what_it_reads(far_run: FarRun, server: Double) -> None:
     far_run.driver.bring()
     source = far_run.source(commit)
     server.asked.clear()
-    with CommitPart.opened(far_run.at("far", commit / "trainer"), source) as part:
+    with PartReader.opened(far_run.at("far", commit / "trainer"), source) as part:
         part.fetch(["__0_0.distcp"])
         assert (part.directory / "__0_0.distcp").read_bytes() == (commit / "trainer" / "__0_0.distcp").read_bytes()
         with pytest.raises(CheckpointInvalid, match=r"trainer/other is no file of the commit s3://"):
             part.fetch(["other"])
     assert not [request for request in server.asked if "orchestrator" in request or "inference" in request]
     assert far_run.leftovers() == []
-    with CommitPart.opened(far_run.at("farther", commit / "orchestrator"), source) as part:
+    with PartReader.opened(far_run.at("farther", commit / "orchestrator"), source) as part:
         part.fetch_all()
         assert [file.name for file in part.directory.iterdir()] == ["state.json"]
 
@@ -154,13 +154,13 @@ def test_a_process_that_sees_the_directory_fetches_nothing(far_run: FarRun, serv
     far_run.driver.bring()
     source = far_run.far.source(commit, Manifest.read(commit))
     server.asked.clear()
-    with CommitPart.opened(commit / "trainer", source) as part:
+    with PartReader.opened(commit / "trainer", source) as part:
         part.fetch_all()
         assert part.directory == commit / "trainer"
     assert server.asked == []
     # A directory that an earlier driver left at the same path is another one.
     stale = replace(source, text="of another attempt")
-    with CommitPart.opened(commit / "trainer", stale) as part:
+    with PartReader.opened(commit / "trainer", stale) as part:
         assert part.directory != commit / "trainer"
 
 
@@ -169,7 +169,7 @@ def test_an_altered_commit_is_never_loaded(far_run: FarRun) -> None:
     far_run.driver.bring()
     source = far_run.source(commit)
     far_run.mirror.bucket.put(f"{source.key}/trainer/__0_0.distcp", b"altered")
-    with CommitPart.opened(far_run.at("far", commit / "trainer"), source) as part, pytest.raises(StorageFailed):
+    with PartReader.opened(far_run.at("far", commit / "trainer"), source) as part, pytest.raises(StorageFailed):
         part.fetch_all()
 
 
@@ -195,7 +195,7 @@ def test_a_driver_elsewhere_resumes_and_its_nodes_load(
     assert start.commit
     source = second.source(start.commit)
     assert source.key.startswith("commits/000001/"), "where the first driver put it"
-    with CommitPart.opened(second.at("far", start.commit / "trainer"), source) as part:
+    with PartReader.opened(second.at("far", start.commit / "trainer"), source) as part:
         part.fetch_all()
         assert (part.directory / "__0_0.distcp").read_bytes() == contents
     second.commit(2)
