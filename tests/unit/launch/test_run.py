@@ -158,10 +158,12 @@ def test_an_attempt_waits_for_the_places_of_what_it_starts_and_says_so_once(monk
 def test_what_a_commit_has_of_unfinished_work_is_said_and_returned() -> None:
     """It stands in the incident of the return."""
     said: list[str] = []
-    silent, kept = (SimpleNamespace(load_state=lambda _path, text=text: text) for text in ("", "3 of 4 were kept"))
-    trainer = SimpleNamespace(load_state=lambda _path, _identities: "")
+    silent, kept = (
+        SimpleNamespace(load_state=lambda _path, _source, text=text: text) for text in ("", "3 of 4 were kept")
+    )
+    trainer = SimpleNamespace(load_state=lambda _path, _identities, _source: "")
     core: Any = SimpleNamespace(trainer=trainer, others={"silent": silent, "orchestrator": kept})
     console: Any = SimpleNamespace(print=lambda text, **_: said.append(text))
     manifest: Any = SimpleNamespace(identities=())
-    assert run_module.load(core, Path("c"), manifest, Roster(lambda: 0.0), console) == ["3 of 4 were kept"]
+    assert run_module.load(core, Path("c"), manifest, None, Roster(lambda: 0.0), console) == ["3 of 4 were kept"]
     assert said == ["orchestrator: 3 of 4 were kept"]
