@@ -12,8 +12,9 @@ import hashlib
 import mmap
 import os
 import shutil
+from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,9 @@ HUGE_PAGE = 1 << 21
 CACHED_BYTES = 1 << 19
 """Bytes that are copied into the block and then hashed there, still in the cache: takes three fifths of the time of a
 whole block."""
+BLOCKS = 4
+"""Blocks of a large file that are written at the same time: a disk that gets one after the other stands still while the
+next one fills."""
 WORTH_A_THREAD = 1 << 16
 """Bytes. Handing less to another thread takes longer than the work itself."""
 
@@ -92,19 +96,25 @@ def _set_direct(file: int, direct: bool) -> bool:
     return True
 
 
-def _new_block(in_huge_page: bool) -> memoryview:
-    """Allocates BLOCK_BYTES that begin at a page, as O_DIRECT requires.
+def _new_blocks(*, large: bool) -> list[memoryview]:
+    """Allocates blocks that begin at a page, as O_DIRECT requires: BLOCKS for a large file, else one.
 
-    In a huge page they are one piece of physical memory, so one request to the disk; of single pages the usual device
+    In a huge page a block is one piece of physical memory, so one request to the disk; of single pages the usual device
     takes at most 254 in a request, so each block would need two. A huge page costs as much as a write: only worth it
     for large files."""
-    if not in_huge_page:
-        return memoryview(mmap.mmap(-1, BLOCK_BYTES))
-    memory = mmap.mmap(-1, 2 * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if not large:
+        return [memoryview(mmap.mmap(-1, BLOCK_BYTES))]
+    memory = huge_pages(BLOCKS * BLOCK_BYTES)
+    return [memoryview(memory)[at : at + BLOCK_BYTES] for at in range(0, BLOCKS * BLOCK_BYTES, BLOCK_BYTES)]
+
+
+def huge_pages(nbytes: int) -> memoryview:
+    """Allocates memory in huge pages, where the kernel has them. It is there once it is written to."""
+    memory = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     start = -np.frombuffer(memory, np.uint8).ctypes.data % HUGE_PAGE
-    return memoryview(memory)[start : start + BLOCK_BYTES]
+    return memoryview(memory)[start : start + nbytes]
 
 
 class HashingWriter:
@@ -117,18 +127,20 @@ class HashingWriter:
     the block. If the block raises, nothing is forced onto the disk, and the OSError of a failed write is raised again
     in case another error hides it (torch.save reports a wrong length instead).
 
-    `thread` copies, hashes and writes, almost without Python, while the caller waits. `copy(to, from)` copies the bytes
-    of a part. `large`: expect many blocks.
+    `thread` copies and hashes, almost without Python, while the caller waits. `copy(to, from)` copies the bytes of a
+    part. `large`: expect many blocks, some of which threads write while the next one fills.
     """
 
     def __init__(self, file: Path, thread: Executor | None = None, copy: Copy = np.copyto, large: bool = False) -> None:
         self._thread = thread
         self._copy = copy
         self._file: IO[bytes] = file.open("wb", buffering=0)
-        self._block = _new_block(in_huge_page=large)
-        self._array = np.frombuffer(self._block, np.uint8)  # numpy copies without Python's lock
+        self._blocks = [np.frombuffer(block, np.uint8) for block in _new_blocks(large=large)]  # copied to without GIL
+        self._writers: ThreadPoolExecutor | None = None
+        self._writing: deque[Future[None]] = deque()
+        self._full = 0  # blocks that were handed over
         self._held = 0
-        self._direct = True
+        self._direct = False
         self._hash = xxhash.xxh3_128()
         self._size = 0
         self._failure: OSError | None = None
@@ -146,9 +158,10 @@ class HashingWriter:
         source = np.frombuffer(rest, np.uint8)
         while len(source):
             part = source[: min(CACHED_BYTES, BLOCK_BYTES - self._held)]
-            taken = self._block[self._held : self._held + len(part)]
-            self._copy(self._array[self._held : self._held + len(part)], part)
-            self._hash.update(taken)
+            block = self._blocks[self._full % len(self._blocks)]
+            taken = block[self._held : self._held + len(part)]
+            self._copy(taken, part)
+            self._hash.update(taken.data)
             self._held += len(part)
             self._size += len(part)
             source = source[len(part) :]
@@ -169,28 +182,59 @@ class HashingWriter:
         if self._file.closed:
             return
         try:
-            self._hand_over()
             if self._thread:
-                self._thread.submit(os.fsync, self._file.fileno()).result()
+                self._thread.submit(self._finish).result()
             else:
-                os.fsync(self._file.fileno())
+                self._finish()
         finally:
+            self._end_writers()
             self._file.close()
 
+    def _finish(self) -> None:
+        """Writes the last block, which is not full, and forces all onto the disk."""
+        while self._writing:
+            self._writing.popleft().result()
+        _set_direct(self.fileno(), False)
+        self._direct = False
+        self._write(self._blocks[self._full % len(self._blocks)][: self._held], self._full * BLOCK_BYTES)
+        os.fsync(self.fileno())
+
+    def _end_writers(self) -> None:
+        if self._writers:
+            self._writers.shutdown()
+
     def _hand_over(self) -> None:
-        """Writes the contents of the block and empties it."""
-        rest = self._block[: self._held]
+        """Has the block, which is full, written, and goes on with the next one."""
+        if not self._full:
+            self._direct = _set_direct(self.fileno(), True)
+        at = self._full * BLOCK_BYTES
+        block = self._blocks[self._full % len(self._blocks)]
+        self._full += 1
         self._held = 0
-        self._direct = self._direct and _set_direct(self.fileno(), len(rest) == BLOCK_BYTES)
-        while len(rest):
+        if len(self._blocks) == 1:
+            self._write(block, at)
+            return
+        # They are started here, so they have the priority of the thread that hashes.
+        self._writers = self._writers or ThreadPoolExecutor(len(self._blocks), "write")
+        self._writing.append(self._writers.submit(self._write, block, at))
+        if len(self._writing) == len(self._blocks):
+            self._writing.popleft().result()
+
+    def _write(self, block: Bytes, at: int) -> None:
+        """Writes bytes to place `at` of the file."""
+        while len(block):
+            direct = self._direct
             try:
-                rest = rest[self._file.write(rest) :]
+                written = os.pwrite(self.fileno(), block.data, at)
             except OSError as error:
-                if not self._direct or error.errno != errno.EINVAL:
+                if not direct or error.errno != errno.EINVAL:
                     self._failure = error
                     raise
                 self._direct = False  # O_DIRECT is refused only now, also for its alignment after a short write
                 _set_direct(self.fileno(), False)
+            else:
+                block = block[written:]
+                at += written
 
     def record(self, path: str) -> FileRecord:
         """Returns the record of the bytes written so far, under the name `path` (relative to the commit)."""
@@ -203,6 +247,7 @@ class HashingWriter:
         if kind is None:
             self.close()
         else:
+            self._end_writers()
             self._file.close()
         if self._failure:
             raise self._failure

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import io
 import mmap
 import os
+import time
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from checkpoint_support import Crash, crashes
 
 from trireme.checkpoint.files import (
     BLOCK_BYTES,
+    BLOCKS,
     HUGE_PAGE,
     FileRecord,
     HashingWriter,
@@ -60,40 +62,31 @@ def test_an_array_of_two_dimensions_counts_in_bytes(tmp_path: Path) -> None:
 
 
 def test_a_short_write_of_the_system_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer = HashingWriter(tmp_path / "f")
-    real = writer._file
-
-    class Hesitant:
-        closed = False
-        fileno = staticmethod(real.fileno)
-        close = staticmethod(real.close)
-
-        def write(self, chunk: memoryview) -> int:
-            return real.write(chunk[:2])
-
-    monkeypatch.setattr(writer, "_file", Hesitant())
+    writer, real = HashingWriter(tmp_path / "f"), os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda file, chunk, at: real(file, chunk[:2], at))
     writer.write(b"abcde")
     writer.close()
     assert (tmp_path / "f").read_bytes() == b"abcde"
 
 
-class Watched(io.FileIO):
-    """A file that notes of each write how many bytes it had, and whether it went past the page cache.
+class Watched:
+    """Stands in for `os.pwrite`, and notes of each write how many bytes it had, and whether it went past the page
+    cache.
 
     `refused_from`: the number of the first write that is refused if it does, as some file systems do.
     """
 
-    def __init__(self, file: Path, refused_from: int | None = None) -> None:
-        super().__init__(file, "wb")
+    def __init__(self, refused_from: int | None = None) -> None:
         self.writes: list[tuple[int, bool]] = []
         self.refused_from = refused_from
+        self.plain = os.pwrite
 
-    def write(self, chunk: Any) -> int:
-        direct = bool(fcntl.fcntl(self.fileno(), fcntl.F_GETFL) & os.O_DIRECT)
+    def __call__(self, file: int, chunk: Any, at: int) -> int:
+        direct = bool(fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT)
         if direct and self.refused_from is not None and len(self.writes) >= self.refused_from:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         self.writes.append((len(chunk), direct))
-        return super().write(chunk)
+        return self.plain(file, chunk, at)
 
 
 def memory_flags(address: int) -> list[str]:
@@ -113,10 +106,12 @@ class TestDirect:
 
     CONTENTS = np.random.default_rng(1).bytes(3 * BLOCK_BYTES + 1000)
 
-    def write(self, file: Path, monkeypatch: pytest.MonkeyPatch, **options: int) -> list[tuple[int, bool]]:
-        with HashingWriter(file) as writer:
-            watched = Watched(file, **options)
-            monkeypatch.setattr(writer, "_file", watched)
+    def write(
+        self, file: Path, monkeypatch: pytest.MonkeyPatch, large: bool = False, **options: int
+    ) -> list[tuple[int, bool]]:
+        with HashingWriter(file, large=large) as writer:
+            watched = Watched(**options)
+            monkeypatch.setattr(os, "pwrite", watched)
             for start, end in ((0, 7), (7, 2 * BLOCK_BYTES - 1), (2 * BLOCK_BYTES - 1, len(self.CONTENTS))):
                 writer.write(self.CONTENTS[start:end])
         assert file.read_bytes() == self.CONTENTS
@@ -137,7 +132,7 @@ class TestDirect:
     def test_the_block_of_a_large_file_is_one_piece_of_memory(self, tmp_path: Path, large: bool) -> None:
         """A huge page is requested; the system decides whether there is one."""
         with HashingWriter(tmp_path / "f", large=large) as writer:
-            address = np.frombuffer(writer._block, np.uint8).ctypes.data
+            address = writer._blocks[0].ctypes.data
             assert ("hg" in memory_flags(address)) is large
             assert address % (HUGE_PAGE if large else mmap.PAGESIZE) == 0
             writer.write(self.CONTENTS)
@@ -165,25 +160,46 @@ class TestDirect:
         assert self.write(tmp_path / "f", monkeypatch) == [(BLOCK_BYTES, False)] * 3 + [(1000, False)]
         assert len(refused) == 1, "asked once, not for every block"
 
+    @pytest.mark.parametrize("large", [False, True])
     @pytest.mark.parametrize("number", [0, 1])
     def test_none_from_the_first_that_is_refused(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, large: bool
     ) -> None:
-        writes = self.write(tmp_path / "f", monkeypatch, refused_from=number)
+        writes = self.write(tmp_path / "f", monkeypatch, large, refused_from=number)
         assert [size for size, _ in writes] == [BLOCK_BYTES] * 3 + [1000]
         assert not any(direct for _, direct in writes[number:])
+
+    def test_blocks_of_a_large_file_are_written_while_the_next_fill(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Each waits until as many as there are blocks are being written, and they end in another order."""
+        together, plain = Barrier(BLOCKS), os.pwrite
+        contents = np.random.default_rng(2).bytes(3 * BLOCKS * BLOCK_BYTES + 7)
+
+        def write(file: int, chunk: Any, at: int) -> int:
+            if len(chunk) == BLOCK_BYTES:
+                time.sleep(0.01 * (BLOCKS - together.wait(10)))
+            return plain(file, chunk, at)
+
+        monkeypatch.setattr(os, "pwrite", write)
+        with HashingWriter(tmp_path / "f", large=True) as writer:
+            writer.write(contents)
+        assert (tmp_path / "f").read_bytes() == contents
+        assert writer.record("f") == FileRecord("f", len(contents), xxhash.xxh3_128_hexdigest(contents))
 
     def test_other_refusals_are_errors(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Also EINVAL, when it has another cause."""
 
-        class Broken(io.FileIO):
-            def write(self, chunk: Any) -> int:
-                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        def broken(*_: object) -> int:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
-        writer = HashingWriter(tmp_path / "f")
-        monkeypatch.setattr(writer, "_file", Broken(tmp_path / "f", "wb"))
-        with pytest.raises(OSError, match="Invalid argument"):
-            writer.write(bytes(BLOCK_BYTES))
+        monkeypatch.setattr(os, "pwrite", broken)
+        for large in (False, True):
+            with (
+                pytest.raises(OSError, match="Invalid argument"),
+                HashingWriter(tmp_path / "f", large=large) as writer,
+            ):
+                writer.write(bytes(BLOCK_BYTES))
 
 
 def test_closed_means_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,19 +239,21 @@ class TestErrors:
         """torch.save hides the first error behind one of its own, that the file is not as long as it should be."""
         import torch
 
-        class Nearly(io.FileIO):
-            def write(self, chunk: memoryview) -> int:  # type: ignore[override]
-                if self.tell() + len(chunk) > BLOCK_BYTES:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                return super().write(chunk)
+        plain = os.pwrite
 
-        def save(file: Path) -> None:
-            with storage_errors(file), HashingWriter(file) as writer:
-                monkeypatch.setattr(writer, "_file", Nearly(file, "wb"))
-                torch.save(torch.zeros(BLOCK_BYTES), writer)
+        def nearly(file: int, chunk: Any, at: int) -> int:
+            if at + len(chunk) > BLOCK_BYTES:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return plain(file, chunk, at)
 
-        with pytest.raises(StorageFailed, match="No space left on device"):
-            save(tmp_path / "weights")
+        def save(file: Path, large: bool) -> None:
+            with storage_errors(file), HashingWriter(file, large=large) as writer:
+                torch.save(torch.zeros(2 * BLOCKS * BLOCK_BYTES // 4), writer)
+
+        monkeypatch.setattr(os, "pwrite", nearly)
+        for large in (False, True):
+            with pytest.raises(StorageFailed, match="No space left on device"):
+                save(tmp_path / "weights", large)
 
     def test_no_space_when_forced_onto_the_disk(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def full(_: int) -> None:
