@@ -59,11 +59,11 @@ from trainer.shard import Shard
 from trireme.config import Config
 from trireme.config.inference import InferenceConfig
 from trireme.config.model_facts import ModelFacts
+from trireme.config.trainer import CommonTrainer
 from trireme.core.types import AdamParams, TokenBatch
 from trireme.core.weights import Layout
 from trireme.plan.memory import GIB, GPU_ALLOWANCES, SHARD_BASE_GIB, ShardMemory, shard_memory
 from trireme.plan.rl import ENGINE_BYTES
-from trireme.plan.trainer import PINNED
 
 WEIGHTS, GRADIENTS, MOMENTS, GATHERED = "weights", "gradients", "moments", "gathered"
 ACTIVATIONS, HEAD, HOST, SHAPES = "activations", "head", "host", "shapes"
@@ -356,6 +356,9 @@ def _without_memory(*, gpu: bool) -> Iterator[None]:
         replace(trainer.adapters, "base_digest", lambda name: "0" * 32)
         replace(trainer.shard, "prove_models", _prove)
         replace(trainer.snapshot, "StagedTensor", lambda host, live: host)
+        replace(trainer.snapshot.Slab, "__init__", lambda slab, nbytes, pinned: None)
+        replace(trainer.snapshot.Slab, "take", lambda slab, shape, dtype: torch.empty(shape, dtype=dtype))
+        replace(CommonTrainer, "compiles", lambda options, on_gpus: False)  # which the plan does not count on
         replace(FakeTensor, "numpy", lambda tensor: np.zeros(tensor.shape, np.float32))
         for module in (trainer.attention, trainer.model):
             replace(module, "has_kernel", lambda device, dtype: gpu)
@@ -475,7 +478,7 @@ takes up to 12 GiB of what is left free.
 
 Bytes on each GPU in GB (10^9), in bfloat16 with float32 master weights, packed micro-batches of 16,384 tokens; LoRA of
 rank 32 on all linear layers of the decoder. *Host* is pinned memory of each shard for commits: 12 bytes a trained
-parameter, and a third more, as blocks are rounded up to powers of two.
+parameter.
 """
 REPLICAS = """
 ## Replicas
@@ -529,7 +532,7 @@ def shard_rows() -> Iterator[str]:
             for gpus in GPUS:
                 twice, kept = (case(name, training, gpus, twice=twice) for twice in (True, False))
                 trained = facts_of(name).trained_parameters(twice.config("m").trainer.lora)
-                host = COMMIT_BYTES * PINNED * trained / gpus / GB
+                host = COMMIT_BYTES * trained / gpus / GB
                 each = [on_device(twice), on_device(kept)]
                 sums = " | ".join(f"{needed:.1f} | {fits(needed)}" for needed in each)
                 yield f"| {name} | {training} | {gpus} | {planned(twice).state / GB:.1f} | {sums} | {host:.1f} |"

@@ -6,9 +6,12 @@ Tensors of one kind (`kinds`) are saved as one stack, because DCP holds Python's
 from __future__ import annotations
 
 import re
+import weakref
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from math import prod
 from threading import Event, Lock
 from typing import Any, cast
 
@@ -18,8 +21,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from trireme.checkpoint.files import Bytes
+from trireme.checkpoint.files import Bytes, huge_pages
+from trireme.core.weights import padded
 
+PAGING_THREADS = 8
 MOMENTS = ("exp_avg", "exp_avg_sq")
 REFERENCE = "reference."
 STACKED_BYTES = 2**28
@@ -47,6 +52,47 @@ def kinds(tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
     }
 
 
+class Slab:
+    """Host memory for copies of the state, in one piece. Making it takes seconds for a GPU's, as the system gives each
+    page and the driver pins it, so a thread does that.
+
+    `pinned`: for copies from a GPU. (PyTorch's own pinned memory is given in powers of two, a third more than this.)
+    """
+
+    def __init__(self, nbytes: int, *, pinned: bool) -> None:
+        self._used = 0
+        self._memory = np.frombuffer(huge_pages(max(nbytes, 1)), np.uint8)
+        thread = ThreadPoolExecutor(1, "slab")
+        self._ready = thread.submit(self._pin if pinned else int)
+        thread.shutdown(wait=False)
+
+    def _pin(self) -> int:
+        with ThreadPoolExecutor(PAGING_THREADS, "pages") as pool:
+            list(pool.map(lambda part: part.fill(0), np.array_split(self._memory, 8 * PAGING_THREADS)))
+        address = self._memory.ctypes.data
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, len(self._memory), 0))
+        weakref.finalize(self._memory, torch.cuda.cudart().cudaHostUnregister, address)
+        return address
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Returns a tensor in memory that no other has."""
+        self._ready.result()
+        nbytes = prod(shape) * dtype.itemsize
+        part = self._memory[self._used : self._used + nbytes]
+        self._used += padded(nbytes)
+        return torch.from_numpy(part).view(dtype).view(*shape)
+
+    @staticmethod
+    def size_of(tensors: Iterable[Tensor], count: int) -> int:
+        """Returns the bytes that `count` copies of each tensor's own part take at most, in any grouping."""
+        return sum(count * padded(own.nbytes) for own in map(own_part, tensors))
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """Returns what this rank has of a sharded tensor."""
+    return cast(DTensor, tensor).to_local().detach()
+
+
 class StagedTensor:
     """One tensor of the state and its copy in host memory."""
 
@@ -66,8 +112,13 @@ class Staging:
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.AdamW, reference: Mapping[str, Tensor]
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        optimizer: torch.optim.AdamW,
+        reference: Mapping[str, Tensor],
+        slab: Slab,
     ) -> None:
+        self._slab = slab
         self.buffers: dict[str, Tensor] = {}
         self.tensors: list[StagedTensor] = []
         for kind, names in kinds(parameters).items():
@@ -78,9 +129,9 @@ class Staging:
 
     def _add(self, name: str, stacks: Sequence[Sequence[Tensor]]) -> None:
         """Makes the buffer of `stacks`, each of as many tensors, sharded alike: a [stacks, tensors, ...] DTensor."""
-        live = [[cast(DTensor, tensor).to_local().detach() for tensor in stack] for stack in stacks]
+        live = [[own_part(tensor) for tensor in stack] for stack in stacks]
         first, sharded = live[0][0], cast(DTensor, stacks[0][0])
-        local = torch.empty((len(live), len(live[0]), *first.shape), dtype=first.dtype, pin_memory=first.is_cuda)
+        local = self._slab.take((len(live), len(live[0]), *first.shape), first.dtype)
         placements = [Shard(p.dim + 2) if isinstance(p, Shard) else p for p in sharded.placements]
         whole = torch.empty((*local.shape[:2], *sharded.shape), device="meta")
         mesh = DeviceMesh("cpu", sharded.device_mesh.mesh, _init_backend=False)  # only says which rank has which part

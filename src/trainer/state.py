@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from trainer.mesh import Mesh
-from trainer.snapshot import MOMENTS, REFERENCE, Staging, StateSnapshot
+from trainer.snapshot import MOMENTS, REFERENCE, Slab, Staging, StateSnapshot, own_part
 from trainer.state_reader import StateReader
 from trireme.checkpoint.files import Copy, FileRecord, HashingWriter, fsync_directory, make_directory, storage_errors
 from trireme.checkpoint.parts import CommitSource, PartReader
@@ -150,6 +150,8 @@ class Checkpointer:
         self._buffers = {BUFFERS + name: buffer for name, buffer in buffers.items()}
         self._group = mesh.new_cpu_group(config.timeouts.checkpoint_s)
         self._stream = torch.cuda.Stream(mesh.device) if mesh.device.type == "cuda" else None
+        copies = Slab.size_of(self._parameters.values(), 1 + len(MOMENTS)) + Slab.size_of(reference.values(), 1)
+        self._slab = Slab(copies, pinned=any(own_part(each).is_cuda for each in parameters.values()))
         self._saves: dict[Path, Future[list[FileRecord]]] = {}
         self._newest: Future[list[FileRecord]] | None = None
         self._snapshot: StateSnapshot | None = None
@@ -223,7 +225,7 @@ class Checkpointer:
 
     @cached_property
     def _staging(self) -> Staging:
-        return Staging(self._parameters, self._optimizer, self._reference)
+        return Staging(self._parameters, self._optimizer, self._reference, self._slab)
 
     def _small_state(self) -> dict[str, Tensor]:
         """Copies the small parts of the state."""

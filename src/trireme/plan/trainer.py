@@ -32,9 +32,6 @@ from trireme.plan.part import Part
 COPIES = "copies for commits"
 SHARES = "shares of two versions of the weights"
 """Where no store has them (transport broadcast), each rank keeps those buckets of both that belong to it."""
-PINNED = 4 / 3
-"""The pinned memory of a GPU's copies, over their size: blocks are rounded up to a power of two, which adds a third to
-sizes that are spread evenly."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +80,7 @@ class TrainerPart(Part):
         """Bytes of a shard's copies of weights and moments, from which commits are written (`trainer.snapshot`)."""
         assert self.facts is not None
         trained = self.facts.trained_parameters(self.config.trainer.lora)
-        own = 3 * DTYPE_BYTES[self.config.trainer.master_dtype] * trained // self.config.trainer.shards
-        return int(own * PINNED) if self.on_gpus else own
+        return 3 * DTYPE_BYTES[self.config.trainer.master_dtype] * trained // self.config.trainer.shards
 
     def _loading(self, host: Mapping[str, int]) -> int:
         """Bytes that shard 0 holds of the model's files while it loads, beyond what takes their place later: copies for
@@ -137,7 +133,7 @@ class TrainerPart(Part):
         copies = f" x {options.replicate} copies" if options.replicate > 1 else ""
         chosen = {
             "packed rows": options.packing == "packed",
-            "compiled layers": options.compile,
+            "compiled layers": options.compiles(on_gpus=self.on_gpus),
             f"master weights in {options.master_dtype}": options.master_dtype != "float32",
         }
         text = f"{count(options.shards, 'FSDP2 shard')}{copies}: {count(options.processes, 'actor')}"
