@@ -17,8 +17,8 @@ is left. Which of both it is, is seen at the first update too.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -28,9 +28,14 @@ from types import MappingProxyType
 import numpy as np
 import torch
 from torch import Tensor, nn
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionImplBase
 
-from inference.loaded import Following, LoadedSums
+from inference.loaded import Elements, Following, LoadedSums
 from inference.watching import Copy, CopyWatch, Layout, disordered, layout_of, widens
 from trireme.transports.tensor_sums import TensorPart, part_sums
 
@@ -60,6 +65,7 @@ class TensorFollower:
         self._factors: Mapping[str, float] = {}
         self._packed: dict[str, str] = {}  # parameters that are packed, and when
         self._in_place: set[str] = set()  # those that are packed in the memory where they lie
+        self._only_copies = False  # loaders only copy, and nothing is computed from what they load
         self._sums: dict[int, Tensor] = {}  # by the number of the copy, on the device
         self._threads = ThreadPoolExecutor(max(1, torch.get_num_threads()), "sums")
         self._pending: deque[Future[dict[int, Tensor]]] = deque()
@@ -72,7 +78,7 @@ class TensorFollower:
         when vLLM has prepared its parameters, and the tensors stay alive until `loaded`. `known`: what the loaders do
         was found at an earlier update, and the finding was accepted; tensors of other shapes are followed anew.
         `factors`: {tensor: power of two by which it was multiplied since it was published}."""
-        table = [(name, tensor.dtype, tensor.shape, factors.get(name)) for name, tensor in tensors.items()]
+        table = _table_of(tensors, factors)
         self._sums.clear()
         self._factors = factors
         with ExitStack() as stack:
@@ -89,6 +95,28 @@ class TensorFollower:
             yield self._given(tensors)
             if self._watch:
                 self._watch.idle = True
+
+    def can_copy(self, tensors: Mapping[str, Tensor], *, known: bool) -> bool:
+        """Returns True if loaders would do nothing with `tensors` but to copy them to where parameters lie, so that
+        `copy` does the same. `known`: as for `following`."""
+        held = self._held()
+        lies = all(name in held and layout_of(held[name]) == each for name, each in self._layouts.items())
+        return known and self._only_copies and lies and _table_of(tensors, {}) == self._table
+
+    def copy(self, groups: Iterable[Mapping[str, Tensor]]) -> None:
+        """Copies what loaders would copy: all published tensors, in groups which need not live longer than their turn.
+        Call `loaded` afterwards."""
+        self._sums.clear()
+        self._factors = MappingProxyType({})
+        held = self._held()
+        by_name: defaultdict[str, list[Copy]] = defaultdict(list)
+        for copies in self._copies.values():
+            for copy in copies:
+                by_name[copy.part.name].append(copy)
+        for group in groups:
+            chosen = [(copy, tensor) for name, tensor in group.items() for copy in by_name[name]]
+            targets = [_elements(held[copy.held].data, copy.place) for copy, _ in chosen]
+            torch._foreach_copy_(targets, [_elements(tensor, copy.source) for copy, tensor in chosen])
 
     def _given(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         if self._watch:
@@ -145,6 +173,7 @@ class TensorFollower:
         if watch:
             parts = tuple(copy.part for copy, _ in copies)
             packed = sum(len(self._copies[name]) for name in self._packed)
+            self._only_copies = not (watch.unfollowed or unfollowed or self._packed) and computes_nothing(self._model)
             following = Following(
                 parts, packed, {**watch.unfollowed, **unfollowed}, disordered([copy for copy, _ in copies])
             )
@@ -174,7 +203,7 @@ class TensorFollower:
         for copy, number in self._copies[name].items():
             dtype, place = self._dtypes[copy.part.name], copy.place
             if widens(dtype, tensor.dtype):
-                view = tensor.data.as_strided(place.shape, place.stride, tensor.storage_offset() + place.offset)
+                view = _elements(tensor.data, place)
                 if (factor := self._factors.get(copy.part.name)) is not None:
                     view = view / factor
                 parts[number] = TensorPart(view, copy.source.offset, copy.source.stride, dtype)
@@ -186,6 +215,35 @@ class TensorFollower:
 
     def _own(self, layer: nn.Module) -> dict[str, Tensor]:
         return {self._prefixes[layer] + name: tensor for name, tensor in self._tensors_of(layer).items()}
+
+
+def computes_nothing(model: nn.Module) -> bool:
+    """Returns True if none of vLLM's modules computes anything from weights after they are loaded: on CUDA, linear
+    layers and embeddings that are not quantised, and attention without weights of its own."""
+    plain = {method.process_weights_after_loading for method in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)}
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, QuantizeMethodBase) and type(method).process_weights_after_loading not in plain:
+            return False
+        if isinstance(module, Attention):
+            attends, computes = type(module), type(module.impl)
+            after = attends.process_weights_after_loading, computes.process_weights_after_loading
+            if after != (Attention.process_weights_after_loading, AttentionImplBase.process_weights_after_loading):
+                return False
+        elif callable(getattr(module, PACK, None)):
+            return False
+    return current_platform.is_cuda()
+
+
+def _table_of(
+    tensors: Mapping[str, Tensor], factors: Mapping[str, float]
+) -> list[tuple[str, torch.dtype, torch.Size, float | None]]:
+    return [(name, tensor.dtype, tensor.shape, factors.get(name)) for name, tensor in tensors.items()]
+
+
+def _elements(tensor: Tensor, elements: Elements) -> Tensor:
+    """Returns a view of some elements of a tensor, counted from its first."""
+    return tensor.as_strided(elements.shape, elements.stride, tensor.storage_offset() + elements.offset)
 
 
 def _sums_by_number(parts: Mapping[int, TensorPart]) -> dict[int, Tensor]:

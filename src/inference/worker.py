@@ -29,6 +29,7 @@ from vllm.model_executor.model_loader.reload import layerwise
 from vllm.platforms import current_platform
 
 from inference.adapter import add_adapter, drop_adapter, stacks, take_adapter
+from inference.carrier import Carrier
 from inference.cpu.rank import ask_for_tiles, forget_rank_memory, pack_experts
 from inference.engine_startup import forget_shared_memory
 from inference.following import AFTER, TensorFollower
@@ -37,7 +38,7 @@ from inference.mapping import make_own, mappings_of, populate
 from inference.receiving import Receiving
 from trireme.core import digest
 from trireme.core.errors import WeightsRefused
-from trireme.core.weights import TensorPlace, WeightsManifest, check_received
+from trireme.core.weights import TensorEntry, TensorPlace, WeightsManifest, check_received
 from trireme.process.faults import fault_point
 from trireme.transports.packing import tensor_of
 
@@ -51,6 +52,10 @@ if TYPE_CHECKING:
 logging.getLogger(layerwise.__name__).addFilter(lambda record: record.levelno >= logging.ERROR)
 
 ask_for_tiles()  # on import, before a model is warmed up
+
+
+READERS = 8
+"""Threads that read what has arrived, at most: together they are as fast as a machine's memory."""
 
 
 def load_weights(
@@ -70,6 +75,34 @@ def load_weights(
         else:
             continue
         follower.pack(AFTER, _left_out if skip else pack, module)
+
+
+def copy_weights(
+    runner: ModelRunner,
+    follower: TensorFollower,
+    carrier: Carrier,
+    manifest: WeightsManifest,
+    buckets: list[npt.NDArray[np.uint8]],
+) -> None:
+    """Does what `load_weights` does, where that only copies: each bucket travels to the device as a whole, and from
+    there to the parameters in one launch. A copy from the host for each tensor would wait, each time, until the device
+    has time for this process, which the trainer's may have at the moment."""
+    by_bucket: list[list[TensorEntry]] = [[] for _ in buckets]
+    for entry in manifest.entries:
+        by_bucket[entry.bucket].append(entry)
+    fault = fault_point("inference.load")
+    device = next(runner.get_model().parameters()).device
+    landing = torch.empty(max(map(len, buckets)), dtype=torch.uint8, device=device)
+
+    def landed(entries: list[TensorEntry], bucket: npt.NDArray[np.uint8]) -> dict[str, torch.Tensor]:
+        part = landing[: len(bucket)]
+        carrier.carry(bucket, part)
+        return dict(_as_loaded([(entry.name, tensor_of(entry, {entry.bucket: part})) for entry in entries], fault))
+
+    follower.copy(map(landed, by_bucket, buckets))
+    runner.reset_lora_state()
+    runner.reset_encoder_cache()
+    runner.reset_mm_cache()
 
 
 def _left_out(layer: torch.nn.Module) -> None:
@@ -93,6 +126,12 @@ def _corrupt(model: torch.nn.Module) -> None:
     [*norms, *adapters][-1].data[(0,) * [*norms, *adapters][-1].dim()] += 1.0
 
 
+def readers() -> int:
+    """Returns how many threads read what has arrived. On CPUs it is one, as the engine computes by the same cores. On
+    GPUs an engine needs few cores, and the next step's sampling waits for the check."""
+    return 1 if current_platform.is_cpu() else max(1, min(READERS, len(os.sched_getaffinity(0)) // 2))
+
+
 def _refusal_of(
     manifest: WeightsManifest, buckets: list[npt.NDArray[np.uint8]], sums: Callable[[], Mapping[TensorPlace, str]]
 ) -> str:
@@ -105,7 +144,7 @@ def _refusal_of(
         buckets[entry.bucket][entry.offset] ^= 1
         known = {}
     try:
-        check_received(manifest, buckets, known)
+        check_received(manifest, buckets, known, readers())
     except WeightsRefused as refused:
         return str(refused)
     return ""
@@ -129,6 +168,7 @@ class WorkerExtension:
     receiving: Receiving | None = None
     _checking: Future[str]
     follower: TensorFollower | None = None
+    carrier: Carrier | None = None
 
     def settle(self) -> int:
         """Takes away the names of the shared memory by which ranks communicate. They have found each other, and killed
@@ -185,7 +225,11 @@ class WorkerExtension:
                 unfollowed = take_adapter(runner, follower, tensors, manifest.adapter, known=known)
             else:
                 follower = self.follower = self.follower or TensorFollower(runner.get_model())
-                load_weights(runner, follower, tensors, known=known)
+                if follower.can_copy(tensors, known=known):
+                    self.carrier = self.carrier or Carrier(readers(), pinned=True)
+                    copy_weights(runner, follower, self.carrier, manifest, buckets)
+                else:
+                    load_weights(runner, follower, tensors, known=known)
             if fault_point("inference.loaded") == "corrupt":
                 _corrupt(runner.get_model())
             loaded = follower.loaded(unfollowed)

@@ -13,20 +13,23 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from trireme.core.digest import SCHEME, sums_of
+from trireme.core.digest import SCHEME, WORD_BYTES, Sums, sums_of
 from trireme.core.errors import WeightsRefused
 from trireme.core.types import WeightIdentity
 
 ALIGNMENT = 64
 """Bytes; of the tensors in a bucket."""
+PIECE_BYTES = 2**24
+"""Bytes of a tensor that one thread sums at a time: a tenth of an embedding is still a millisecond's work."""
 NAMED = 3
 """Names that `gathered_text` gives as examples."""
 
@@ -248,21 +251,34 @@ def check_received(
     manifest: WeightsManifest,
     buckets: Sequence[npt.NDArray[np.uint8]],
     known: Mapping[TensorPlace, str] = MappingProxyType({}),
+    threads: int = 1,
 ) -> None:
     """Raises WeightsRefused unless the bytes in `buckets` are those that the manifest's identity names. `known`: the
-    sums of what lies at some places, which need not be read again."""
+    sums of what lies at some places, which need not be read again. `threads` read at the same time."""
     version, digest = manifest.identity.version, manifest.identity.digest
     if weights_digest(manifest.entries, manifest.adapter) != digest:
         raise WeightsRefused(f"the table of tensors of version {version} does not have digest {digest}")
+    unread = [entry for entry in manifest.entries if entry.place not in known]
+    pieces = [(entry, at) for entry in unread for at in range(0, max(entry.nbytes, 1), PIECE_BYTES)]
+    sums = {entry.place: Sums() for entry in unread}
+    with ThreadPoolExecutor(threads, "sums") as pool:  # the kernel does not hold Python's lock
+        for (entry, _), found in zip(pieces, pool.map(partial(_piece_sums, buckets), pieces), strict=True):
+            sums[entry.place] += found
     for entry in manifest.entries:
-        received = known.get(entry.place) or str(
-            sums_of(buckets[entry.bucket][entry.offset : entry.offset + entry.nbytes])
-        )
+        received = known.get(entry.place) or str(sums[entry.place])
         if received != entry.hash:
             raise WeightsRefused(
                 f"tensor {entry.name} of version {version} arrived with hash {received}, "
                 f"published as {entry.hash}: it was corrupted on the way"
             )
+
+
+def _piece_sums(buckets: Sequence[npt.NDArray[np.uint8]], piece: tuple[TensorEntry, int]) -> Sums:
+    """Returns the share of a tensor's sums that the piece beginning at its byte `at` has."""
+    entry, at = piece
+    begin = entry.offset + at
+    end = entry.offset + min(at + PIECE_BYTES, entry.nbytes)
+    return sums_of(buckets[entry.bucket][begin:end], at // WORD_BYTES)
 
 
 def check_canary(manifest: WeightsManifest, logprobs: npt.NDArray[np.float32]) -> Drift:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -254,6 +255,62 @@ def test_what_is_changed_after_the_reload_is_seen_and_packing_then_is_not_taken_
         wrong = [a != b for a, b in zip(found(loaded), expected(tensors, following), strict=True)]
         assert wrong == [known and part.name == "norm" for part in following.parts]
         assert following.packed == 4
+
+
+class Derived(nn.Module):
+    """Computes something from its weights after each load, like MLA."""
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        raise AssertionError
+
+
+def computing(name: str, tensor: Tensor, held: dict[str, Tensor]) -> None:
+    fused(name, tensor + 1 if name == "norm" else tensor, held)
+
+
+@pytest.fixture
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inference.following.current_platform", SimpleNamespace(is_cuda=lambda: True))
+
+
+def unpacked_model() -> nn.Module:
+    model = model_of()
+    del model.qkv.quant_method
+    return model
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_what_loaders_only_copy_is_copied_bit_for_bit_to_the_memory_where_it_lies() -> None:
+    model, by_loaders = unpacked_model(), unpacked_model()
+    follower = TensorFollower(model)
+    assert not follower.can_copy(fresh(), known=True), "nothing is known before the first update"
+    following = update(follower, model, fresh(), known=False).following
+    assert following is not None
+    memory = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    for _ in range(2):
+        later = fresh(k=torch.full((2, 6), float("nan")))
+        assert follower.can_copy(later, known=True)
+        follower.copy([{"q": later["q"]}, {name: later[name] for name in later if name != "q"}])
+        assert found(follower.loaded()) == expected(later, following)
+        update(TensorFollower(by_loaders), by_loaders, later, known=False)
+        for name, parameter in by_loaders.named_parameters():
+            assert torch.equal(parameter.view(torch.int32), model.get_parameter(name).view(torch.int32))
+    assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == memory
+    assert not follower.can_copy(later, known=False)
+    assert not follower.can_copy({name: tensor.bfloat16() for name, tensor in later.items()}, known=True)
+    model.norm.weight = nn.Parameter(torch.zeros(12)[::2], requires_grad=False)
+    assert not follower.can_copy(later, known=True), "it lies otherwise now"
+
+
+@pytest.mark.usefixtures("on_cuda")
+@pytest.mark.parametrize("why", ["packed", "computed by a loader", "computed after the load"])
+def test_what_is_more_than_a_copy_is_left_to_loaders(why: str) -> None:
+    model = model_of() if why == "packed" else unpacked_model()
+    if why == "computed after the load":
+        model.add_module("attention", Derived())
+    follower = TensorFollower(model)
+    update(follower, model, fresh(), computing if why == "computed by a loader" else fused, known=False)
+    assert not follower.can_copy(fresh(), known=True)
 
 
 def seen(tensor: Tensor, load: Callable[[Tensor, Tensor], None], held: Tensor) -> CopyWatch:

