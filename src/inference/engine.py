@@ -23,6 +23,7 @@ from trireme.core.errors import BadInput, RoomFailed
 from trireme.core.tokenizer import load_tokenizer
 from trireme.core.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity
 from trireme.process.device import find_device
+from trireme.process.environ import user_cache
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 """With this variable PyTorch asks the driver's library for GPUs, and initialises no CUDA, which a fork would break."""
+TRITON_CACHE = "TRITON_CACHE_DIR"
 HEAD_DTYPE = "head_dtype"
 """The key of the model's configuration in which vLLM looks for the dtype of logits; its values are "float32" and
 "model"."""
@@ -58,6 +60,8 @@ def import_engine(*, on_cpu: bool) -> None:
         raise wrong_build(on_gpus=not on_cpu).error()
     if on_cpu:
         os.environ.update(CPU_ENVIRONMENT)
+    else:  # else vLLM compiles the same kernels again, for 17 s, for each configuration
+        os.environ.setdefault(TRITON_CACHE, str(user_cache() / "triton"))
 
 
 def start_engine(config: Config, who: str) -> AsyncLLM:

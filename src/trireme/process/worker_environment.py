@@ -29,7 +29,7 @@ from trireme.config.trust import named_code
 from trireme.core.redaction import is_secret
 from trireme.core.refusals import Refusal
 
-PREFIXES = ("HF_", "WANDB_", "NCCL_", "GLOO_", "VLLM_", "TRIREME_")
+PREFIXES = ("HF_", "WANDB_", "NCCL_", "GLOO_", "VLLM_", "TRIREME_", "PYTORCH_", "TORCH", "TRITON_")
 """The variables of what computes in actors begin like this: hub, W&B, collectives, vLLM, this project."""
 OF_ONE_NODE = "VLLM_HOST_IP"
 """The address of the process itself, as vLLM reads it: another one on each node."""
