@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.batching import ShardOutput
-from trainer.losses import LossFn, backward
+from trainer.losses import LossFn, any_counts, backward
 from trireme.config.losses import find_loss
 from trireme.core.batch import BatchPart
 from trireme.core.errors import BadInput, ProvenanceError
@@ -111,6 +111,6 @@ def nonfinite_datums(
         columns = {
             name: torch.tensor(column[offsets[n] : offsets[n + 1]]) for name, column in part.batch.columns.items()
         }
-        if not backward(loss, p, columns, loss_config)[-1]:
+        if not backward(loss, p, columns, loss_config, counts=any_counts(columns))[-1]:
             found.append(d)
     return tuple(found)

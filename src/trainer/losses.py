@@ -40,7 +40,7 @@ import math
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -56,7 +56,8 @@ if TYPE_CHECKING:
 POLICY = "policy_logprobs"
 """Name of a column with the log-probabilities that the policy gave before the pass."""
 Columns = Mapping[str, "Tensor"]
-Metrics = dict[str, float]
+Metrics = dict[str, "float | Tensor"]
+"""Tensors are of one number on the device of the pass: reading it there would wait for all that was begun before."""
 LossFn = Callable[["Tensor", Columns, Mapping[str, float]], tuple["Tensor", Metrics]]
 CustomLoss = Callable[[Sequence[Datum], Sequence["Tensor"]], tuple["Tensor", Mapping[str, float]]]
 """Takes the datums and the log-probabilities of their targets (float32 [T] each); returns the loss and metrics."""
@@ -84,7 +85,7 @@ class _Ratios:
         outside = (log.detach() < low) | (log.detach() > high)
         self.mask = columns["mask"].masked_fill(outside, 0.0)
         self.log, self.advantages = _only(log, self.mask), _only(columns["advantages"], self.mask)
-        self.metrics = {"ratio_masked_frac:sum": float(outside.sum())}
+        self.metrics: Metrics = {"ratio_masked_frac:sum": outside.sum()}
         self._limit = _log(config.get("max_ratio", math.inf))
 
     def exp(self, log: Tensor, counts: Tensor) -> Tensor:
@@ -92,7 +93,7 @@ class _Ratios:
         overflows is NaN even where nothing depends on it."""
         log = log.where(counts, log.new_zeros(()))
         excess = (log.detach() - self._limit).clamp(min=0.0)
-        self.metrics["truncated_frac:sum"] = float((excess > 0).sum())
+        self.metrics["truncated_frac:sum"] = (excess > 0).sum()
         return (log - excess).exp()
 
 
@@ -106,7 +107,7 @@ def _thresholds(columns: Columns, config: Mapping[str, float], like: Tensor) -> 
 def cross_entropy(p: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[Tensor, Metrics]:
     """sum -p weights. `loss_tokens` counts the tokens with a weight."""
     weights = columns["weights"]
-    return -(_only(p, weights) * weights).sum(), {"loss_tokens:sum": float((weights != 0).sum())}
+    return -(_only(p, weights) * weights).sum(), {"loss_tokens:sum": (weights != 0).sum()}
 
 
 def importance_sampling(p: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[Tensor, Metrics]:
@@ -128,7 +129,7 @@ def _clipped(r: _Ratios, log: Tensor, columns: Columns, config: Mapping[str, flo
     up, down = r.advantages > 0, r.advantages < 0
     cut = (up & (log.detach() > high.log())) | (down & (log.detach() < low.log()))
     ratio = r.exp(log, ~cut & (r.advantages != 0)).where(~cut, high.where(up, low))
-    return -(r.mask * ratio * r.advantages).sum(), {"clip_frac:sum": float(cut.sum()), **r.metrics}
+    return -(r.mask * ratio * r.advantages).sum(), {"clip_frac:sum": cut.sum(), **r.metrics}
 
 
 def gspo(p: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[Tensor, Metrics]:
@@ -176,7 +177,7 @@ def cispo(p: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[Ten
     clamped = log.clamp(low.log(), high.log())
     cut = ((clamped != log) & (r.mask != 0)).sum()
     gain = r.exp(clamped, r.advantages != 0) * _only(p, r.mask) * r.advantages
-    return -(r.mask * gain).sum(), {"clip_frac:sum": float(cut), **r.metrics}
+    return -(r.mask * gain).sum(), {"clip_frac:sum": cut, **r.metrics}
 
 
 def dro(p: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[Tensor, Metrics]:
@@ -194,17 +195,38 @@ def resolve_loss(name: str, config: Mapping[str, float]) -> tuple[LossFn, dict[s
     return pkgutil.resolve_name(loss.function), {**defaults, **config}
 
 
-def backward(loss: LossFn, p: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[float, Metrics, bool]:
-    """Computes a loss and its gradient. Returns its value, its metrics, and True if value and gradient by `p`, which
-    must keep it, are finite.
+def any_counts(columns: Mapping[str, Any]) -> bool:
+    """Tells if a token counts in a loss, by its columns in host memory."""
+    return any(bool(columns[name].any()) for name in ("mask", "weights") if name in columns)
 
-    Where no token counts, both are 0 without asking `loss`: a user's own may divide by the mask's sum."""
-    if not any(bool(columns[name].any()) for name in ("mask", "weights") if name in columns):
+
+def backward(
+    loss: LossFn, p: Tensor, columns: Columns, config: Mapping[str, float], *, counts: bool
+) -> tuple[Tensor, Metrics, Tensor]:
+    """Computes a loss and its gradient. Returns its value, its metrics, and True if value and gradient by `p`, which
+    must keep it, are finite: on the device, for which nothing waits.
+
+    Where no token `counts`, both are 0 without asking `loss`: a user's own may divide by the mask's sum."""
+    if not counts:
         p.backward(p.new_zeros(p.shape))
-        return 0.0, {"loss_tokens:sum": 0.0}, True
+        nothing = p.new_zeros(())
+        return nothing, {"loss_tokens:sum": 0.0}, nothing == 0
     value, metrics = loss(p, columns, config)
     value.backward()
-    return float(value.detach()), metrics, bool(value.isfinite()) and (p.grad is None or bool(p.grad.isfinite().all()))
+    finite = value.detach().isfinite()
+    return value.detach(), metrics, finite if p.grad is None else finite & p.grad.isfinite().all()
+
+
+def read_metrics(parts: Sequence[Metrics]) -> list[dict[str, float]]:
+    """Returns the numbers of all metrics, which waits once for the device."""
+    import torch
+
+    waiting = [value.detach().double() for part in parts for value in part.values() if isinstance(value, torch.Tensor)]
+    numbers = iter(torch.stack(waiting).tolist() if waiting else [])
+    return [
+        {name: next(numbers) if isinstance(value, torch.Tensor) else value for name, value in part.items()}
+        for part in parts
+    ]
 
 
 def surrogate(
@@ -233,9 +255,9 @@ def monitors(p: Tensor, columns: Columns) -> Metrics:
     difference = _only(columns["logprobs"].double() - p.detach(), mask)
     largest = (-difference).where(action, p.new_full((), float("-inf"))).max().exp()
     return {
-        "loss_tokens:sum": float(action.sum()),
-        "kl_sample_train_v1:sum": float(difference.sum()),
-        "kl_sample_train_v2:sum": float(0.5 * difference.square().sum()),
-        "entropy:sum": float(_only(-columns["logprobs"], mask).double().sum()),
-        "ratio:max": float(largest),
+        "loss_tokens:sum": action.sum(),
+        "kl_sample_train_v1:sum": difference.sum(),
+        "kl_sample_train_v2:sum": 0.5 * difference.square().sum(),
+        "entropy:sum": _only(-columns["logprobs"], mask).double().sum(),
+        "ratio:max": largest,
     }

@@ -45,7 +45,8 @@ class Sharding:
     `memory` has what was decided by the memory that there is; a replica takes `replica_share` of this rank's GPU.
     `whole` is as in it, unless a resumed run has decided otherwise. `packed`: rows are packed; with packing auto, where
     there is a kernel for it, and the models have shown that they can be packed (`trainer.proof`). `kernel`: by what
-    packed rows are computed, and why not by the newest.
+    packed rows are computed, and why not by the newest. `compiles`: layers are compiled, unless a trial shows that they
+    cannot be (`trainer.compiled`).
     """
 
     def __init__(self, config: CommonConfig, facts: ModelFacts, mesh: Mesh, replica_share: float) -> None:
@@ -53,7 +54,8 @@ class Sharding:
         dtype, attention = config.model.dtype, config.model.attn
         self.dtype = DTYPES[("bfloat16" if on_gpus else "float32") if dtype == "auto" else dtype]
         self._head_dtype = DTYPES.get(config.model.head_dtype, self.dtype)  # "model" is none of them
-        self._mesh, self._master, self._compiled = mesh, DTYPES[options.master_dtype], options.compile
+        self._mesh, self._master = mesh, DTYPES[options.master_dtype]
+        self.compiles = options.compiles(on_gpus=on_gpus)
         self._gives_up_layers = options.reshard_after_forward is True
         auto = options.packing == "auto" and attention == "auto" and has_kernel(mesh.device, self.dtype)
         self.packed = auto or options.packing == "packed"
@@ -111,8 +113,8 @@ class Sharding:
             self._fill(unit, names[unit], tensors)
             self._shard(unit)
         for layer in lists[0]:  # FSDP's hooks, which gather the layer's parameters, stay outside of both
-            if self._compiled:
-                layer.forward = torch.compile(layer.forward)
+            if self.compiles:
+                layer.forward = torch.compile(layer.forward, dynamic=True)
             if self.memory.kept_tokens is not None:
                 layer.forward = partial(self.again_if_large, layer.forward, self.memory.kept_tokens)
         if source is not None:

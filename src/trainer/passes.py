@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from trainer.batching import MicroBatch, Packed, Rows
 from trainer.logprobs import token_logprobs
+from trainer.losses import any_counts
 from trainer.model import Sharding
 from trireme.core.batch import BatchPart
 
@@ -32,6 +33,11 @@ class Passes:
                 rows[name].zero_()
         return rows
 
+    @staticmethod
+    def counts(part: BatchPart, micro: MicroBatch) -> bool:
+        """Tells if a token of the micro-batch counts in a loss."""
+        return not micro.filler and any_counts(part.batch.take(part.places(micro.datums)).columns)
+
     def logprobs(
         self, model: PreTrainedModel, part: BatchPart, micro: MicroBatch, rows: Mapping[str, Tensor]
     ) -> Tensor:
@@ -50,4 +56,7 @@ class Passes:
         return p[0][self._to_device(packed.rows.index)]
 
     def _to_device(self, values: npt.NDArray[Any]) -> Tensor:
-        return torch.from_numpy(values).to(self._device)
+        tensor = torch.from_numpy(values)
+        if self._device.type == "cuda":  # a copy of other memory waits until the device has done all that was begun
+            tensor = tensor.pin_memory()
+        return tensor.to(self._device, non_blocking=True)

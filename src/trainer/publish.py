@@ -28,6 +28,7 @@ def canary_tokens(vocab_size: int, max_seq_len: int, *, experts: bool) -> npt.ND
 
 
 @torch.no_grad()
+@torch.compiler.set_stance("force_eager")  # else compiled layers would be compiled again, for one short row
 def compute_canary(
     model: PreTrainedModel, dtype: torch.dtype, tokens: npt.NDArray[np.int32], device: torch.device
 ) -> Canary:

@@ -27,9 +27,10 @@ from transformers import PreTrainedModel, set_seed
 from trainer.adapters import Adapters, AdapterVerbs, first_adapter
 from trainer.batch_checks import PublishedVersions, find_refusal, nonfinite_datums
 from trainer.batching import MicroBatch, RankAssignment, ShardOutput, SummarizedOutput, collect, plan
+from trainer.compiled import trial_batches, why_uncompiled
 from trainer.export import companion_files, own_part, write_weights
 from trainer.lora import adapter_files, adapter_mode, adapter_sums, adapter_units, published_adapters
-from trainer.losses import Metrics, backward, monitors, resolve_loss
+from trainer.losses import Metrics, backward, monitors, read_metrics, resolve_loss
 from trainer.mesh import Mesh
 from trainer.mfu import peak_flops, train_flops
 from trainer.model import Sharding, freed_after, gathered_units, published_units, shard_sums
@@ -44,6 +45,7 @@ from trireme.config.model_facts import ModelFacts
 from trireme.core.batch import BatchPart, Numbers, Summary, TokenBatch
 from trireme.core.class_tensors import persistent_buffers
 from trireme.core.errors import BadInput, NonFiniteGradient, TriremeError
+from trireme.core.refusals import Refusal
 from trireme.core.transport import Sender, Session
 from trireme.core.types import AdamParams, OptimStepResponse, Provenance, WeightIdentity, Which
 from trireme.core.weights import Adapter, Layout, PublishedWeights, TensorEntry, WeightsManifest, weights_digest
@@ -96,6 +98,7 @@ class Shard(AdapterVerbs):
         models = [self._model, *([self._reference] if self._reference else [])]
         log.info("proving that the model is computed right")
         self.proof = prove_models(models, self._mesh, self._sharding, config.trainer.packing)
+        self._layers_text = self._try_compiled() if self._sharding.compiles else ""
         parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         self._parameters = list(parameters.values())
         self._optimizer = torch.optim.AdamW(self._parameters, fused=True)
@@ -114,6 +117,24 @@ class Shard(AdapterVerbs):
         self._published = PublishedVersions(config.max_steps_off_policy)
         self._mesh.limit_collectives(config.timeouts.collective_s)
         log.info("ready")
+
+    def _try_compiled(self) -> str:
+        """Compiles the layers; says if they are compiled, and if not, why. Raises BadInput where they were to be."""
+        log.info("compiling layers")
+        wanted = self._config.trainer.compile is True
+        tolerance = self.proof.model.tolerance
+        most_tokens = self._config.micro_batch_limit(self._max_seq_len)
+        batches = trial_batches(self._facts.vocab_size, most_tokens, self._max_seq_len)
+        why = why_uncompiled(
+            self._model, self._sharding, self._passes, self._mesh, batches, tolerance, whole=not wanted
+        )
+        if why and wanted:
+            raise Refusal(
+                f"trainer.compile = true for {self.proof.architecture}: {why}",
+                "layers that compile, and compute what they compute uncompiled",
+                "leave --trainer.compile out, or set it to false",
+            ).error()
+        return f"layers are not compiled: {why}" if why else "layers are compiled"
 
     def _load_reference(self) -> PreTrainedModel | None:
         """Loads the model of `trainer.kl.reference`, frozen and sharded like the policy, if it is a second model."""
@@ -137,7 +158,7 @@ class Shard(AdapterVerbs):
     def shown(self) -> tuple[str, str]:
         """Says what the model showed at the start, and why rows are not packed although the configuration would have
         them so ("" otherwise)."""
-        said = self.proof.text, self._sharding.memory.text, self._sums.text
+        said = self.proof.text, self._layers_text, self._sharding.memory.text, self._sums.text
         return "; ".join(filter(None, said)), self.proof.why_rows
 
     def forward_backward(
@@ -158,7 +179,9 @@ class Shard(AdapterVerbs):
             self._published.check(provenance)
         function, loss_config = resolve_loss(loss_fn, loss_fn_config)
         part = self._checked(data, loss_fn)
-        logprobs, metrics, all_finite = [], [], True
+        logprobs: list[tuple[MicroBatch, Tensor]] = []
+        metrics: list[Metrics] = []
+        finite: list[Tensor] = []
         micro_batches = self._micro_batches(part.lengths)
         with self._sharding.accumulating(self._model) as next_pass, adapter_mode(self._model, dropout=True):
             for number, micro in enumerate(micro_batches, start=1):
@@ -166,14 +189,15 @@ class Shard(AdapterVerbs):
                 rows = self._passes.rows(part, micro)
                 p = self._passes.logprobs(self._model, part, micro, rows)
                 p.retain_grad()
-                loss, loss_metrics, finite = backward(function, p, rows, loss_config)
-                all_finite = all_finite and finite
+                counts = self._passes.counts(part, micro)
+                loss, loss_metrics, is_finite = backward(function, p, rows, loss_config, counts=counts)
+                finite.append(is_finite)
                 logprobs.append((micro, p.detach()))
                 if not micro.filler:
                     watched: Metrics = monitors(p, rows) if "logprobs" in rows else {}
                     metrics.append({"loss:sum": loss, **watched, **loss_metrics})
-        output = collect(part.lengths, logprobs, reduce_metrics(metrics))
-        suspects = () if all_finite else nonfinite_datums(part, output, function, loss_config)
+        output = collect(part.lengths, logprobs, reduce_metrics(read_metrics(metrics)))
+        suspects = () if torch.stack(finite).all() else nonfinite_datums(part, output, function, loss_config)
         output = replace(output, suspects=suspects, peak_s=self._peak_s(part.lengths[list(output.datums)]))
         return output if wants_logprobs else replace(output, logprobs=output.logprobs[:0])
 

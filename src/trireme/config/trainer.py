@@ -134,13 +134,18 @@ class CommonTrainer(Section):
     """Free the weights of a layer that were gathered from all shards after each pass, and gather them again for the
     next one (ZeRO-3). false = gather them once for all micro-batches of a batch (ZeRO-2). auto = false where they fit
     into memory."""
-    compile: bool = False
-    """torch.compile each decoder layer: faster steps, after a minute or so of compiling."""
+    compile: bool | Literal["auto"] = "auto"
+    """torch.compile each decoder layer: faster steps, after half a minute of compiling at the start. auto = on GPUs,
+    unless adapters are trained, where a trial shows that layers compile as one graph and compute the same."""
     offload: Literal["none", "cpu"] = "none"
     """cpu: weights, gradients and AdamW's state of a GPU's shard live in host memory."""
     master_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the trained weights, their gradients and AdamW's moments. bfloat16 halves their memory, and loses
     every update below 1/256 of a weight."""
+
+    def compiles(self, *, on_gpus: bool) -> bool:
+        """Tells if layers are to be compiled: where a trial shows that they can be."""
+        return self.compile is True or (self.compile == "auto" and on_gpus and not self.lora.on)
 
     @property
     def mesh(self) -> dict[str, int]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks_support import run_ranks
+from torch._dynamo.utils import counters
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp_group
 
 # The tiny models and batches are the end-to-end tests' too.
@@ -23,6 +24,8 @@ from trainer.logprobs import SelectedLogprobs, token_logprobs
 from trainer.losses import resolve_loss
 from trainer.model import Sharding, fsdp_units
 from trainer.shard import Shard
+from trireme.config.trainer import CommonTrainer
+from trireme.core.errors import BadInput
 from trireme.core.types import AdamParams, TokenBatch
 from trireme.core.weights import TensorEntry
 from trireme.plan import memory
@@ -65,7 +68,7 @@ def make_shard(rank, world_size, store, model, options):
         if options.pop("layer_by_layer", False):
             options = {"trainer__reshard_after_forward": True, **options}
             patch.setattr(memory.ModelMemory, "stays_whole", lambda *_: False)
-        patch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+        patch.setattr(torch, "compile", partial(torch.compile, backend=options.pop("backend", "aot_eager")))
         return Shard(make_config(model, **options), rank, store, Packer(np.copy, rank, world_size))
 
 
@@ -146,6 +149,53 @@ def test_one_process(models, unsharded, family, way):
     expected, gradient = unsharded[family]
     np.testing.assert_allclose(logprobs([step]), expected, atol=1e-5)
     assert_close_to_the_norm(step.gradient, gradient)
+
+
+def test_layers_are_compiled_at_the_start_for_all_lengths(models):
+    way = {**WAYS["compiled, packed, checkpointing"], "trainer__micro_batch_tokens": 99}
+    one = alone(make_shard, models["qwen3"], way)
+    graphs = counters["stats"]["unique_graphs"]
+    assert graphs
+    assert one.shown()[0].split("; ")[1] == "layers are compiled"
+    for longest in range(2, 22):
+        one.forward_backward(make_batch([longest, *range(1, longest, 3)]), "ppo", {}, None)
+    assert counters["stats"]["unique_graphs"] - graphs <= 1
+    dist.destroy_process_group()
+
+
+def wrong_backend(graph, inputs):
+    return lambda *args: [out * 2 if isinstance(out, torch.Tensor) else out for out in graph(*args)]
+
+
+def failing_backend(graph, inputs):
+    raise RuntimeError("no compiler here")
+
+
+@pytest.mark.parametrize(
+    ("backend", "why"), [(wrong_backend, "log-probabilities differ by"), (failing_backend, "no compiler here")]
+)
+def test_layers_that_do_not_compile_right_are_not_compiled(models, monkeypatch, backend, why):
+    monkeypatch.setattr(CommonTrainer, "compiles", lambda _, on_gpus: True)
+    try:
+        one = alone(make_shard, models["qwen3"], {"backend": backend})
+        output = one.forward_backward(make_batch(LENGTHS), "ppo", {}, None)
+    finally:
+        torch.compiler.set_stance("default")
+        dist.destroy_process_group()
+    said = one.shown()[0].split("; ")[1]
+    assert said.startswith("layers are not compiled: ")
+    assert why in said
+    monkeypatch.undo()
+    np.testing.assert_array_equal(output.logprobs, alone(one_step, models["qwen3"], {}).output.logprobs)
+
+
+def test_layers_that_must_be_compiled_and_cannot_be_are_refused(models):
+    try:
+        with pytest.raises(BadInput, match=r"trainer\.compile = true .*no compiler here"):
+            alone(make_shard, models["qwen3"], {"trainer__compile": True, "backend": failing_backend})
+    finally:
+        torch.compiler.set_stance("default")
+        dist.destroy_process_group()
 
 
 # (shards, copies): which model, and how else

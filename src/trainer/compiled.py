@@ -1,0 +1,113 @@
+"""Compiled layers: a trial at the start compiles them, and shows that they compute what they compute uncompiled.
+
+A decoder layer is compiled once for all lengths of a micro-batch. What does not compile as one graph stays as it is,
+because the parts would be slower than the whole is uncompiled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+from transformers import PreTrainedModel
+
+from trainer.batching import MicroBatch
+from trainer.mesh import Mesh
+from trainer.model import Sharding
+from trainer.passes import Passes
+from trireme.core.batch import BatchPart, TokenBatch
+
+SEQUENCES, LENGTH = 16, 123
+"""Of the small trial; no length is that of a head."""
+LONGEST = 300
+"""Characters of what a compiler says that are passed on."""
+NORM_BOUND = 0.05
+"""The share by which the norms of the gradients may differ."""
+
+
+def trial_batches(vocabulary: int, most_tokens: int, longest: int) -> list[TokenBatch]:
+    """Returns a small batch and a full micro-batch: sums over few tokens and over many are compiled as other code."""
+    length = max(2, min(LENGTH, longest, most_tokens // 2))
+    counts = (most_tokens // length, min(SEQUENCES, most_tokens // length))
+    return [_trial_batch(vocabulary, length, max(2, count)) for count in dict.fromkeys(counts)]
+
+
+def _trial_batch(vocabulary: int, length: int, count: int) -> TokenBatch:
+    """Returns sequences of different lengths, `length` at most."""
+    lengths = [max(1, length - number % SEQUENCES) for number in range(count)]
+    tokens = (31 * np.arange(sum(lengths) + 1) ** 2 + 17) % vocabulary
+    return TokenBatch(
+        tokens[:-1].astype(np.int32),
+        np.concatenate([[0], np.cumsum(lengths)]),
+        {"target_tokens": tokens[1:].astype(np.int64)},
+        np.ones(len(lengths), np.float32),
+    )
+
+
+def why_uncompiled(
+    model: PreTrainedModel,
+    sharding: Sharding,
+    passes: Passes,
+    mesh: Mesh,
+    batches: Sequence[TokenBatch],
+    tolerance: float,
+    *,
+    whole: bool,
+) -> str:
+    """Computes trials with their gradients by compiled layers, and by the same uncompiled. Returns why layers cannot be
+    compiled, then this process compiles nothing from now on; "" if they are. `tolerance`: the largest difference of a
+    log-probability that rounding explains. `whole`: they have to be a single graph. Leaves no gradient. Collective."""
+    breaks = set(counters["graph_break"])
+    reasons = (_tried(model, sharding, passes, mesh, BatchPart.of(batch), tolerance) for batch in batches)
+    why = next(filter(None, reasons), "")
+    if whole and not why and (found := set(counters["graph_break"]) - breaks):
+        why = f"they are no single graph ({_in_one_line(next(iter(found)))})"
+    failures = torch.tensor(float(bool(why)), device=mesh.device)
+    mesh.sum_over_ranks(failures)
+    if not float(failures):
+        return ""
+    torch.compiler.set_stance("force_eager")
+    return why or "another shard cannot compile them"
+
+
+def _tried(
+    model: PreTrainedModel, sharding: Sharding, passes: Passes, mesh: Mesh, part: BatchPart, tolerance: float
+) -> str:
+    with torch.compiler.set_stance("force_eager"):
+        wanted, norm = _pass(model, sharding, passes, mesh, part)
+    try:
+        found, compiled_norm = _pass(model, sharding, passes, mesh, part)
+    except Exception as error:  # a compiler fails in its own ways
+        return f"{type(error).__name__}: {_in_one_line(str(error))}"
+    distance = float((found - wanted).abs().max())
+    if not distance <= tolerance:
+        return f"log-probabilities differ by {distance:.3g} from those of the layers uncompiled"
+    if not math.isclose(compiled_norm, norm, rel_tol=NORM_BOUND, abs_tol=1e-6):
+        return f"the gradient's norm is {compiled_norm:.4g}, uncompiled {norm:.4g}"
+    return ""
+
+
+def _in_one_line(text: str) -> str:
+    return " ".join(text.split())[:LONGEST]
+
+
+def _pass(
+    model: PreTrainedModel, sharding: Sharding, passes: Passes, mesh: Mesh, part: BatchPart
+) -> tuple[Tensor, float]:
+    """Returns the log-probabilities of the batch as rows, and the norm of the gradient of their sum, which it drops."""
+    micro = MicroBatch(tuple(range(len(part.lengths))))
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    try:
+        with sharding.accumulating(model) as next_pass:
+            next_pass(True)
+            p = passes.logprobs(model, part, micro, passes.rows(part, micro))
+            p.sum().backward()
+        squares = [p.grad.to_local().double().square().sum() for p in parameters if p.grad is not None]
+        return p.detach(), math.sqrt(mesh.sum_over_shards(torch.stack(squares).sum()))
+    finally:
+        for parameter in parameters:
+            parameter.grad = None
