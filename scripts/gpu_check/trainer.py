@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import tomllib
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -261,6 +262,30 @@ def _attention(context: Context) -> Figures:
     return figures
 
 
+def _waits(context: Context) -> Figures:
+    """Counts how often the host waits for the GPU in a pass, as far as PyTorch sees it. Raises Failed for more than two
+    waits for each further micro-batch."""
+    import torch
+
+    config = make_config(_model("small", context), "gpu", model__dtype="bfloat16", trainer__micro_batch_tokens=128)
+    shard = make_shard(config)
+    counts = []
+    for micro_batches in (1, 5):
+        batch = make_batch([64, 64] * micro_batches, SHAPES["small"]["vocab_size"])
+        shard.forward_backward(batch, "ppo", {}, None)  # what comes first may compile something
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                shard.forward_backward(batch, "ppo", {}, None)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        counts.append(len(found))
+    figures = {"waits in one micro-batch": counts[0], "waits for each further one": (counts[1] - counts[0]) / 4}
+    _within(figures, {"waits for each further one": 2})
+    return figures
+
+
 # --------------------------------------------------------------------------------------------------- memory and speed
 
 
@@ -333,6 +358,7 @@ CHECKS: tuple[Check, ...] = (
         )
         for way in WAYS
     ),
+    Check("waits of the host", _waits, NEEDS, only_gpu="there is nothing to wait for"),
     Check("0.6B: speed and memory", partial(_speed, "0.6b", False), NEEDS),
     Check(
         "0.6B, compiled: speed and memory",

@@ -44,15 +44,18 @@ class Passes:
         """Computes the log-probabilities of the rows' targets, [B, L]; those at the padding have no meaning."""
         batch, places = part.batch, part.places(micro.datums)
         temperatures = batch.temperatures[places]
+        ones = bool((temperatures == 1).all())
         if not self._sharding.packed:
             tokens, targets = rows["tokens"].long(), rows["target_tokens"].long()
-            return token_logprobs(model, tokens, targets, self._to_device(temperatures)[:, None].expand(tokens.shape))
+            of_rows = None if ones else self._to_device(temperatures)[:, None].expand(tokens.shape)
+            return token_logprobs(model, tokens, targets, of_rows)
         packed = Packed(batch.offsets, places)
         columns = batch.tokens, batch.columns["target_tokens"]
         tokens, targets = (self._to_device(column[packed.index])[None].long() for column in columns)
-        temperature, positions = self._to_device(temperatures[packed.datum]), self._to_device(packed.positions)
+        temperature = None if ones else self._to_device(temperatures[packed.datum])[None]
+        positions = self._to_device(packed.positions)
         bounds = {"cu_seq_lens_q": self._to_device(packed.starts), "max_length_q": packed.longest}
-        p = token_logprobs(model, tokens, targets, temperature[None], position_ids=positions[None], **bounds)
+        p = token_logprobs(model, tokens, targets, temperature, position_ids=positions[None], **bounds)
         return p[0][self._to_device(packed.rows.index)]
 
     def _to_device(self, values: npt.NDArray[Any]) -> Tensor:

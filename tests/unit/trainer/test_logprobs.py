@@ -76,7 +76,7 @@ def test_a_model_in_bfloat16_has_exact_logits_unless_they_are_asked_for_in_its_d
 def test_in_float32_nothing_changes_bit_for_bit(monkeypatch):
     """The logits are those of the plain product, in chunks as without, and no other product is asked for."""
     hidden, weight, targets, temperature, upstream = inputs()
-    scaled = logprobs._scaled_logits(hidden, weight, temperature, torch.float32)
+    scaled = logprobs._scaled_logits(hidden, weight, temperature, slice(None), torch.float32)
     assert torch.equal(scaled, (hidden @ weight.T) / temperature[:, None])
     p = SelectedLogprobs.apply(hidden, weight, targets, temperature, torch.float32)
     assert torch.equal(p, scaled.gather(-1, targets[:, None])[:, 0] - scaled.logsumexp(-1))
@@ -113,3 +113,15 @@ def test_a_bias_of_the_output_matrix_counts_and_is_trained():
 def test_a_model_without_an_output_matrix_is_refused():
     with pytest.raises(BadInput, match="Qwen3Model has no output matrix"):
         add_token_logprobs(tiny().model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_a_temperature_it_is_1(dtype):
+    hidden, weight, targets, temperature, upstream = inputs(dtype)
+    factors = hidden.requires_grad_(), weight.requires_grad_()
+    with_ones, without = (
+        SelectedLogprobs.apply(*factors, targets, each) for each in (torch.ones_like(temperature), None)
+    )
+    assert torch.equal(with_ones, without)
+    gradients = [torch.autograd.grad(p, factors, upstream) for p in (with_ones, without)]
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
