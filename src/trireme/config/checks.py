@@ -31,7 +31,7 @@ def check(config: CommonConfig, facts: ModelFacts | None) -> list[str]:
     elif isinstance(config, Config):
         own = [*_batch(config), *_groups(config), *_names(config), *_eval_envs(config), *_rendering(config)]
         own += [*_lengths(config, facts), *_reserved(config), *_concurrency(config), *_timeouts(config)]
-        own += [*_ranks(config, facts), *_service(config)]
+        own += [*_ranks(config, facts), *_service(config), *_fewest_replicas(config)]
         warnings = [*_distribution_warnings(config), *_staleness_warnings(config), *_timeout_warnings(config)]
     key = "model.tokenizer" if config.model.tokenizer else "model.name"
     common = [*_within_model("model.max_seq_len", config.model.max_seq_len, facts), *trainer_refusals(config, facts)]
@@ -151,6 +151,15 @@ def _eval_envs(config: Config) -> Iterator[Refusal]:
                 f"the name of one of the run's environments ({', '.join(own)}), or an id of its own",
                 f"set `eval.env.{n}.name` to one of them, or `eval.env.{n}.id`",
             )
+
+
+def _fewest_replicas(config: Config) -> Iterator[Refusal]:
+    if config.cluster.min_replicas > config.training_replicas:
+        yield Refusal(
+            f"cluster.min_replicas = {config.cluster.min_replicas} with {config.training_replicas} that sample",
+            "at most as many as inference.replicas without those of eval.replicas",
+            f"set --cluster.min-replicas to {config.training_replicas} or less, or ask for more replicas",
+        )
 
 
 def _rendering(config: Config | SftConfig) -> Iterator[Refusal]:

@@ -82,7 +82,7 @@ class RlRun(TrainingRun):
                 attempts_before(run.root, run.start.step),
             )
             ending.callback(self._service.stop)
-        return ElasticReplicas(config, self.inference, ScaleRequests(run.root), places)
+        return ElasticReplicas(config, self.inference, ScaleRequests(run.root), places, self.plan.check_replicas)
 
     def start(self, run: RunDir, ending: ExitStack) -> Core:
         config = self.plan.resolved(self.config)

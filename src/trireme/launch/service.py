@@ -161,7 +161,7 @@ def serve(
         service = start_service(config, facts, inference, names, keys, identity, directory, directory, say)
         ending.callback(service.stop)
         places = PlacePool(plan.added_replica_options, ending)
-        elastic = ElasticReplicas(config, inference, ScaleRequests(directory), places)
+        elastic = ElasticReplicas(config, inference, ScaleRequests(directory), places, plan.check_replicas)
         with Supervisor(config, roster, "service", elastic) as supervisor:
             supervisor.expect()
             supervisor.attach(serving=service)

@@ -200,6 +200,22 @@ class Plan:
                 f"cheapest first: {flags}" if flags else "take a smaller model, or larger machines",
             ).error()
 
+    def check_replicas(self, wanted: int) -> None:
+        """Raises BadInput where this machine alone cannot hold `wanted` replicas, by the estimates of memory. Nodes may
+        join a cluster: there, replicas wait for a place."""
+        if cluster_address(self.config) is not None:
+            return
+        inference = getattr(self.config, "inference")  # noqa: B009  only runs with replicas are scaled
+        config = self.config.model_copy(update={"inference": inference.model_copy(update={"replicas": wanted})})
+        larger = replace(self, config=config)
+        larger.check_resources()
+        if short := larger.shortages(hopeless=False):
+            raise Refusal(
+                f"{count(wanted, 'replica')}: {'; '.join(short)}",
+                "a number that fits into the memory of this machine, by the estimates of the plan",
+                "ask for fewer, lower --inference.memory-gb in another run, or run on a cluster",
+            ).error()
+
     def _check_places(self) -> None:
         holders = [part for part in self.parts if part.size_key]
         keys = " or ".join(f"--{part.size_key}" for part in holders)

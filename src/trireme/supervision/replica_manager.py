@@ -4,12 +4,16 @@ STARTING --its start ends--> READY --join--> JOINING --it has the newest weights
     ^                          ^                |                                      |                   |
     |                          +----------------+------- the attempt ends -------------+                   v
     +---- lost at any time: a successor, as long as the restart budget lasts                            removed
+
+Then it is left out, and another is started in its place after cluster.restart_window_s, as long as cluster.min_replicas
+that sample for training are left.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 from typing import Any, Protocol
@@ -69,6 +73,18 @@ class ReplicaActors(Protocol):
     def abort_all(self) -> None: ...
 
 
+@dataclass(frozen=True)
+class ReplicaLimits:
+    """Says how many replicas there may be, and how often they are started again."""
+
+    again: Lost
+    """Called with a replica's name before a successor is started; raises if there must be none."""
+    again_on: Callable[[str, TriremeError], None]
+    """The same, called with the Ray id of the node where the replica was."""
+    check_number: Callable[[int], None]
+    """Raises BadInput for a number of replicas that the machines cannot hold."""
+
+
 class ReplicaState(Enum):
     """The state of a replica (see the module)."""
 
@@ -94,8 +110,7 @@ def _part_name(index: int) -> str:
 class ReplicaManager:
     """Starts, replaces, adds and removes the replicas of a run. Not thread-safe.
 
-    Calls `again(name, failure, died)` before it starts a successor; that raises if there must be none. Added replicas
-    take their places from `places`, and all that leave give theirs back.
+    Added replicas take their places from `places`, and all that leave give theirs back.
     """
 
     def __init__(
@@ -104,11 +119,12 @@ class ReplicaManager:
         replicas: ReplicaActors,
         roster: Roster,
         monitor: HeartbeatMonitor,
-        again: Lost,
+        limits: ReplicaLimits,
         places: PlacePool,
     ) -> None:
         self._config, self._replicas, self._roster, self._monitor = config, replicas, roster, monitor
-        self._again, self._places = again, places
+        self._limits, self._places = limits, places
+        self._left_out: list[tuple[float, dict[str, Any]]] = []  # when to try again, and Ray's options
         self._states: dict[int, ReplicaState] = {}
         self._since: dict[int, float] = {}  # when each was last started or found without a place
         self._placeless: set[int] = set()  # those that wait for a place in the cluster
@@ -168,13 +184,17 @@ class ReplicaManager:
                 self._fail(index, reason)
         for index in self._of(ReplicaState.STARTING):
             self._look_at_start(index, now)
+        for again in [each for each in self._left_out if each[0] <= now]:
+            self._left_out.remove(again)
+            index = self._add(again[1])
+            self._roster.note(_part_name(index), "starts in the place of a replica that was left out")
 
     def serves(self, index: int) -> bool:
         """Returns True if this attempt samples with replica `index`."""
         return self._states.get(index) is ReplicaState.SERVING
 
     def lost(self, index: int, failure: TriremeError, died: bool) -> None:
-        """Replaces the lost replica `index`. Raises the error with which its loss ends the run."""
+        """Replaces the lost replica `index`, or leaves it out. Raises the error with which its loss ends the run."""
         if self._user:
             self._monitor.wait_for(self._user.leave(index, str(failure)), REPORTS, lambda _outcome: None)
         if self._states[index] is ReplicaState.DRAINING:
@@ -182,15 +202,28 @@ class ReplicaManager:
             return
         if isinstance(failure, BadInput):
             raise failure
-        self._again(f"inference replica {index}", failure, died)
+        part = self._roster.part(_part_name(index))
+        try:
+            self._limits.again(f"inference replica {index}", failure, died)
+            if part and part.node:
+                self._limits.again_on(part.node, failure)
+        except TriremeError as refusal:
+            if not self._can_spare(index):
+                raise
+            self._leave_out(index, refusal)
+            return
         self._starts(index, self._replicas.replace(index, died=died), successor=True)
 
     def scale(self, wanted: int) -> str:
-        """Changes the number of replicas to `wanted`, reserved ones included. Returns what happens now."""
+        """Changes the number of replicas to `wanted`, reserved ones included; places of those that were left out serve
+        others. Returns what happens now. Raises BadInput for more than the machines can hold."""
         staying = [index for index, state in self._states.items() if state is not ReplicaState.DRAINING]
+        if wanted > len(staying):
+            self._limits.check_number(wanted)
+        while self._left_out:
+            self._places.give_back(self._left_out.pop()[1])
         for _ in range(wanted - len(staying)):
-            index = self._replicas.add(self._places.take())
-            self._starts(index, self._replicas.ready_ref(index))
+            self._add(self._places.take())
         leaving = [index for index in reversed(staying) if not self._replicas.is_reserved(index)]
         for index in leaving[: max(len(staying) - wanted, 0)]:
             self._leave(index)
@@ -201,6 +234,11 @@ class ReplicaManager:
         return f"{count(len(staying), 'replica')}; {what}"
 
     # ---------------------------------------------------------------------------------------------- one replica's way
+
+    def _add(self, options: dict[str, Any]) -> int:
+        index = self._replicas.add(options)
+        self._starts(index, self._replicas.ready_ref(index))
+        return index
 
     def _starts(self, index: int, ready: Any, successor: bool = False) -> None:
         self._since[index] = time.monotonic()
@@ -246,10 +284,15 @@ class ReplicaManager:
         self._monitor.wait_for(drained, _part_name(index), lambda _outcome: self._take_away(index))
 
     def _take_away(self, index: int) -> None:
+        self._places.give_back(self._remove(index))
+
+    def _remove(self, index: int) -> dict[str, Any]:
         self._monitor.drop(_part_name(index))
-        self._places.give_back(self._replicas.remove(index))
+        options = self._replicas.remove(index)
         del self._states[index]
+        self._successors.discard(index)
         self._roster.remove(_part_name(index))
+        return options
 
     def _become(self, index: int, state: ReplicaState) -> None:
         self._states[index] = state
@@ -266,6 +309,21 @@ class ReplicaManager:
             self._roster.set(_part_name(index), PartHealth.STARTING, "it waits for a place in the cluster")
         elif now - self._since[index] > limit:
             self._fail(index, f"it did not start within {limit:g} s ({START_LIMIT})")
+
+    def _can_spare(self, index: int) -> bool:
+        """Returns True if the run goes on without this replica: enough of those that sample for training are left."""
+        cluster = self._config.cluster
+        if self._config.deterministic or not cluster.max_restarts or self._replicas.is_reserved(index):
+            return False
+        return sum(not self._replicas.is_reserved(other) for other in self._states) > cluster.min_replicas
+
+    def _leave_out(self, index: int, refusal: TriremeError) -> None:
+        retry_s = self._config.cluster.restart_window_s
+        part = self._roster.part(_part_name(index))
+        where = f" (node {part.node})" if part and part.node else ""
+        self._left_out.append((time.monotonic() + retry_s, self._remove(index)))
+        goes_on = f"the run goes on with {count(len(self._states), 'replica')}, and tries another in {retry_s:g} s"
+        self._roster.note(_part_name(index), f"is left out{where}; {goes_on}: {refusal}")
 
     def _fail(self, index: int, reason: str, failure: TriremeError | None = None) -> None:
         name = f"inference replica {index}"

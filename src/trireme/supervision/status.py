@@ -28,7 +28,7 @@ from pydantic import TypeAdapter
 
 from trireme.checkpoint.rows import read_rows
 from trireme.checkpoint.store import LOCK
-from trireme.core.errors import EXIT_FAILED, EXIT_OK
+from trireme.core.errors import EXIT_FAILED, EXIT_OK, BadInput
 from trireme.core.finite_json import to_json
 from trireme.supervision.roster import Incident, Roster, RunPart
 
@@ -233,10 +233,10 @@ class ScaleRequests:
         """Returns the oldest request that has no answer, or None, without waiting."""
         return min((request for _, request in self._requests()), key=lambda request: request.at, default=None)
 
-    def answer(self, request: ScaleRequest, what: str) -> None:
-        """Answers `request` with `what` happens now, for people. It is not done then: STATUS shows the progress. Raises
-        OSError."""
-        _replace_json(self._place / f"{request.id}.answer", {"accepted": True, "what": what})
+    def answer(self, request: ScaleRequest, what: str, *, accepted: bool = True) -> None:
+        """Answers `request` with `what` happens now, or why nothing does, for people. It is not done then: STATUS shows
+        the progress. Raises OSError."""
+        _replace_json(self._place / f"{request.id}.answer", {"accepted": accepted, "what": what})
         (self._place / f"{request.id}.json").unlink(missing_ok=True)
 
     def _requests(self) -> Iterator[tuple[Path, ScaleRequest]]:
@@ -249,14 +249,20 @@ class ScaleRequests:
 @contextmanager
 def request_scale(root: Path, replicas: int) -> Iterator[Callable[[], str | None]]:
     """Asks the driver of the run in `root` for `replicas`. Yields a function that returns the answer, or None before
-    there is one. The end of the block withdraws the request. Raises OSError."""
+    there is one, and raises BadInput where the driver refuses. The end of the block withdraws the request. Raises
+    OSError."""
     request = ScaleRequest(secrets.token_hex(8), time.time(), _driver_of(root), replicas)
     question, answer = (root / SCALE / f"{request.id}.{kind}" for kind in ("json", "answer"))
     question.parent.mkdir(exist_ok=True)
     _replace_json(question, asdict(request))
 
     def answered() -> str | None:
-        return json.loads(answer.read_bytes())["what"] if answer.exists() else None
+        if not answer.exists():
+            return None
+        given = json.loads(answer.read_bytes())
+        if not given["accepted"]:
+            raise BadInput(given["what"])
+        return str(given["what"])
 
     try:
         yield answered

@@ -28,13 +28,13 @@ from typing import Any, Protocol
 
 from trireme.config import CommonConfig, Config
 from trireme.config.run import START_LIMIT
-from trireme.core.errors import RoomFailed, ServicesLost, TriremeError
+from trireme.core.errors import BadInput, RoomFailed, ServicesLost, TriremeError
 from trireme.process import waits
 from trireme.process.environ import STACKS
 from trireme.process.ray_cluster import PlacePool, Progress, check_services
 from trireme.process.signals import StoppedWithoutCommit
 from trireme.supervision.heartbeats import EVERY_S, HeartbeatMonitor, kill, send
-from trireme.supervision.replica_manager import ReplicaActors, ReplicaManager, ReplicaUser
+from trireme.supervision.replica_manager import ReplicaActors, ReplicaLimits, ReplicaManager, ReplicaUser
 from trireme.supervision.restarts import Restarts
 from trireme.supervision.roster import PartHealth, Roster
 from trireme.supervision.status import ScaleRequests
@@ -60,6 +60,8 @@ class ElasticReplicas:
     replicas: ReplicaActors
     requests: ScaleRequests  # for more or fewer replicas
     places: PlacePool  # for added replicas
+    check_number: Callable[[int], None]
+    """Raises BadInput for a number of replicas that the machines cannot hold."""
 
 
 class Supervisor:
@@ -76,7 +78,8 @@ class Supervisor:
         self._manager: ReplicaManager | None = None
         if elastic:
             replicas, places = elastic.replicas, elastic.places
-            self._manager = ReplicaManager(elastic.config, replicas, roster, self._monitor, self._again, places)
+            limits = ReplicaLimits(self._again, self._again_on, elastic.check_number)
+            self._manager = ReplicaManager(elastic.config, replicas, roster, self._monitor, limits, places)
         self._lock = threading.Lock()
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="supervisor", daemon=True)
@@ -235,8 +238,15 @@ class Supervisor:
     def _again(self, part: str, failure: TriremeError, died: bool) -> None:
         self._restarts.take(part, failure, died=died, step=self.roster.step, now=time.monotonic())
 
+    def _again_on(self, node: str, failure: TriremeError) -> None:
+        self._restarts.take_on(node, failure, now=time.monotonic())
+
     @staticmethod
     def _scale(manager: ReplicaManager, requests: ScaleRequests) -> None:
         if request := requests.poll():
+            try:
+                accepted, what = True, manager.scale(request.replicas)
+            except BadInput as refusal:
+                accepted, what = False, str(refusal)
             with suppress(OSError):  # the disk is full: the request comes again, and finds as many replicas
-                requests.answer(request, manager.scale(request.replicas))
+                requests.answer(request, what, accepted=accepted)

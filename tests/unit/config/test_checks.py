@@ -66,6 +66,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
         {"trainer": {"kl": {"reference": {"update_every": 3}}}},
         ["trainer.kl.reference.update_every with trainer.kl.coef = 0"],
     ),
+    ({"cluster": {"min_replicas": 2}, "inference": TWO, "eval": RESERVED}, ["cluster.min_replicas = 2 with 1 that"]),
     ({"eval": RESERVED}, ["raise --inference.replicas to 2"]),
     ({"eval": {"replicas": 1}, "inference": TWO}, ["set --eval.every"]),
     ({"eval": RESERVED, "inference": TWO, **REPEATABLE}, ["eval.replicas = 1 in deterministic mode"]),
@@ -89,6 +90,7 @@ ACCEPTED: list[dict[str, Any]] = [
     {"resume": {"latest": "auto", "step": 3, "dir": "outputs/other"}, "run": {"name": "r"}},
     {"trainer": {"kl": {"coef": 0.1, "reference": {"base_model": "m", "update_every": 3}}}},
     {"eval": RESERVED, "inference": TWO},
+    {"cluster": {"min_replicas": 2}, "inference": TWO},
     {"trainer": {"packing": "packed"}},
     {"trainer": {"packing": "auto"}, "model": {"attn": "eager"}},
 ]

@@ -97,6 +97,16 @@ class TestCores:
             plan(shards=8, resources=small).check_resources()
         plan(shards=1, resources=small).check_resources()  # an estimate: it only warns
 
+    def test_more_replicas_than_the_machine_holds_are_refused_with_numbers(self) -> None:
+        given = plan(replicas=2, resources=machines(cpus=2, memory_bytes=24 * GIB))
+        given.check_replicas(3)
+        with pytest.raises(
+            BadInput, match=r"24 replicas: this machine has 24\.00 GiB of memory, [\d.]+ GiB are needed"
+        ):
+            given.check_replicas(24)
+        with pytest.raises(BadInput, match="which need 9 GPUs"):
+            plan(shards=1, resources=gpus(4)).check_replicas(8)
+
     def test_a_shared_memory_without_room_for_the_queues_of_ranks_is_refused(self) -> None:
         (node,) = machines().nodes
         small = Resources((replace(node, shm_bytes=200 * 2**20),), "this machine")

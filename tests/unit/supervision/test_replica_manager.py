@@ -16,7 +16,8 @@ from trireme.core.sampler import Heartbeat
 from trireme.supervision import heartbeats as heartbeats_module
 from trireme.supervision import replica_manager as manager_module
 from trireme.supervision.heartbeats import HeartbeatMonitor
-from trireme.supervision.replica_manager import SECOND_OPINION_S, ReplicaManager
+from trireme.supervision.replica_manager import SECOND_OPINION_S, ReplicaLimits, ReplicaManager
+from trireme.supervision.restarts import Restarts
 from trireme.supervision.roster import PartHealth, Roster, RunPart
 
 HEARTBEAT_S, ENGINE_S = 30.0, 90.0
@@ -37,7 +38,10 @@ class World:
         places: Any = self.room
         self.monitor = HeartbeatMonitor(self.roster, HEARTBEAT_S, self._lost)
         config = small(inference={"replicas": len(indices)}, eval={"replicas": len(reserved)})
-        self.manager = ReplicaManager(config, self.room, self.roster, self.monitor, self._again, places)
+        self.restarts = Restarts(config.cluster.max_restarts, config.cluster.restart_window_s)
+        self.most, self.later = 200, 0.0  # seconds that the restart budget's clock is ahead
+        limits = ReplicaLimits(self._again, self._again_on, self._check_number)
+        self.manager = ReplicaManager(config, self.room, self.roster, self.monitor, limits, places)
         self.manager.begin()
 
     def _send(self, parts: Sequence[RunPart], number: int) -> None:
@@ -49,9 +53,25 @@ class World:
         assert index is not None
         self.manager.lost(index, failure, died)
 
-    def _again(self, _part: str, _failure: TriremeError, _died: bool) -> None:
+    def _again(self, part: str, failure: TriremeError, died: bool) -> None:
         if self.refused:
             raise self.refused
+        self.restarts.take(part, failure, died=died, step=0, now=self.now + self.later)
+
+    def _again_on(self, node: str, failure: TriremeError) -> None:
+        self.restarts.take_on(node, failure, now=self.now + self.later)
+
+    def _check_number(self, number: int) -> None:
+        if number > self.most:
+            raise BadInput(f"{number} replicas need 48 GiB; expected at most 24")
+
+    def dies(self, index: int, how: str) -> None:
+        """Replica `index` dies, and its successor, if there is one, joins."""
+        self.look(2.0)
+        self.answer("heartbeat", index, value=RoomFailed(f"{how} of inference replica {index}"))
+        if self.waits_for("start", index):
+            self.answer("start", index)
+            self.answer("join", index)
 
     def answer(self, *what: object, value: Any = None) -> None:
         """The references whose description begins so are there."""
@@ -62,6 +82,11 @@ class World:
 
     def waits_for(self, *what: object) -> bool:
         return any(ref.what[: len(what)] == what for ref in self.monitor.refs())
+
+    def set_cluster(self, **options: int) -> None:
+        config = self.manager._config
+        cluster = config.cluster.model_copy(update=options)
+        self.manager._config = config.model_copy(update={"cluster": cluster})
 
     def look(self, for_s: float = 0.0) -> None:
         """Time passes, and it is looked once a second, as far as a thread that is awake does."""
@@ -209,14 +234,62 @@ class TestLoss:
         world.answer("heartbeat", 1, value=RoomFailed("inference replica 1 has had no sign of life of its engine"))
         assert ("replace", 1) in world.room.told
 
-    def test_beyond_the_budget_there_is_no_successor(self, world: World) -> None:
+    def test_one_that_fails_again_and_again_is_left_out_and_tried_later(self, world: World) -> None:
+        world.serve()
+        for how in ("a crash", "a hang", "an error of its GPU", "a signal"):
+            world.dies(1, how)
+        assert world.health() == {"inference_0": PartHealth.HEALTHY}
+        (incident,) = [each for each in world.roster.incidents if "is left out" in each.what]
+        assert incident.part == "inference_1"
+        assert "the run goes on with 1 replica, and tries another in 3600 s" in incident.what
+        world.answer("heartbeat", 0, value=Heartbeat((7,), "node"))
+        world.now += 3600.0
+        world.manager.look()
+        world.answer("start", 2)
+        world.answer("join", 2)
+        assert world.health() == {"inference_0": PartHealth.HEALTHY, "inference_2": PartHealth.HEALTHY}
+
+    @pytest.mark.parametrize("reason", ["too few are left", "no restart is allowed"])
+    def test_with_fewer_than_the_run_needs_it_ends(self, world: World, reason: str) -> None:
+        if reason == "too few are left":
+            for _ in range(3):
+                world.restarts.take("inference replica 1", DIED, died=True, step=0, now=0.0)
+            world.set_cluster(min_replicas=2)
+        else:
+            world.refused = DIED
+            world.set_cluster(max_restarts=0)
         world.serve()
         world.look()
-        world.refused = LimitReached("3 times")
-        with pytest.raises(LimitReached):
+        with pytest.raises(RoomFailed if reason == "no restart is allowed" else LimitReached):
             world.answer("heartbeat", 1, value=DIED)
-        assert world.room.told == [("leave", 1)]
         assert world.health()["inference_1"] is PartHealth.DEAD
+
+    def test_a_bad_node_among_sixteen_costs_its_own_replicas_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """128 replicas, eight on a node. Those of one node fail one after the other, each once."""
+        world = World(monkeypatch, list(range(128)), [])
+        world.serve()
+        world.look()
+        for index in range(128):
+            world.answer("heartbeat", index, value=Heartbeat((index,), f"node-{index // 8}"))
+        world.look(2.0)
+        for index in range(40, 48):
+            world.later += 100.0
+            world.answer("heartbeat", index, value=RoomFailed(f"inference replica {index} died"))
+        out = [each for each in world.roster.incidents if "is left out (node node-5)" in each.what]
+        assert [each.part for each in out] == [f"inference_{index}" for index in range(43, 48)]
+        assert "replicas of node node-5 failed 4 times" in out[0].what
+        assert len(world.health()) == 123
+
+    def test_a_node_that_is_lost_whole_counts_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        world = World(monkeypatch, list(range(16)), [])
+        world.serve()
+        world.look()
+        for index in range(16):
+            world.answer("heartbeat", index, value=Heartbeat((index,), f"node-{index // 8}"))
+        world.look(2.0)
+        for index in range(8):
+            world.answer("heartbeat", index, value=RoomFailed(f"inference replica {index} died"))
+        assert [what for what in world.room.told if what[0] == "replace"] == [("replace", index) for index in range(8)]
 
     def test_what_the_orchestrator_reports_is_believed_after_a_second_opinion(self, world: World) -> None:
         world.serve()
@@ -276,6 +349,14 @@ class TestScale:
         assert world.room.told == [("take",), ("add", 2)]
         world.answer("start", 2)
         assert world.room.told[2:] == [("join", 2, "client 2", False)]
+
+    def test_more_than_the_machines_hold_is_refused(self, world: World) -> None:
+        world.serve()
+        world.most = 3
+        with pytest.raises(BadInput, match="48 GiB"):
+            world.manager.scale(4)
+        assert world.room.told == []
+        assert "1 more to start" in world.manager.scale(3)
 
     def test_the_youngest_leave_when_they_are_drained(self, world: World) -> None:
         world.serve()

@@ -55,7 +55,7 @@ class World:
         self.supervised_config = cfg
         self.roster, self.room = Roster(time.time), Orchestrator([0], [])
         places: Any = self.room
-        elastic = ElasticReplicas(cfg, self.room, ScaleRequests(root), places)
+        elastic = ElasticReplicas(cfg, self.room, ScaleRequests(root), places, lambda _number: None)
         self.supervisor = Supervisor(cfg, self.roster, "trainer and orchestrator", elastic)
 
     def _send(self, parts: Sequence[RunPart], _number: int) -> None:

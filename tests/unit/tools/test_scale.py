@@ -95,6 +95,16 @@ def test_accepted_is_enough_where_nobody_waits(run: Path, capsys: pytest.Capture
     assert list((run / "scale").iterdir()) == []
 
 
+def test_what_the_driver_refuses_is_bad_input(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse(requests: ScaleRequests, request: ScaleRequest) -> None:
+        requests.answer(request, "64 replicas, which need 90 GiB", accepted=False)
+
+    with driven(run), answering(run, refuse):
+        assert main(["scale", str(run), "--replicas", "64"]) == EXIT_BAD_INPUT
+    assert "which need 90 GiB" in capsys.readouterr().err
+    assert list((run / "scale").iterdir()) == []
+
+
 def scaled(run: Path, roster: Roster, replicas: int, changes: Callable[[Roster], None]) -> int:
     """The exit code of a command whose request is accepted, after which `changes` happen."""
 
