@@ -10,13 +10,15 @@ from service.asked import RequestRefused
 from service.routes import in_session
 from trireme.core.finite_json import to_json
 
-OPENAI_TYPES = {
+OPENAI_TYPES = {429: "requests"}
+ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
+    413: "request_too_large",
     429: "rate_limit_error",
+    503: "overloaded_error",
 }
-ANTHROPIC_TYPES = {**OPENAI_TYPES, 413: "request_too_large", 503: "overloaded_error"}
 
 
 class JsonReply(Response):
@@ -36,11 +38,10 @@ def is_anthropic(path: str) -> bool:
 
 def error_body(path: str, refused: RequestRefused) -> dict[str, Any]:
     """Returns the error body of the dialect that is spoken at `path`."""
-    other = "invalid_request_error" if refused.status < 500 else "api_error"
     if is_anthropic(path):
-        kind = ANTHROPIC_TYPES.get(refused.status, other)
+        kind = ANTHROPIC_TYPES.get(refused.status, "invalid_request_error" if refused.status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": refused.message}}
-    kind = OPENAI_TYPES.get(refused.status, other)
+    kind = OPENAI_TYPES.get(refused.status, "invalid_request_error" if refused.status < 500 else "server_error")
     return {"error": {"message": refused.message, "type": kind, "param": refused.param, "code": refused.code}}
 
 

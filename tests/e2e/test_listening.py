@@ -1,9 +1,11 @@
 """Processes of a run on one machine listen where others cannot reach them, and write no secret that they are given."""
 
+import os
 import time
 from pathlib import Path
 
 import psutil
+from other_user import as_another_user, reached
 from run_support import DEADLINE_S, QUICKSTART, TINY, Running, marked_processes
 
 
@@ -22,7 +24,8 @@ def listening(pids) -> dict[str, set[str]]:
 
 
 def test_a_run_on_one_machine_listens_on_loopback_alone_and_keeps_secrets(tmp_path: Path) -> None:
-    """Ray's services and metrics, the trainer's store, gloo, and engines; logs, trace, records and commits."""
+    """Ray's services and metrics, the trainer's store, gloo, and engines; logs, trace, records and commits. Another
+    user reaches none of its sockets and temporary files."""
     planted = {"WANDB_API_KEY": "0123456789" * 4, "ANSWERER_PASSWORD": "correct horse", "HF_TOKEN": "hf_" + "aB3" * 12}
     argument = "hf_" + "cD4" * 12
     place = ("--run.output-dir", str(tmp_path), "--run.name", "r", "--cluster.device", "cpu")
@@ -36,6 +39,12 @@ def test_a_run_on_one_machine_listens_on_loopback_alone_and_keeps_secrets(tmp_pa
             assert time.monotonic() < deadline, (tmp_path / "out").read_text()
             time.sleep(0.5)
         found = listening(marked_processes(run.mark))
+        run.temporary.chmod(0o777)  # as the machine's own is
+        (private,) = run.temporary.glob("trireme-*")
+        paths = [run.temporary / name for name in os.listdir(run.temporary)] + list(private.rglob("*"))
+        assert any(path.name == "plasma_store" for path in paths)
+        if os.geteuid() == 0:  # else nobody else can be played
+            assert as_another_user(lambda: reached(paths)) == ""
     finally:
         run.kill_tree()
         run.files_left()

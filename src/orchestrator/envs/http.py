@@ -43,6 +43,8 @@ CONNECT_S = 10.0
 CLOSE_S = 20.0
 BUSY = frozenset({429, 502, 503, 504})
 """Answers of a server that may take the same request later."""
+LONGEST_ANSWER = 16 * 10**6
+"""Bytes of a server's answer."""
 SHOWN = 300
 """Characters of a wrong answer that an error shows."""
 SENT = ("role", "content", "thinking", "tool_calls")
@@ -93,7 +95,7 @@ class EnvServer:
                     tries += 1
                     try:
                         async with client.request(method, url, json=body) as reply:
-                            text = await reply.text()
+                            text = await _text_of(reply)
                         if reply.status not in BUSY:
                             return _read(f"{method} {url}", reply.status, text)
                         failure = f"status {reply.status}"
@@ -107,6 +109,16 @@ class EnvServer:
                 f"{method} {url} was not answered within {limit_s:g} s ({tries} tries; the last failure: {failure}). "
                 "Is the server up, and env.args.step_s or reset_s long enough?"
             ) from None
+
+
+async def _text_of(reply: aiohttp.ClientResponse) -> str:
+    """Reads an answer. Raises BadEnvAnswer if it is too long."""
+    body = bytearray()
+    async for piece in reply.content.iter_any():
+        body += piece
+        if len(body) > LONGEST_ANSWER:
+            raise BadEnvAnswer(f"{reply.url} was answered with more than {LONGEST_ANSWER:,} bytes; send less in a turn")
+    return body.decode(errors="replace")
 
 
 def _read(request: str, status: int, text: str) -> Mapping[str, Any]:

@@ -128,8 +128,10 @@ def _link_or_copy(source: Path, target: Path) -> bool:
     """Returns True if `target` became a hard link; else it is a copy, forced onto the disk."""
     make_directory(target.parent)
     try:
+        if source.stat().st_uid != os.geteuid():
+            raise PermissionError(f"{source} belongs to another user, who can change it")
         os.link(source, target)
-    except OSError:  # another file system, or one without hard links
+    except OSError:  # also another file system, or one without hard links
         shutil.copyfile(source, target)
         with target.open("rb") as copy:
             os.fsync(copy.fileno())

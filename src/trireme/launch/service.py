@@ -61,16 +61,14 @@ def check_port(config: Config) -> None:
 
 def keys_of(config: Config, directory: Path, say: Callable[[str], None], prefix: str = "tr") -> list[ServiceKey]:
     """Returns the keys of the service: those of `service.keys`, or those in `directory`, where they are made, with
-    `prefix`, and said once. Raises BadInput."""
+    `prefix`; it says where they are, not what they are, as others may read logs. Raises BadInput."""
     if config.service.keys:
         return read(Path(config.service.keys).expanduser())
     file = directory / KEYS
     if file.exists():
         return read(file)
-    keys = generate(file, prefix)
-    for key in keys:
-        say(f"{key.role} key of the service (also in {file}, which only you can read): {key.value}")
-    return keys
+    say(f"the service's new keys, one for clients and one for administrators, are in {file}, which only you can read")
+    return generate(file, prefix)
 
 
 def start_service(

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -29,6 +27,7 @@ from trireme.process import waits
 from trireme.process.environ import Resources, cluster_address, user_cache
 from trireme.process.faults import fault_point
 from trireme.process.machine import VISIBLE, Node, this_machine
+from trireme.process.private import private_directory
 from trireme.process.worker_environment import WorkerEnvironment
 
 Progress = Callable[[list[str], float], None]
@@ -40,9 +39,6 @@ RAY_STARTS = 2
 
 REACH_S = 5.0
 PLACE_TICK_S = 1.0
-LONGEST_TEMP_DIR = 28
-"""Ray puts unix sockets some 60 characters below its directory; the system allows paths of 107."""
-
 SERVICES = ("gcs_server", "raylet")
 """Ray's processes without which no actor lives, as `ray._private.node.Node` calls them."""
 OBITUARY = "A worker died or was killed"
@@ -159,24 +155,22 @@ def _remove(group: PlacementGroup) -> None:
 def _local_cluster(cpus: int) -> Iterator[None]:
     """Runs Ray on this machine for the time of the block. Raises ServicesLost in place of what the block raises because
     its services have ended."""
-    base = tempfile.gettempdir()
-    directory = tempfile.mkdtemp(prefix="trireme-", dir=base if len(base) <= LONGEST_TEMP_DIR else "/tmp")
     before = _children()
-    os.environ["TMPDIR"] = directory  # for what actors and engines leave when they are killed (vLLM's sockets)
-    # What torch.compile has made, with Triton's kernels, would go there too. (vLLM's own cache is in ~/.cache.)
+    # What torch.compile has made, with Triton's kernels, would go into TMPDIR too. (vLLM's own cache is in ~/.cache.)
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(user_cache() / "torchinductor"))
-    try:
-        _start_ray(cpus, directory)
+    with private_directory() as directory:
+        os.environ["TMPDIR"] = str(directory)  # for what actors and engines leave when they are killed (vLLM's sockets)
         try:
-            yield
-        except ServicesLost:
-            raise
-        except (RoomFailed, RayError):
-            check_services()
-            raise
-    finally:
-        _end(before)
-        shutil.rmtree(directory, ignore_errors=True)
+            _start_ray(cpus, f"{directory}/r")
+            try:
+                yield
+            except ServicesLost:
+                raise
+            except (RoomFailed, RayError):
+                check_services()
+                raise
+        finally:
+            _end(before)
 
 
 def _start_ray(cpus: int, directory: str) -> None:

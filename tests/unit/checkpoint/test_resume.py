@@ -147,6 +147,16 @@ class TestFork:
         assert "a copy of" in note
         assert not (target.commit(20) / PARTS[0]).samefile(store.commit(20) / PARTS[0])
 
+    def test_files_of_another_user_are_copied(
+        self, store: CheckpointStore, target: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """That user could change them through the hard link, whenever the fork has verified them."""
+        monkeypatch.setattr(os, "geteuid", lambda: 1 + (store.commit(20) / PARTS[0]).stat().st_uid)
+        _, note = self.forked(store, target)
+        self.check(store, target)
+        assert "a copy of" in note
+        assert not (target.commit(20) / PARTS[0]).samefile(store.commit(20) / PARTS[0])
+
     def test_a_source_that_changes_meanwhile(self, store: CheckpointStore, target: CheckpointStore) -> None:
         source = choose(store, 20)
         assert source is not None

@@ -16,6 +16,7 @@ from ray.exceptions import RaySystemError
 from torch._inductor.runtime.cache_dir_utils import cache_dir, triton_cache_dir
 
 from trireme.core.errors import BadInput, RoomFailed, ServicesLost
+from trireme.process import private
 from trireme.process import ray_cluster as cluster
 
 SHARD, ACTOR = {"num_cpus": 2.0, "num_gpus": 1.0}, {"num_cpus": 1.0, "num_gpus": 0.0}
@@ -115,8 +116,8 @@ def test_what_a_block_raises_when_rays_services_have_ended(
     monkeypatch.setattr(ray._private.worker, "_global_node", SimpleNamespace(all_processes=processes))
     monkeypatch.setattr(cluster, "_start_ray", lambda *_: None)
     monkeypatch.setattr(cluster.ray, "shutdown", lambda: None)
-    monkeypatch.setattr(cluster.tempfile, "gettempdir", lambda: str(tmp_path))
-    monkeypatch.setattr(cluster, "LONGEST_TEMP_DIR", 1000)
+    monkeypatch.setattr(private.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(private, "LONGEST_BASE", 1000)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     with pytest.raises(expected) as raised, cluster._local_cluster(1):
         raise error
@@ -140,8 +141,8 @@ def test_ray_that_does_not_start_is_started_twice_and_then_an_error_for_people(
             raise Exception("The current node timed out during startup.")
 
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(cluster.tempfile, "gettempdir", lambda: str(tmp_path))
-    monkeypatch.setattr(cluster, "LONGEST_TEMP_DIR", 1000)
+    monkeypatch.setattr(private.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(private, "LONGEST_BASE", 1000)
     monkeypatch.setattr(cluster, "SHUTDOWN_S", 0.1)
     monkeypatch.setattr(cluster.ray, "init", init)
     monkeypatch.setattr(cluster.ray, "shutdown", lambda: None)
@@ -170,8 +171,8 @@ def test_what_was_compiled_outlives_the_directory_of_a_run(
         chosen = str(tmp_path) + chosen
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", chosen)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(cluster.tempfile, "gettempdir", lambda: str(tmp_path))
-    monkeypatch.setattr(cluster, "LONGEST_TEMP_DIR", 1000)
+    monkeypatch.setattr(private.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(private, "LONGEST_BASE", 1000)
     monkeypatch.setattr(cluster, "_start_ray", lambda *_: None)
     monkeypatch.setattr(cluster.ray, "shutdown", lambda: None)
     with cluster._local_cluster(1):

@@ -4,6 +4,7 @@ order it starts what, how it ends by each signal and exit code, when it asks for
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -22,8 +23,12 @@ DEADLINE_S = 60
 STUBS = {
     "scontrol": 'echo "scontrol $*" >> calls; if [ "$1" = show ]; then printf "node-a\\nnode-b\\n"; fi',
     "getent": 'echo "127.0.0.2 STREAM node-a"',
-    # Runs the command here, as srun does on the node that is named.
-    "srun": 'shift 3; node=${1#--nodelist=}; shift; echo "on $node: $*" >> calls; exec "$@"',
+    # Runs the command here, as srun does on the node that is named, without the directory that is made before it.
+    "srun": """
+shift 3; node=${1#--nodelist=}; shift; echo "on $node: $*" >> calls
+[ "$1" = bash ] && shift 4
+exec "$@"
+""",
     "uv": """
 shift
 case "$1" in
@@ -131,12 +136,20 @@ def test_it_starts_ray_on_each_node_waits_for_all_and_then_starts_the_driver(job
     code, calls = run(job, ENDS="0")
     assert code == 0
     head, worker = (
-        next(call for call in calls if call.startswith(f"on {node}: uv run ray")) for node in ("node-a", "node-b")
+        next(call for call in calls if call.startswith(f"on {node}: bash")) for node in ("node-a", "node-b")
     )
     address = f"127.0.0.2:{20000 + 1234 % 120 * 100}"
     assert "--head" in head
     assert f"--address={address}" in worker
     assert "--node-name=node-b" in worker
+    made = re.compile(r'mkdir -p -m 700 "\$0" && exec "\$@" (/tmp/ray-1234-[0-9a-f]{16}) uv run ray start')
+    private = {match[1] for call in (head, worker) if (match := made.search(call))}
+    assert len(private) == 1, "both have the name that nobody else guesses"
+    assert f"--temp-dir={private.pop()}/r" in head
+    agents = [
+        call for call in (head, worker) if f"--dashboard-agent-listen-port={20000 + 1234 % 120 * 100 + 2}" in call
+    ]
+    assert len(agents) == 2, "however many nodes there are, it is one of the job's ports"
     (joining,) = (call for call in calls if call.startswith("joining"))
     assert joining.endswith(f"trireme.process.joining {address} 300 node-a node-b")
     (driver,) = (call for call in calls if call.startswith("driver rl"))
