@@ -18,7 +18,7 @@ from pathlib import Path
 
 import ray
 
-from trireme.checkpoint.bucket import Bucket
+from trireme.checkpoint.bucket import Bucket, StoreSilent
 from trireme.checkpoint.files import FileRecord
 from trireme.checkpoint.manifest import Manifest
 from trireme.checkpoint.parts import CommitSource, put_parts, sees
@@ -53,7 +53,7 @@ class Sight:
 
 def look(mark: Path, text: str, url: str | None, limit_s: float) -> Sight:
     """Looks for the file `mark` with the contents `text` on this node for `limit_s` seconds. Without them it tries the
-    store of the run, and deletes drafts of killed attempts from the disk."""
+    store of the run, and deletes drafts of killed attempts from the disk. Raises StoreSilent."""
     deadline = time.monotonic() + limit_s
     while not (seen := sees(mark, text)) and time.monotonic() < deadline:
         time.sleep(TICK_S)
@@ -63,6 +63,11 @@ def look(mark: Path, text: str, url: str | None, limit_s: float) -> Sight:
             shutil.rmtree(draft, ignore_errors=True)
         try:
             problem = "" if Bucket(url).read(HEAD) else f"{url}/{HEAD} is missing"
+        except StoreSilent as error:  # the same command may work later, so this is no wrong input
+            raise StoreSilent(
+                f"the store of run.output_dir does not answer {os.uname().nodename}: {error}. Start the same command "
+                "again when it does; if it never has, correct AWS_ENDPOINT_URL or the network of that node"
+            ) from None
         except TriremeError as error:
             problem = str(error)
     return Sight(os.uname().nodename, seen, problem)
@@ -82,7 +87,7 @@ class FarNodes:
     def text(self) -> str:
         """Says which nodes these are, for a person."""
         return (
-            f"{'; '.join(self.nodes.values())} do not see {self.run.root}: their parts of commits travel through "
+            f"{self.run.root} is not seen by {'; '.join(self.nodes.values())}: their parts of commits travel through "
             f"{self.mirror.bucket.url}"
         )
 
@@ -135,7 +140,7 @@ def check_writers(
 
     `rooms`: the rooms that have actors on each node, by Ray's id of the node. `writing`: the rooms whose actors write.
     Raises BadInput with the names of the nodes that do not see the file if the run is not stored in object storage, or
-    they do not reach that; RoomFailed for a node that does not answer.
+    cannot read that; StoreSilent where it does not answer them; RoomFailed for a node that does not answer.
     """
     writers = {node: [room for room in there if room in writing] for node, there in rooms.items()}
     writers = {node: there for node, there in writers.items() if there}

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from trireme.checkpoint.bucket import StoreSilent
 from trireme.core.errors import BadInput, StorageFailed
 from trireme.launch import writers
 from trireme.launch.writers import FarNodes, Sight, check_writers, look
@@ -76,7 +77,7 @@ def test_with_object_storage_it_need_not_see_it(check: Check, mark: Path) -> Non
     _, far = check("b", url=URL)
     assert far
     assert far.nodes == {"b": "host-b (trainer)"}
-    assert f"host-b (trainer) do not see {mark.parents[2]}" in far.text
+    assert f"{mark.parents[2]} is not seen by host-b (trainer)" in far.text
     assert check(url=URL)[1] is None
 
 
@@ -89,11 +90,12 @@ def test_a_node_that_sees_neither_the_directory_nor_the_store_is_refused(check: 
 
 def test_a_node_tries_the_store_and_sweeps_its_disk(mark: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers: list[tuple[bytes, str] | None] = [(b"HEAD", "tag"), None]
+    errors: list[StorageFailed] = [StorageFailed("403 Forbidden")]
 
     def read(_key: str) -> tuple[bytes, str] | None:
         if answers:
             return answers.pop(0)
-        raise StorageFailed("no route")
+        raise errors[0]
 
     monkeypatch.setattr(writers, "Bucket", lambda _url: SimpleNamespace(read=read))
     draft = mark.parents[2] / "checkpoints" / "step_000002.partial-1"
@@ -107,7 +109,10 @@ def test_a_node_tries_the_store_and_sweeps_its_disk(mark: Path, monkeypatch: pyt
     assert not draft.exists()
     assert commit.exists()
     assert look(mark, "attempt 2", URL, 0.0).problem == f"{URL}/HEAD is missing"
-    assert look(mark, "attempt 2", URL, 0.0).problem == "no route"
+    assert look(mark, "attempt 2", URL, 0.0).problem == "403 Forbidden"
+    errors[:] = [StoreSilent("HTTP error")]
+    with pytest.raises(StoreSilent, match=f"does not answer {here}: HTTP error"):
+        look(mark, "attempt 2", URL, 0.0)
 
 
 def test_a_file_with_other_contents_is_not_seen(mark: Path) -> None:
