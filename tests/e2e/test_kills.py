@@ -246,6 +246,7 @@ def test_a_part_that_dies_again_and_again_stops_the_run_with_a_commit(tmp_path: 
 def test_a_replica_that_dies_again_and_again_stops_the_run_with_a_commit(tmp_path: Path) -> None:
     """The trainer and what was sampled are whole: what was done since the last commit is kept."""
     flags = [*CHAOS, "--checkpoint.every", "0", "--max-steps", "9999", "--cluster.max-restarts", "2"]
+    flags += ["--cluster.min-replicas", "2"]  # as many as there are: none can be left out
     faults = {"TRIREME_FAULTS": "inference.loaded[0]@4=kill"}  # each successor's fourth
     ended = run_rl(tmp_path, *flags, environ=faults)
     assert ended.code == EXIT_LIMIT, ended.out
