@@ -34,7 +34,7 @@ from run_support import shm_left_since
 
 from inference.client import SamplingClient
 from trireme.config.inference import CPU_SEQUENCES
-from trireme.core.errors import RoomFailed, WeightsRefused
+from trireme.core.errors import BadRequest, RoomFailed, WeightsRefused
 from trireme.core.sampler import ReplicaStats
 from trireme.core.stop_strings import cut
 from trireme.core.tokenizer import load_tokenizer
@@ -390,13 +390,26 @@ def test_a_client_answers_with_samples_and_with_logprobs_of_the_prompt(rooms: di
     client.close()
 
 
-async def test_a_request_that_can_not_work_fails_alone(rooms: dict[str, Room]) -> None:
-    room = rooms["llama"]
-    tasks = begin(room, [request("too long", prompt_of(2000), 8), request("fine", prompt_of(5), 8)])
-    (too_long, fine) = await asyncio.gather(*tasks, return_exceptions=True)
-    assert isinstance(too_long, RoomFailed)
-    assert "inference replica 0 could not sample request too long" in str(too_long)
-    assert len(fine.tokens) == 8
+async def test_requests_that_vllm_refuses_fail_alone(rooms: dict[str, Room]) -> None:
+    """Where its parameters are made, where it enters, and where it is sent to the engine's process."""
+    room, asked = rooms["llama"], request("r", prompt_of(5), 8)
+    beyond = replace(asked.params, temperature=1.0)
+    object.__setattr__(beyond, "temperature", 2.0001)
+    refused = {
+        "temperature must be in": replace(asked, params=beyond),
+        "longer than the maximum model length": request("too long", prompt_of(2000), 8),
+        "vocabulary": replace(asked, prompt=np.asarray([VOCAB + 5], np.int32)),
+        "stop_token_ids": replace(asked, params=replace(asked.params, stop=(VOCAB + 5,))),
+        "OverflowError": replace(asked, params=replace(asked.params, seed=2**70)),
+    }
+    tasks = begin(room, [request("fine", prompt_of(5), 8), *refused.values(), request("also fine", prompt_of(4), 8)])
+    fine, *errors, also_fine = await asyncio.gather(*tasks, return_exceptions=True)
+    for why, error in zip(refused, errors, strict=True):
+        assert isinstance(error, BadRequest), error
+        assert why in str(error)
+    assert [len(each.tokens) for each in (fine, also_fine)] == [8, 8]
+    assert len((await room.router.sample(request("later", prompt_of(3), 8))).tokens) == 8
+    assert [member.gone for member in room.router._members.live] == [None]
 
 
 def test_cancelling_the_caller_aborts_the_request_in_the_engine(rooms: dict[str, Room]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from service.tinker.promises import (
     UnknownId,
 )
 from service.tinker.records import OutcomeKnown, Record, RoomsLost, SessionBegun, SessionTold
+from trireme.core.errors import StorageFailed
 
 KEPT_S = 600.0
 """Seconds for which an outcome is kept after it was given, as the answer may not have arrived, or after the session."""
@@ -26,6 +28,7 @@ UNASKED_S = 3600.0
 """Seconds for which an outcome is kept that its client does not ask for."""
 CLONE = 1_000_000_000
 """A clone of a sampler numbers its samples from this times its own number."""
+log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -118,9 +121,13 @@ class PromiseBook:
         self._settled.append(promise)
 
     def lose(self, promise: Promise) -> int:
-        """Notes that rooms were lost while they worked on a promise; returns how often they were."""
-        self.write(RoomsLost(promise.request_id))
+        """Notes that rooms were lost while they worked on a promise; returns how often they were. Where the journal
+        has no room for it, this server alone knows it."""
         self.losses[promise.request_id] += 1
+        try:
+            self.write(RoomsLost(promise.request_id))
+        except StorageFailed:
+            log.exception("the loss of rooms under %s is not in the journal", promise.request_id)
         return self.losses[promise.request_id]
 
     def take_settled(self) -> list[Promise]:
