@@ -11,6 +11,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing import resource_tracker
@@ -19,6 +20,7 @@ from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 from inference.cpu.start import prepare_cpu_start
+from trireme.core.own_packages import ROOT
 from trireme.process.environ import write_stacks_on_signal
 
 log = logging.getLogger(__name__)
@@ -69,6 +71,13 @@ class _Forked(ForkProcess):
 
 
 class _Spawned(SpawnProcess):
+    def start(self) -> None:
+        sys.path.insert(0, str(ROOT))  # which the child takes over: it unpickles this class before it can run anything
+        try:
+            super().start()
+        finally:
+            sys.path.remove(str(ROOT))
+
     def run(self) -> None:
         die_with_parent()
         tolerate_forgotten_names()

@@ -30,6 +30,7 @@ from trireme.config.removed import removed_key
 from trireme.config.schema import Config, EnvConfig, RendererConfig
 from trireme.core.agents import AgentAccess
 from trireme.core.errors import BadInput, TriremeError
+from trireme.core.own_packages import search
 from trireme.core.refusals import Refusal
 from trireme.renderers import Renderer, make_renderer
 
@@ -281,6 +282,7 @@ def load_dataset(env: EnvConfig, context: EnvContext, section: str = "env") -> R
 
     Raises BadInput for an id that does not lead to a dataset, and for arguments that the dataset refuses.
     """
+    search(env.path)
     dataset_class = _find_class(env.id, section)
     signature = inspect.signature(dataset_class)
     for name in sorted(env.args.keys() - signature.parameters.keys()):
@@ -324,7 +326,7 @@ def _find_class(env_id: str, section: str) -> Callable[..., RLDataset]:
         raise Refusal(
             f"{section}.id = {env_id}, which is not built in",
             f"{section}.id = {example}, the class in {file} of the repository",
-            f"set it so, and PYTHONPATH={file.rpartition('/')[0]}",
+            f"set it so, and --env.path {file.rpartition('/')[0]}",
         ).error()
     built_in = ", ".join(BUILT_IN)
     expected = (
@@ -338,7 +340,7 @@ def _find_class(env_id: str, section: str) -> Callable[..., RLDataset]:
         module = importlib.import_module(module_name)
     except Exception as error:
         missing = isinstance(error, ModuleNotFoundError)
-        do = f"; {expected}, importable from where the run starts (install the package or set PYTHONPATH)"
+        do = f"; {expected}, importable (install the package, or give its directory by --env.path)"
         raise BadInput(
             f"{section}.id = {env_id!r} cannot be imported: {_in_short(error)}{do if missing else ''}"
         ) from error

@@ -134,13 +134,14 @@ class Running:
         environ: dict[str, str] | None = None,
         out: int | IO[str] = subprocess.PIPE,
         module: str = RL,
+        cwd: Path = ROOT,
     ) -> Running:
         mark = f"TRIREME_TEST_MARK={uuid.uuid4().hex}"
         before = frozenset(os.listdir("/dev/shm"))
         temporary = tempfile.mkdtemp(prefix="tr-", dir="/tmp")  # short, for Ray's sockets
         process = subprocess.Popen(
             [sys.executable, "-m", module, *flags],
-            cwd=ROOT,
+            cwd=cwd,
             env={**os.environ, "TMPDIR": temporary, **(environ or {}), **dict([mark.split("=")])},
             stdout=out,
             stderr=subprocess.STDOUT,
@@ -203,11 +204,12 @@ def run_rl(
     directory: bool = True,
     module: str = RL,
     limit_s: float = DEADLINE_S,
+    cwd: Path = ROOT,
 ) -> Ended:
     """Runs to the end (at most `limit_s`). `on_line` sees each line of output as it comes, and may send signals.
     `directory`: whether configuration and run directory are given here, or by `flags`."""
     running = Running.start(
-        *(in_directory(tmp_path, config) if directory else []), *flags, environ=environ, module=module
+        *(in_directory(tmp_path, config) if directory else []), *flags, environ=environ, module=module, cwd=cwd
     )
     process = running.process
     lines = []

@@ -152,6 +152,26 @@ def make_llama(path: Path) -> None:
     LlamaForCausalLM(config).save_pretrained(path)
 
 
+def test_modules_of_a_user_with_the_names_of_rooms_do_no_harm(tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    for name in ("trainer", "orchestrator", "inference", "service"):
+        (theirs / f"{name}.py").write_text("raise RuntimeError('a module of the user')\n")
+    (theirs / "letters.py").write_text(
+        "from orchestrator.envs.sort import SortDataset\n"
+        "def grade(target, answer):\n"
+        "    return 0.5, 0.0\n"
+        "class Letters(SortDataset):\n"
+        "    grade = staticmethod(grade)\n"
+    )
+    model = ["--model.name", str(ROOT / "assets" / "sort-base")]
+    place = ["--env.id", "letters:Letters", "--env.path", "."]
+    ended = run_rl(tmp_path, *TINY, *model, *place, environ={"PYTHONPATH": str(theirs)}, cwd=theirs)
+    assert ended.code == EXIT_OK, ended.out
+    assert [row["reward/total"] for row in ended.rows] == [0.5] * 3
+    ended.assert_nothing_left()
+
+
 def test_a_killed_driver_takes_everything_along(tmp_path: Path) -> None:
     """The kernel ends the cluster's services and our rooms within seconds. Two agents of Ray's may first try for 60 s
     (fixed in `ray._private.utils.publish_error_to_driver`) to report the death of one to another."""

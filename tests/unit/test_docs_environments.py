@@ -131,7 +131,7 @@ def test_a_program_that_a_model_writes_is_run(program: str, reward: float) -> No
 
 def test_the_command_is_a_valid_one() -> None:
     (command,) = [line for line in DOCUMENT.splitlines() if "--env.id letters" in line]
-    flags = shlex.split(command.removeprefix("PYTHONPATH=. uv run rl "))
+    flags = shlex.split(command.removeprefix("uv run rl "))
     env = load([str(ROOT / flag) if flag.endswith(".toml") else flag for flag in flags], {}).config.env[0]
     assert (env.id, env.args, env.label) == ("letters:Letters", {"longest": 5}, "letters")
 

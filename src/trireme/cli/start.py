@@ -9,6 +9,7 @@ from importlib import import_module
 from types import FrameType
 
 from trireme.core.errors import EXIT_INTERRUPTED
+from trireme.core.own_packages import hidden_modules
 
 
 def _end(_signum: int, _frame: FrameType | None) -> None:
@@ -18,6 +19,8 @@ def _end(_signum: int, _frame: FrameType | None) -> None:
 
 def _start(module: str) -> int:
     signal.signal(signal.SIGINT, _end)
+    for hidden in hidden_modules([os.getcwd(), *sys.path]):
+        print(f"note: {hidden}", file=sys.stderr)
     main = import_module(module).main
     code: int = main()
     return code

@@ -10,6 +10,7 @@ from trireme.config.schema import CommonConfig, Config
 from trireme.config.sft import SftConfig
 from trireme.config.trainer_checks import trainer_refusals
 from trireme.core.extras import require
+from trireme.core.own_packages import hidden_modules
 from trireme.core.refusals import Refusal, refuse
 from trireme.core.tokenizer import without_tokenizer
 from trireme.renderers import unknown_renderer
@@ -33,6 +34,7 @@ def check(config: CommonConfig, facts: ModelFacts | None) -> list[str]:
         own += [*_lengths(config, facts), *_reserved(config), *_concurrency(config), *_timeouts(config)]
         own += [*_ranks(config, facts), *_service(config), *_fewest_replicas(config)]
         warnings = [*_distribution_warnings(config), *_staleness_warnings(config), *_timeout_warnings(config)]
+        warnings += hidden_modules(place for env in (*config.env, *config.eval_envs) for place in env.path)
     key = "model.tokenizer" if config.model.tokenizer else "model.name"
     common = [*_within_model("model.max_seq_len", config.model.max_seq_len, facts), *trainer_refusals(config, facts)]
     common += without_tokenizer(key, config.tokenizer_name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BeforeValidator, Field, PositiveFloat, PositiveInt
@@ -48,10 +49,19 @@ class OrchestratorConfig(Section):
     """The run stops when more than this share of recent rollouts failed after all retries."""
 
 
+def _directories(given: Any) -> Any:
+    """Takes one directory for a list of one, and makes each absolute: actors may work in another one."""
+    directories = [given] if isinstance(given, str) else given
+    return [str(Path(each).expanduser().absolute()) if isinstance(each, str) else each for each in directories]
+
+
 class EnvConfig(Section):
     id: str = Field(json_schema_extra=NAMES_CODE)
     """Environment: a built-in name (`sort`), `verifiers:<taskset>`, `agent:<module>:<function>`, `agent:command` (a
     program), the URL of a server, or `package.module:Dataset`."""
+    path: Annotated[list[str], BeforeValidator(_directories)] = Field([], json_schema_extra=NAMES_CODE)
+    """Directories that are searched for `package.module:Dataset`, before what is installed; packages of this project
+    come first."""
     args: dict[str, Any] = Field({})
     """Arguments of the dataset."""
     variables: list[str] = Field([])

@@ -93,6 +93,7 @@ def prepare_ray_environment(address: str | None, threads: int, deterministic: bo
     for name, value in HUGE_PAGES.items() if huge_pages else ():
         os.environ.setdefault(name, value)
     os.environ.setdefault("RAY_worker_niceness", "0")
+    os.environ.setdefault("RAY_preload_python_modules", "trireme")  # before a user's modules: `own_packages`
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     if "RAY_AUTH_MODE" not in os.environ:
         os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))

@@ -11,6 +11,7 @@ another way: in a function that Ray keeps as bytes in memory, and calls at the s
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.util
 import json
 import os
@@ -23,9 +24,10 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from trireme.config import CommonConfig
+from trireme.config import CommonConfig, Config
 from trireme.config.keys import keys_of
 from trireme.config.trust import named_code
+from trireme.core.own_packages import OWN, search
 from trireme.core.redaction import is_secret
 from trireme.core.refusals import Refusal
 
@@ -39,8 +41,6 @@ STORES = ("AWS_", "GOOGLE_", "AZURE_")
 """The variables of object storage begin like this."""
 KEYS = "TRIREME__"
 """Variables of this prefix are keys of the configuration, which travels as an object."""
-OWN = ("trireme", "trainer", "orchestrator", "inference", "service")
-"""The packages of this project."""
 INSTALLED = ("stdlib", "platstdlib", "purelib", "platlib")
 """The directories of installed packages, as `sysconfig` names them."""
 PACKAGES = {"site-packages", "dist-packages"}
@@ -73,6 +73,8 @@ class WorkerEnvironment:
         secrets = {name: value for name, value in given.items() if is_secret(name, value)}
         if config.run.url:
             secrets |= {name: value for name, value in environ.items() if name.startswith(STORES)}
+        if isinstance(config, Config):
+            search(directory for env in (*config.env, *config.eval_envs) for directory in env.path)
         return cls(
             {name: value for name, value in given.items() if name not in secrets},
             secrets,
@@ -96,8 +98,7 @@ class WorkerEnvironment:
         found: dict[str, Any] = {"env_vars": dict(self.variables), "excludes": ["__pycache__"]}
         if modules := [*map(str, self.modules), *job]:
             found["py_modules"] = modules
-        if self.secrets:
-            found["worker_process_setup_hook"] = _setter(dict(self.secrets))
+        found["worker_process_setup_hook"] = _beginning(dict(self.secrets))
         return found
 
 
@@ -106,13 +107,15 @@ def travels_text(config: CommonConfig) -> str:
     return f"{WorkerEnvironment.of(config, os.environ).text}, from the driver to all nodes"
 
 
-def _setter(secrets: Mapping[str, str]) -> Callable[[], None]:
-    """Returns a function that sets variables. Ray sends it whole, because it is no function of a module."""
+def _beginning(secrets: Mapping[str, str]) -> Callable[[], None]:
+    """Returns what a process does first: it sets variables, and finds the project's packages before a user's modules.
+    Ray sends the function whole, because it is no function of a module."""
 
-    def set_secrets() -> None:
+    def begin() -> None:
         os.environ.update(secrets)
+        importlib.import_module("trireme")
 
-    return set_secrets
+    return begin
 
 
 def _chosen(names: Iterable[str], environ: Mapping[str, str]) -> dict[str, str]:

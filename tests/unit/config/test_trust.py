@@ -30,6 +30,7 @@ ORDINARY: dict[str, Any] = {
 HOSTILE = {
     "env.0.id": {"env": [{"id": "evil:Env"}]},
     "env.1.id": {"env": [{"id": "sort"}, {"id": "evil:Env"}]},
+    "env.0.path.0": {"env": [{"id": "sort", "path": ["/evil"]}]},
     "eval.env.0.id": {"eval": {"every": 1, "env": [{"id": "evil:Env"}]}},
     "renderer.name": {"renderer": {"name": "evil:Renderer"}},
     "trainer.loss_fn": {"trainer": {"loss_fn": "evil:loss"}},
@@ -140,4 +141,4 @@ def test_every_key_that_takes_code_is_marked() -> None:
     }
     marked = {key.dotted for key in keys_of(Config).options.values() if key.names_code}
     assert marked == speaks
-    assert len(marked) == 6
+    assert len(marked) == 7

@@ -1,0 +1,56 @@
+"""Has Python find this project's packages next to `trireme`, whatever modules of the same names a user has.
+
+`trainer.py`, `inference.py` and `service.py` are usual names. Where one lies in the working directory or in PYTHONPATH,
+Python would find it before the package. `import trireme` in a process is enough: see `trireme/__init__.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+
+OWN = ("trireme", "trainer", "orchestrator", "inference", "service")
+"""The packages of this project."""
+ROOT = Path(__file__).resolve().parents[2]
+"""The directory in which they lie."""
+
+
+class OwnPackages(MetaPathFinder):
+    """Finds the packages OWN in ROOT, and nothing else."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return PathFinder.find_spec(fullname, [str(ROOT)]) if fullname in OWN else None
+
+
+def find_own_first() -> None:
+    """Has this process find the project's packages before all else. A second call does nothing."""
+    if not any(isinstance(finder, OwnPackages) for finder in sys.meta_path):
+        sys.meta_path.insert(0, OwnPackages())
+
+
+def search(directories: Iterable[str]) -> None:
+    """Has this process find a user's modules in `directories`, before what is installed."""
+    sys.path[:0] = [directory for directory in directories if directory not in sys.path]
+
+
+def hidden_modules(directories: Iterable[str]) -> list[str]:
+    """Says which modules in `directories` are hidden by the project's packages, and what to do."""
+    places = sorted({Path(directory).resolve() for directory in directories} - {ROOT})
+    files = [
+        (name, file)
+        for place in places
+        for name in OWN
+        for file in (place / f"{name}.py", place / name / "__init__.py")
+        if file.is_file()
+    ]
+    return [
+        f"{file} is hidden, as `import {name}` finds Trireme's package: to import yours, give it another name, or put "
+        "it into a package of your own"
+        for name, file in files
+    ]
