@@ -15,6 +15,8 @@ from trireme.supervision.roster import PartHealth, RunPart
 from trireme.supervision.status import DriverProcess, Status, request_scale
 
 POLL_S = 0.2
+SHOWN = 4
+"""Replicas that do not serve, and are named."""
 PATIENCE_S = 1.0
 """A wait is reported only if it takes longer."""
 T = TypeVar("T")
@@ -30,8 +32,11 @@ def scale(root: Path, replicas: int, wait: bool, say: Callable[[str], None]) -> 
     timeouts, status = config["timeouts"], Status.read(root)
     start_s = max(timeouts["start_s"], status.start_s if status else 0.0)
     deadline = _Deadline(root, start_s + timeouts["update_s"], say)
+    before = len(_replicas(root))
     with request_scale(root, replicas) as answered:
         say(deadline.until(answered, lambda: "it has not answered yet; it does when all rooms have started"))
+    if before not in (0, replicas):  # 0: not known
+        say(f"to cancel this: trireme scale {root} --replicas {before}")
 
     def all_serve() -> bool | None:
         serving = [part.serves for part in _replicas(root)]
@@ -117,4 +122,6 @@ def standing(root: Path, wanted: int) -> str:
     ]
     serving = sum(part.serves for part in replicas)
     more, fewer = f"{serving} replicas serve, {wanted} are wanted", f"{serving} of {wanted} replicas serve"
-    return (more if serving > wanted else fewer) + ("; " + ", ".join(others) if others else "")
+    left_out = [f"{len(others) - SHOWN} more"] if len(others) > SHOWN else []
+    shown = ", ".join([*others[:SHOWN], *left_out])
+    return (more if serving > wanted else fewer) + (f"; {shown}" if shown else "")
