@@ -312,6 +312,35 @@ def load_dataset(env: EnvConfig, context: EnvContext, section: str = "env") -> R
     return dataset
 
 
+async def try_first_problem(env: EnvConfig, dataset: RLDataset, tries: int) -> None:
+    """Builds the first problem of a dataset, up to its first prompt, and closes it. An agent is not asked to play.
+    Raises BadInput if it fails `tries` times."""
+    for left in reversed(range(tries)):
+        try:
+            await _build_first(dataset)
+            return
+        except TriremeError:
+            raise
+        except Exception as error:
+            if not left:
+                raise BadInput(
+                    f"env.id = {env.id!r}: its first problem cannot be built: {_in_short(error)}; expected "
+                    "get_batch(0), make_env(0) and initial_observation() without an error: correct the environment"
+                ) from error
+
+
+async def _build_first(dataset: RLDataset) -> None:
+    problem = dataset.get_batch(0)[0]
+    envs = [await problem.make_env(0)] if problem.makes_one else await problem.make_envs()
+    try:
+        if isinstance(envs[0], Env):
+            await envs[0].initial_observation()
+    finally:
+        for made in envs:
+            await made.close()
+        await problem.cleanup()
+
+
 def _find_class(env_id: str, section: str) -> Callable[..., RLDataset]:
     if env_id.startswith(VERIFIERS):
         return partial(_find_class(TASKSETS, section), env_id.removeprefix(VERIFIERS))

@@ -3,14 +3,16 @@ code of environments may do anything. Imports no Ray."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from orchestrator.env import load_datasets
+from orchestrator.env import RLDataset, load_datasets, try_first_problem
+from orchestrator.workers import workers
 from trireme.config import Config
 from trireme.core.errors import EXIT_BAD_INPUT, BadInput
 from trireme.core.tokenizer import load_tokenizer
@@ -24,7 +26,8 @@ MARK = "\x00"
 @contextmanager
 def checked_environments(config: Config) -> Iterator[Callable[[float], bool]]:
     """Starts the check, and ends it with the block. Yields a function that waits for it, up to so many seconds, returns
-    False if it has not ended by then, and raises BadInput if the environments cannot be made."""
+    False if it has not ended by then, and raises BadInput if the environments cannot be made, or their first problems
+    cannot be built."""
     with tempfile.TemporaryFile("w+") as given, tempfile.TemporaryFile("w+") as said:
         given.write(config.model_dump_json())
         given.seek(0)
@@ -56,13 +59,20 @@ def main() -> None:
     """Makes the environments of the configuration in stdin. Prints why, after MARK, if they cannot be made."""
     try:
         config = Config.model_validate_json(sys.stdin.read())
-        load_datasets(config, load_tokenizer(config.tokenizer_name))
+        trained, _ = load_datasets(config, load_tokenizer(config.tokenizer_name))
+        asyncio.run(_try_first_problems(config, trained))
         code = 0
     except BadInput as error:
         print(MARK, error, sep="")
         code = EXIT_BAD_INPUT
     sys.stdout.flush()
     os._exit(code)  # threads that an environment has started do not hold it up
+
+
+async def _try_first_problems(config: Config, datasets: Sequence[RLDataset]) -> None:
+    async with workers(config.orchestrator.workers):
+        for env, dataset in zip(config.env, datasets, strict=True):
+            await try_first_problem(env, dataset, config.orchestrator.retries + 1)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,35 @@ def test_a_dry_run_says_why_an_environment_cannot_be_made(tmp_path: Path, capfd:
     assert said.out == ""
 
 
+PROBLEM = """
+from orchestrator.env import Env, EnvGroupBuilder, RLDataset
+
+class Broken(Env):
+    async def initial_observation(self):
+        raise {error}
+    async def step(self, action):
+        raise NotImplementedError
+
+class Problem(EnvGroupBuilder):
+    async def make_env(self, sample):
+        return Broken()
+
+class Dataset(RLDataset):
+    def __init__(self, context):
+        pass
+    def get_batch(self, index):
+        return [Problem()]
+    def __len__(self):
+        return 1
+"""
+
+
+def test_a_first_problem_that_cannot_be_built_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.py").write_text(PROBLEM.format(error="KeyError('prompt')"))
+    assert dry_run("--env.id", "mine:Dataset") == EXIT_BAD_INPUT
+    assert "its first problem cannot be built: KeyError: 'prompt'" in capsys.readouterr().err
+
+
 def test_a_process_that_dies_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.py").write_text("import os\nprint('last words', flush=True)\nos._exit(7)\n")
     assert dry_run("--env.id", "mine:Dataset") == EXIT_BAD_INPUT
