@@ -11,6 +11,9 @@ from types import FrameType
 from trireme.core.errors import EXIT_INTERRUPTED
 from trireme.core.own_packages import hidden_modules
 
+LONG_STARTS = ("trireme.cli.rl", "trireme.cli.sft", "trireme.cli.inference")
+"""Commands that import for seconds before they can print anything else."""
+
 
 def _end(_signum: int, _frame: FrameType | None) -> None:
     print("stopped by a signal; nothing was started", file=sys.stderr, flush=True)
@@ -19,6 +22,8 @@ def _end(_signum: int, _frame: FrameType | None) -> None:
 
 def _start(module: str) -> int:
     signal.signal(signal.SIGINT, _end)
+    if module in LONG_STARTS and not {"--help", "-h", "--version"} & {*sys.argv}:
+        print("starting", file=sys.stderr, flush=True)
     for hidden in hidden_modules([os.getcwd(), *sys.path]):
         print(f"note: {hidden}", file=sys.stderr)
     main = import_module(module).main

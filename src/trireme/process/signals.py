@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 from trireme.core.errors import EXIT_INTERRUPTED, EXIT_SIGTERM, RoomFailed
@@ -60,7 +60,14 @@ _came: list[int] = []
 """The exit code of the signal that raised Stopped."""
 
 
+def _say(text: str) -> None:
+    """Prints from a handler, which may have interrupted any other print."""
+    with suppress(OSError):  # nobody reads any more
+        os.write(2, f"{text}; a second signal ends this at once\n".encode())
+
+
 def _stop(signum: int, _frame: FrameType | None) -> None:
+    _say("stopping: waiting for the end of what was started")
     _end_at_the_next(signum)
     _came.append(EXIT_CODES[signal.Signals(signum)])
     raise Stopped(_came[0])
@@ -127,6 +134,7 @@ class Stop:
 
     def _note(self, signum: int, _frame: FrameType | None) -> None:
         self.exit_code = EXIT_CODES[signal.Signals(signum)]
+        _say(f"stopping: waiting up to {self._grace_s:g} s (checkpoint.grace_s) for the step in hand and its commit")
         _end_at_the_next(signum)
         signal.setitimer(signal.ITIMER_REAL, self._grace_s)
 

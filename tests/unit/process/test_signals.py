@@ -60,7 +60,12 @@ except signals.Stopped as stopped:
 
 
 def start(mode: str, grace_s: float) -> subprocess.Popen[str]:
-    process = subprocess.Popen([sys.executable, "-c", SCRIPT, mode, str(grace_s)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, mode, str(grace_s)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     return process
@@ -69,6 +74,16 @@ def start(mode: str, grace_s: float) -> subprocess.Popen[str]:
 def rest(process: subprocess.Popen[str]) -> tuple[str, int]:
     out, _ = process.communicate(timeout=30)
     return out, process.returncode
+
+
+@pytest.mark.parametrize("mode", ["starting", "slow"])
+def test_a_signal_is_answered_before_what_it_waits_for(mode: str) -> None:
+    process = start(mode, grace_s=1)
+    process.send_signal(signal.SIGINT)
+    assert process.stderr is not None
+    assert "stopping: waiting" in process.stderr.readline()
+    assert process.poll() is None
+    rest(process)
 
 
 @pytest.mark.parametrize(("send", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
