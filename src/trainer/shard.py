@@ -297,7 +297,7 @@ class Shard(AdapterVerbs):
         self._checkpointer.keep()
         self._optimizer.step()
         self._optimizer.zero_grad()
-        return OptimStepResponse({"lr": adam.learning_rate, "grad_norm": grad_norm})
+        return OptimStepResponse({"lr": float(adam.learning_rate), "grad_norm": float(grad_norm)})
 
     def drop_gradients(self) -> None:
         """Forgets the gradients that were added since the last update."""

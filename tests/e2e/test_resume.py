@@ -289,7 +289,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
         assert ended.code == EXIT_OK, ended.out
         assert [row["step"] for row in ended.rows] == list(range(7))
         missed = [incident.what for incident in read_incidents(root) if incident.part == "commits"]
-        assert "commit missed (1 in a row; checkpoint.max_missed = 3): cannot write" in missed[0]
+        assert "commit missed (1 in a row; up to checkpoint.max_missed = 3 may be): cannot write" in missed[0]
         assert "MiB free" in missed[0]
         assert "deleted step_000002" in missed[0]
         assert f"! commits: {missed[0][:60]}" in ended.out

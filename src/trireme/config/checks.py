@@ -15,6 +15,10 @@ from trireme.core.refusals import Refusal, refuse
 from trireme.core.tokenizer import without_tokenizer
 from trireme.renderers import unknown_renderer
 
+FAST_TOKENS_PER_S = 10_000
+"""Tokens that a fast replica decodes in a second."""
+LONG_STEP_DAYS = 0.5
+"""Days of a step from which on a configuration is probably a mistake."""
 EXACT_SAMPLERS = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
@@ -34,6 +38,7 @@ def check(config: CommonConfig, facts: ModelFacts | None) -> list[str]:
         own += [*_lengths(config, facts), *_reserved(config), *_concurrency(config), *_timeouts(config)]
         own += [*_ranks(config, facts), *_service(config), *_fewest_replicas(config)]
         warnings = [*_distribution_warnings(config), *_staleness_warnings(config), *_timeout_warnings(config)]
+        warnings += [*_size_warnings(config)]
         warnings += hidden_modules(place for env in (*config.env, *config.eval_envs) for place in env.path)
     key = "model.tokenizer" if config.model.tokenizer else "model.name"
     common = [*_within_model("model.max_seq_len", config.model.max_seq_len, facts), *trainer_refusals(config, facts)]
@@ -290,6 +295,19 @@ def _staleness_warnings(config: Config) -> Iterator[str]:
             f"orchestrator.stale_policy = drop with max_steps_off_policy = {bound}: {longer} is given up for good. So "
             "long answers are trained on less often than they are sampled, and those that always take longer never "
             "(off_policy/dropped counts them); wait, the default, trains on every problem"
+        )
+
+
+def _size_warnings(config: Config) -> Iterator[str]:
+    """Warns of a step that takes days even where replicas are fast."""
+    size, group, longest = config.orchestrator.batch_size, config.largest_group, config.inference.sampling.max_tokens
+    tokens = size * group * longest
+    days = tokens / (config.inference.replicas * FAST_TOKENS_PER_S) / 86400
+    if days > LONG_STEP_DAYS:
+        yield (
+            f"orchestrator.batch_size = {size:,}: a step samples up to {tokens:,} tokens ({size:,} groups of {group} "
+            f"rollouts of {longest:,} tokens), which takes {days:,.1f} days where each replica decodes "
+            f"{FAST_TOKENS_PER_S:,} tokens a second"
         )
 
 

@@ -13,6 +13,7 @@ from pydantic import AliasChoices, BaseModel, TypeAdapter
 from pydantic.fields import FieldInfo
 
 from trireme.config.schema import CommonConfig
+from trireme.config.words import WORDS
 from trireme.core.finite_json import to_json
 from trireme.core.refusals import Refusal
 
@@ -246,6 +247,9 @@ class Keys:
             whole = 0.0 if len(path) == len(candidate) else ratio(".".join(path[common:]), ".".join(candidate[common:]))
             return max(whole, ratio(path[-1], candidate[-1])) >= 0.7
 
+        meant = tuple(WORDS.get(path[-1], "").split("."))
+        if meant in self.options:
+            return meant
         candidates = {**{s: s for s in self.sections}, **self.spellings}
         candidates |= {tuple(flag.replace("-", "_").split("_", 1)): to for flag, to in self.short_flags.items()}
         best = max(filter(near, candidates), key=alike, default=None)

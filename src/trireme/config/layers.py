@@ -24,6 +24,7 @@ import json
 import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import date, time
 from typing import Any, get_origin
 
 from pydantic import TypeAdapter, ValidationError
@@ -31,7 +32,7 @@ from pydantic import TypeAdapter, ValidationError
 from trireme.config.keys import Keys, Path
 from trireme.config.removed import removed_key
 from trireme.config.section import Section
-from trireme.core.finite_json import to_json
+from trireme.core.finite_json import is_json, to_json
 from trireme.core.refusals import Refusal
 
 PREFIX = "TRIREME__"
@@ -97,6 +98,9 @@ class MergedLayers:
                 expected = f"`{'.'.join(path)}` takes: {own[0] if own else known.expected(path)}"
                 self.refusals.append(Refusal(given.said, expected, f"correct it in: {given.place}"))
                 continue
+            if not is_json(value):
+                self.refusals.append(_unwritable(given))
+                continue
             before = spelled.get(path)
             if before and before.spelling != given.spelling and values[path] != value:
                 expected = f"one value: both are spellings of `{'.'.join(path)}`"
@@ -116,6 +120,15 @@ class MergedLayers:
                 tree[name] = {}
             tree = tree[name]
         tree[path[-1]] = value
+
+
+def _unwritable(given: GivenValue) -> Refusal:
+    """Refuses a value that config.json and the manifests of commits could not hold."""
+    return Refusal(
+        f"{'.'.join(given.spelling)} = {given.value} ({given.place})",
+        "numbers, text, true, false, lists and tables: nan, inf, dates and times are nothing that JSON has",
+        "write it as text, in quotes, or leave it out",
+    )
 
 
 def unknown_key(given: GivenValue, known: Keys) -> Refusal:
@@ -159,14 +172,17 @@ def _convert(path: Path, given: GivenValue, known: Keys) -> Any:
 
 
 def read_literal(text: str) -> Any:
-    """Returns `text` as JSON, else as a TOML value, else as the string that it is.
+    """Returns `text` as JSON, else as a TOML value, else as the string that it is: also what TOML alone takes for
+    something else, as `nan` and dates.
 
-    >>> read_literal("5"), read_literal("{a = 1}"), read_literal("hard")
-    (5, {'a': 1}, 'hard')
+    >>> read_literal("5"), read_literal("{a = 1}"), read_literal("hard"), read_literal("nan")
+    (5, {'a': 1}, 'hard', 'nan')
     """
     for read in (json.loads, lambda t: tomllib.loads(f"value = {t}")["value"]):
         try:
-            return read(text)
+            value = read(text)
         except ValueError:
             continue
+        is_word = text.strip("+-").isalpha() or isinstance(value, date | time)
+        return text if is_word and not is_json(value) else value
     return text

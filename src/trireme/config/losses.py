@@ -9,7 +9,7 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import Iterator, Mapping
 from math import inf
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import NamedTuple
 
 from trireme.core.normalization import LossNormalization
 from trireme.core.refusals import Refusal
@@ -61,10 +61,17 @@ LOSSES: dict[str, Loss] = {
         per_sequence=True,
     ),
 }
-if TYPE_CHECKING:
-    LossFnType = str
-else:
-    LossFnType = Literal[*LOSSES]
+_OF_GROUPS = "give --trainer.loss-fn ppo with --orchestrator.advantage"
+METHODS = {
+    "grpo": f"{_OF_GROUPS} std, which is GRPO",
+    "dr_grpo": f"{_OF_GROUPS} mean and --trainer.loss-normalization sequence_mean_token_sum_norm, which is Dr. GRPO",
+    "dapo": f"{_OF_GROUPS} std, --trainer.loss-fn-config.clip-high-threshold 1.28, --orchestrator.overlong-filter and "
+    "--orchestrator.remove-constant-reward-groups",
+    "rloo": "give --trainer.loss-fn importance_sampling with --orchestrator.advantage leave_one_out, which is RLOO",
+    "reinforce": "give --trainer.loss-fn importance_sampling",
+    "sft": "use the command sft, which trains on answers that are given",
+}
+"""Methods that others name like a loss: a loss with advantages of groups, each of which is a key of its own here."""
 
 
 def find_loss(name: str) -> Loss:
@@ -79,7 +86,9 @@ def loss_refusals(name: str, given: Mapping[str, float]) -> Iterator[Refusal]:
         return
     if name not in LOSSES:
         yield Refusal(
-            f"the loss {name}", f"one of {', '.join(LOSSES)}, or package.module:function", "correct --trainer.loss-fn"
+            f"the loss {name}",
+            f"one of {', '.join(LOSSES)}, or package.module:function",
+            METHODS.get(name.lower().replace("-", "_"), "correct --trainer.loss-fn"),
         )
         return
     known = LOSSES[name].parameters

@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 
 from pydantic import AliasChoices, Field, PositiveFloat, PositiveInt
 
-from trireme.config.losses import LossFnType
 from trireme.config.section import NAMES_CODE, NonNegativeFloat, NonNegativeInt, Section, Share
 from trireme.core.normalization import LossNormalization
 
@@ -159,11 +158,10 @@ class CommonTrainer(Section):
 
 
 class TrainerConfig(CommonTrainer):
-    loss_fn: LossFnType | Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] | None = Field(
-        None, json_schema_extra=NAMES_CODE
-    )
-    """Loss, or one of your own as `package.module:function`; none = `importance_sampling` if max_steps_off_policy
-    is 0, else `ppo`."""
+    loss_fn: str | None = Field(None, json_schema_extra=NAMES_CODE)
+    """`importance_sampling`, `ppo` (GRPO, with the advantages of groups), `cispo`, `dro`, `gspo`, or a loss of your
+    own as `package.module:function`; none = `importance_sampling` if max_steps_off_policy is 0, else
+    `ppo`."""
     loss_fn_config: dict[str, float] = Field({})
     """Parameters of the loss: `clip_low_threshold` and `clip_high_threshold` (ppo 0.8 and 1.2, cispo 0 and 4, gspo
     0.9997 and 1.0004), `beta` (dro, required), `max_ratio` (off), `mask_ratio_low` and `mask_ratio_high` (off)."""

@@ -21,6 +21,19 @@ def to_json(value: Any, **options: Any) -> str:
         return json.dumps(_finite(value), allow_nan=False, **options)
 
 
+def is_json(value: Any) -> bool:
+    """Tells whether JSON can hold `value` as it is.
+
+    >>> is_json([1, "nan"]), is_json([1, float("nan")])
+    (True, False)
+    """
+    try:
+        json.dumps(value, allow_nan=False)
+    except (ValueError, TypeError):
+        return False
+    return True
+
+
 def _finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if isfinite(value) else None

@@ -278,7 +278,9 @@ class Commits:
         deleted = self._prune_for_room() if isinstance(error, DiskFull) else []
         made = f"; deleted {', '.join(deleted)}, and from now on only the newest commit is kept" if deleted else ""
         limit = self._config.checkpoint.max_missed
-        self._note(f"commit missed ({self._missed} in a row; checkpoint.max_missed = {limit}): {error}{made}")
+        self._note(
+            f"commit missed ({self._missed} in a row; up to checkpoint.max_missed = {limit} may be): {error}{made}"
+        )
         if not deleted and (self._is_last or self._missed > limit):
             raise error
 

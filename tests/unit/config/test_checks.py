@@ -221,6 +221,13 @@ def test_a_policy_that_favours_short_answers_warns() -> None:
     assert check(orchestrator(stale_policy="wait", max_steps_off_policy=2), FACTS) == []
 
 
+def test_a_step_of_days_warns() -> None:
+    (warning,) = check(orchestrator(batch_size=100_000_000), FACTS)
+    assert "orchestrator.batch_size = 100,000,000: a step samples up to" in warning
+    assert "days" in warning
+    assert check(orchestrator(batch_size=512), FACTS) == []
+
+
 @pytest.mark.parametrize("advantage", ["mean", "std", "leave_one_out"])
 def test_group_of_one(advantage: str) -> None:
     text = refusal(config(orchestrator={"batch_size": 16, "group_size": 1, "advantage": advantage}))
@@ -242,6 +249,8 @@ def test_group_of_one(advantage: str) -> None:
         ),
         ({"loss_fn_config": {"clip_low_threshold": 0.2, "clip_high_threshold": 0.2}}, "0 <= low <= 1 <= high"),
         ({"loss_fn": "dro"}, "add --trainer.loss-fn-config.beta VALUE"),
+        ({"loss_fn": "grpo"}, "--trainer.loss-fn ppo with --orchestrator.advantage std"),
+        ({"loss_fn": "RLOO"}, "--orchestrator.advantage leave_one_out"),
         ({"loss_fn": "cross_entropy"}, "a loss for reinforcement learning"),
         ({"loss_fn": "no_such_package:loss"}, "No module named 'no_such_package'"),
     ],

@@ -11,6 +11,7 @@ import pytest
 from trireme.config import Config
 from trireme.config.keys import keys_of
 from trireme.config.load import load
+from trireme.config.words import WORDS
 from trireme.core.errors import EXIT_BAD_INPUT, BadInput
 
 Toml = Callable[..., str]
@@ -333,12 +334,21 @@ class TestUnknownKeys:
             ("--sampling.temperature", "--inference.sampling.temperature"),
             ("--trainer.optim.beta", "--trainer.optim.beta1"),
             ("--max_step", "--max-steps"),
+            ("--trainer.lr", "--trainer.learning-rate"),
+            ("--batch", "--orchestrator.batch-size"),
+            ("--max-tokens", "--inference.sampling.max-tokens"),
+            ("--grpo", "--trainer.loss-fn"),
+            ("--num-generations", "--orchestrator.group-size"),
         ],
     )
     def test_flag(self, flag: str, meant: str) -> None:
         text = refusal(*REQUIRED, flag, "4")
         assert f"`{flag} 4`" in text
         assert f"did you mean `{meant}`?" in text
+
+    def test_words_of_others_mean_keys_that_exist(self) -> None:
+        options = {".".join(path) for path in keys_of(Config).options}
+        assert set(WORDS.values()) <= options
 
     def test_file(self, toml: Toml) -> None:
         text = refusal(*REQUIRED, "@", toml("[trainer]\nsharts = 4"))
@@ -366,6 +376,22 @@ class TestUnknownKeys:
 
     def test_below_a_plain_value(self) -> None:
         assert "known key" in refusal(*REQUIRED, "--trainer.shards.x", "4")
+
+
+class TestValuesThatJsonCannotHold:
+    @pytest.mark.parametrize("text", ["nan", "inf", "-inf", "NaN", "Infinity", "2024-01-01"])
+    def test_words_and_dates_of_a_flag_are_text(self, text: str) -> None:
+        assert load([*REQUIRED, "--env.args.kind", text], {}).config.env[0].args == {"kind": text}
+
+    @pytest.mark.parametrize("text", ["1e999", "[1, nan]", "{a = inf}"])
+    def test_numbers_of_a_flag_are_refused(self, text: str) -> None:
+        assert "nothing that JSON has" in refusal(*REQUIRED, "--env.args.kind", text)
+
+    @pytest.mark.parametrize("value", ["inf", "nan", "[1.0, -inf]", "2024-01-01", "12:00:00"])
+    def test_values_of_a_file_are_refused(self, toml: Toml, value: str) -> None:
+        text = refusal(*REQUIRED, "@", toml(f"[env.args]\nkind = {value}"))
+        assert "env.args.kind" in text
+        assert "write it as text, in quotes" in text
 
 
 class TestWrongValues:

@@ -181,7 +181,7 @@ def test_commits_may_be_missed_if_allowed(bench: Bench) -> None:
     run_all(bench, 6)
     assert bench.steps == ["step_000004", "step_000006"]
     assert len(bench.said) == 1
-    assert "commit missed (1 in a row; checkpoint.max_missed = 1): cannot write: no space" in bench.said[0]
+    assert "commit missed (1 in a row; up to checkpoint.max_missed = 1 may be): cannot write: no space" in bench.said[0]
     assert Manifest.verified(bench.store.commit(4)).parent is None
 
 
@@ -212,7 +212,7 @@ class TestFullDisk:
             run_to(commits, 10, first=7)
         assert full.steps == ["step_000010"], "no more than the newest from then on"
         (incident,) = full.said
-        assert "commit missed (1 in a row; checkpoint.max_missed = 3): cannot write: no space" in incident
+        assert "commit missed (1 in a row; up to checkpoint.max_missed = 3 may be): cannot write: no space" in incident
         assert "deleted step_000002, and from now on only the newest commit is kept" in incident
         parent = Manifest.verified(full.store.commit(10)).parent
         assert parent is not None
