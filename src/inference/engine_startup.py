@@ -27,6 +27,10 @@ log = logging.getLogger(__name__)
 PR_SET_PDEATHSIG = 1
 QUEUES = "/dev/shm/psm_"
 """Path of what `multiprocessing.shared_memory` makes, up to a random part of the name."""
+PATH_COLUMN = 5
+"""The column of a line of a process's maps that has the path; the columns before it have no spaces."""
+DELETED = " (deleted)"
+"""Stands behind the path of a file whose name is gone."""
 
 
 def die_with_parent() -> None:
@@ -45,7 +49,8 @@ def die_with_parent() -> None:
 def forget_shared_memory(maps: str) -> None:
     """Takes away the names in /dev/shm of the queues of vLLM's ranks that `maps`, the text of a process's maps, has.
     Python's resource tracker would do that once all processes of the engine have ended, but Ray may kill it first."""
-    for path in {Path(line.split()[-1]) for line in maps.splitlines() if QUEUES in line}:
+    names = {line.split(maxsplit=PATH_COLUMN)[PATH_COLUMN] for line in maps.splitlines() if QUEUES in line}
+    for path in [Path(name) for name in names if not name.endswith(DELETED)]:
         with suppress(FileNotFoundError):  # another rank was faster
             path.unlink()
             resource_tracker.unregister(f"/{path.name}", "shared_memory")

@@ -38,15 +38,14 @@ class Records:
         files = self.directory.glob("*.jsonl")
         return {int(file.stem): [json.loads(line) for line in file.read_text().splitlines()] for file in files}
 
-    def open_at(self, moment: float) -> set[int]:
-        """Sessions that had begun, and not ended."""
+    def open_at(self, moment: float) -> dict[int, list[dict[str, Any]]]:
+        """Sessions that had begun, and not ended, with their events."""
         found = self.all().items()
-        return {n for n, events in found if events[0]["at"] < moment and not _ended_before(events, moment)}
+        return {n: events for n, events in found if events[0]["at"] < moment and not _ended_before(events, moment)}
 
     def working(self) -> list[int]:
         """The processes of open sessions. (They do not have the mark of the run: they get few of its variables.)"""
-        events = self.all()
-        return [events[number][-1]["pid"] for number in self.open_at(time.time())]
+        return [events[-1]["pid"] for events in self.open_at(time.time()).values()]
 
     def ended(self) -> set[int]:
         return {n for n, events in self.all().items() if events[-1]["event"] == "end"}
@@ -84,7 +83,7 @@ def test_what_is_trained_is_what_agents_were_given_whoever_is_lost(tmp_path: Pat
         for step, victim in ((1, "agent"), (3, "replica"), (5, "orchestrator")):
             wait_for(f"step {step}", step_done(root, step), running, 240)
             wait_for("agents that work", lambda: len(records.working()) > 3, running, 120)
-            opened[victim] = records.open_at(time.time())
+            opened[victim] = set(records.open_at(time.time()))
             if victim == "agent":
                 os.kill(records.working()[0], signal.SIGKILL)
             else:

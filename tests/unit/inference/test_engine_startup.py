@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
+import tempfile
 import time
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
@@ -43,7 +45,12 @@ def have_a_queue(seconds: float) -> None:
     maps = Path("/proc/self/maps").read_text()
     for _rank in range(2):
         forget_shared_memory(maps)
-    assert f"{queue.name} (deleted)" in Path("/proc/self/maps").read_text()
+    late = Path("/proc/self/maps").read_text()
+    assert f"{queue.name} (deleted)" in late
+    with tempfile.TemporaryDirectory() as place, contextlib.chdir(place):
+        Path("(deleted)").touch()
+        forget_shared_memory(late)
+        assert Path("(deleted)").exists(), "a mark in the maps is no name"
     queue.close()
     queue.unlink()
     hold(seconds)
