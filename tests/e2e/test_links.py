@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.long, without]
 
 NODES, SPARE = 4, 1
 STEPS = 12
+LONG = 60
 CUT_S = 5.0
 SIZES = ("--trainer.shards", "1", "--trainer.replicate", "2", "--inference.replicas", "1")
 DEADLINES = ("--timeouts.collective-s", "40", "--timeouts.heartbeat-s", "20", "--timeouts.place-s", "120")
@@ -56,7 +57,8 @@ def test_a_wire_that_is_cut_for_seconds_costs_these_seconds_alone(part: str, tmp
 @pytest.mark.parametrize("how", ["cut", "killed"])
 def test_a_node_whose_wire_is_cut_for_good_or_that_is_killed_is_lost(how: str, tmp_path: Path) -> None:
     """The shard's successor waits for a node, which joins later, and the run goes back to its newest commit."""
-    with cluster(tmp_path, SPARE) as net, running(net, tmp_path, *FLAGS) as run:
+    steps = ("--max-steps", str(LONG))  # a dozen may be over before the loss is noticed
+    with cluster(tmp_path, SPARE) as net, running(net, tmp_path, *FLAGS, *steps) as run:
         run.at_step(5)
         node = run.where("trainer_1", net)
         if node.number == 0:
@@ -70,5 +72,5 @@ def test_a_node_whose_wire_is_cut_for_good_or_that_is_killed_is_lost(how: str, t
         joining.start()
         run.end()
         joining.join(DEADLINE_S)
-        assert_steps_once(run.rows(), STEPS, bound=1)
+        assert_steps_once(run.rows(), LONG, bound=1)
         assert run.incidents(), "the loss is told"
