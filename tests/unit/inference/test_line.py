@@ -28,7 +28,7 @@ ANSWER_S = 100.0
 
 def request(name: str, seconds: float = 1.0, prompt: Sequence[int] = (1, 2), **others: Any) -> SampleRequest:
     """A request whose answer takes so many seconds."""
-    return SampleRequest(name, np.asarray(prompt), SamplingParams(temperature=seconds), "k", **others)
+    return SampleRequest(name, np.asarray(prompt), SamplingParams(), str(seconds), **others)
 
 
 def answer(prompt: Sequence[int]) -> SampledSequence:
@@ -75,7 +75,7 @@ class Replica:
         loop = asyncio.get_running_loop()
         for each in requests:
             outcome: Outcome = NOTHING if self.broken else answer(each.prompt.tolist())
-            loop.call_later(each.params.temperature, give, each.request_id, outcome)
+            loop.call_later(float(each.route_key), give, each.request_id, outcome)
 
     def line(self, gathers: bool = True) -> Line:
         return Line(self.exchange, name="replica", answer_s=ANSWER_S, gathers=gathers)
