@@ -293,8 +293,8 @@ def take_step(shard: Shard, batch: TokenBatch, count: LiveBytes) -> None:
     """Computes the gradient of a batch, updates the weights and publishes them. Collective."""
     backward = trainer.shard.backward
 
-    def noting(*args: Any) -> Any:
-        found = backward(*args)
+    def noting(*args: Any, **options: Any) -> Any:
+        found = backward(*args, **options)
         for kind in (ACTIVATIONS, HEAD):  # what is left of a pass are gradients that stay whole until the last one
             count.rename(kind, GATHERED)
         return found
