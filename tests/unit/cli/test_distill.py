@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from typing import Any, TextIO
 
 import pytest
 
-from trireme.cli.distill import TeacherQuestion, main, questions_of, sample
+from trireme.cli.distill import TeacherQuestion, main, output_to, questions_of, sample
 from trireme.core.errors import BadInput
 from trireme.core.tokenizer import load_tokenizer
 
@@ -106,3 +107,12 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
         main(words)
     with pytest.raises(BadInput, match="--prompts"):
         main(["m"])
+
+
+def test_what_the_engine_prints_goes_to_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with output_to(tmp_path / "log") as terminal:
+        subprocess.run(["sh", "-c", "echo noise; echo warning >&2"], check=True)
+        print("progress", file=terminal)
+    subprocess.run(["echo", "done"], check=True)
+    assert capfd.readouterr() == ("progress\ndone\n", "")
+    assert sorted((tmp_path / "log").read_text().split()) == ["noise", "warning"]

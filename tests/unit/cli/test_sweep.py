@@ -170,6 +170,21 @@ class TestRunning:
         assert main(given) == EXIT_OK
         assert starts(tmp_path) == ["seed=0 new", "seed=1 new"]
 
+    def test_a_run_that_takes_long_is_reported(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(sweeps, "PROGRESS_S", 0.0)
+        swept(tmp_path, "--grid", "seed=0")
+        assert "seed=0: nothing printed yet (" in capsys.readouterr().out
+
+    def test_the_last_error_of_a_run_is_shown_or_its_last_line(self, tmp_path: Path) -> None:
+        sweep = opened(words(tmp_path, "--grid", "seed=0"))
+        sweep.write()
+        sweep.log("seed=0").write_text("a\nerror: given: x\n  expected: y\nlater\n")
+        assert sweep.last_line("seed=0") == "given: x"
+        sweep.log("seed=0").write_text("Traceback\nValueError: z\n\n")
+        assert sweep.last_line("seed=0") == "ValueError: z"
+
 
 def test_a_signal_is_passed_on_and_the_sweep_goes_on_later(tmp_path: Path) -> None:
     """The sweep in a process of its own: SIGTERM ends the run under way, starts no other, and its code is that of a

@@ -186,6 +186,14 @@ class TestForms:
 
 
 class TestAliases:
+    @pytest.mark.parametrize(
+        ("alias", "path"),
+        [("trainer-gpus", ("trainer", "shards")), ("inference-gpus", ("inference", "replicas"))],
+    )
+    def test_short_flag(self, alias: str, path: tuple[str, str]) -> None:
+        for spelling in (alias, alias.replace("-", "_")):
+            assert getattr(getattr(config(f"--{spelling}", "3"), path[0]), path[1]) == 3
+
     def test_flags_environment_and_files(self, toml: Toml) -> None:
         flags = [*REQUIRED[:4], *REQUIRED[6:], "--orchestrator.groups-per-batch", "4"]
         got = load(flags, {"TRIREME__ORCHESTRATOR__ROLLOUTS_PER_EXAMPLE": "5"}).config.orchestrator
@@ -437,10 +445,20 @@ class TestBrokenInput:
         assert f"seen from {tmp_path}" in text
         assert "correct the path" in text
 
+    def test_missing_file_of_an_absolute_path(self) -> None:
+        text = refusal("@", "/tmp/no such place/nope.toml")
+        assert "there is none of that name\n" in text
+
     def test_toml_syntax(self, toml: Toml) -> None:
         text = refusal(*REQUIRED, "@", toml("seed = 1\n[trainer\n"))
         assert "f.toml" in text
         assert "line 2" in text
+
+    def test_json_syntax(self, toml: Toml) -> None:
+        assert "line 1" in refusal(*REQUIRED, "@", toml("{", "c.json"))
+
+    def test_json_without_a_table(self, toml: Toml) -> None:
+        assert "table of keys" in refusal(*REQUIRED, "@", toml("[1]", "c.json"))
 
     @pytest.mark.parametrize("behind", [[], ["--clean"], ["@", "f.toml"]])
     def test_flag_without_a_value(self, toml: Toml, behind: list[str]) -> None:
@@ -482,6 +500,16 @@ class TestInformation:
         out = capsys.readouterr().out
         assert "--trainer.lora.rank" in out
         assert "--orchestrator" not in out
+
+    def test_help_of_a_part_of_a_section(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit):
+            load(["--help", "inference.sampling"], {})
+        out = capsys.readouterr().out
+        assert "--inference.sampling.top-k" in out
+        assert "--inference.replicas" not in out
+
+    def test_help_of_no_section(self) -> None:
+        assert "trainer" in refusal("--help", "trayner")
 
     def test_help_has_every_key(self, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as ended:

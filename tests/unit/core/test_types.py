@@ -77,6 +77,16 @@ def test_a_datum_holds_columns_of_its_dtypes_whatever_it_is_given() -> None:
     assert pickle.loads(pickle.dumps(made[0])).loss_fn_inputs["mask"].tolist() == [0, 1]
 
 
+def test_inputs_are_tokens_however_they_are_put_together() -> None:
+    empty = ModelInput.empty()
+    chunks = ModelInput(chunks=[EncodedTextChunk([1, 2]), EncodedTextChunk(tokens=np.array([3]))])
+    assert (empty.length, chunks.length, chunks.to_ints()) == (0, 3, [1, 2, 3])
+    longer = chunks.append(EncodedTextChunk([4])).append_int(5)
+    assert (longer.to_ints(), chunks.length) == ([1, 2, 3, 4, 5], 3)
+    assert (longer.tokens.dtype, [chunk.length for chunk in longer.chunks]) == (np.int32, [5])
+    assert empty.append_int(7).to_ints() == [7]
+
+
 @pytest.mark.parametrize("token", [1.9, 2**31, -(2**31) - 1, 2**70, float("nan"), float("inf"), "a", None])
 def test_what_is_no_token_is_refused_and_never_made_one(token: Any) -> None:
     for make in (ModelInput.from_ints, lambda given: Datum(ModelInput([1, 2]), {"target_tokens": given})):

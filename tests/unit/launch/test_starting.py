@@ -12,7 +12,7 @@ from plan_support import plan
 
 from trireme.core.errors import BadInput
 from trireme.launch import starting
-from trireme.launch.starting import joined, reserve_places
+from trireme.launch.starting import ReservedPlaces, joined, reserve_places
 
 
 def test_a_plan_gets_the_machines_of_the_cluster_and_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,3 +45,10 @@ def test_places_are_by_room_and_a_joined_cluster_is_examined(
         places = reserve_places(made, lambda *_: None, SimpleNamespace(), ending)
     assert places.rooms == made.by_room(list(range(len(made.options))))
     assert examined == ([sorted(places.rooms)] if address else [])
+
+
+def test_the_number_of_nodes_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = {"one": {0: "a", 1: "a"}, "two": {0: "a", 1: "b"}}
+    monkeypatch.setattr(starting, "placement_group_table", lambda group: {"bundles_to_node_id": tables[group]})
+    assert ReservedPlaces("one", {}).text == "1 node"
+    assert ReservedPlaces("two", {}).text == "2 nodes"

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 from trireme.config.load import load
 from trireme.core.errors import StorageFailed
 from trireme.process import faults
-from trireme.run.metrics import Clock, Journal, WandbSink, evaluation_text, reduce_metrics, trackers
+from trireme.run.metrics import Clock, Journal, WandbSink, evaluation_text, reduce_metrics, step_line, trackers
 from trireme.supervision.roster import Roster
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.toml"
@@ -181,6 +182,19 @@ def test_a_start_that_solves_nothing_or_nearly_all_is_warned_of(
 ) -> None:
     lines = list(evaluation_text(evaluated(version, all_bad, all_good)))
     assert ["warning" in line for line in lines[1:]] == [True] * warns
+
+
+def test_the_console_tells_of_an_evaluation_below_its_step(tmp_path: Path) -> None:
+    names = ("reward/total", "off_policy/mean", "off_policy/max", "optim/kl_sample_train_v2", "perf/tokens_per_s")
+    times = ("step", "wait_for_batch", "forward_backward", "optim", "publish", "update_replicas")
+    row = dict.fromkeys([*names, *(f"time/{name}" for name in times)], 0.0) | {"step": 6}
+    out = io.StringIO()
+    journal = journal_of(tmp_path, partial(step_line, max_steps=12), out)
+    journal.write(row | evaluated(6) | {"attempt": 1}, {"groups": []})
+    journal.close()
+    first, second = out.getvalue().splitlines()
+    assert first.startswith("step  7/12")
+    assert "version 6" in second
 
 
 def test_an_incident_is_an_alert_of_weights_and_biases(tmp_path: Path) -> None:

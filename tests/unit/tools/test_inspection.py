@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from trireme.cli.trireme import main
 from trireme.core.errors import EXIT_BAD_INPUT, EXIT_OK
 from trireme.supervision.roster import PartHealth
 from trireme.supervision.status import StatusWriter
+from trireme.tools.inspection import age
 
 
 def inspected(root: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
@@ -153,6 +155,14 @@ def test_lineages_that_were_left_and_what_they_left(store: CheckpointStore, caps
     assert f"superseded commits, in branches/{second}" in text
 
 
+def test_a_run_that_has_no_commit_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path / "run")
+    report = inspected(tmp_path / "run", capsys)
+    assert (report["commits"], report["newest"], report["attempts"]) == ([], None, [1])
+    assert "no commits" in (text := shown(tmp_path / "run", capsys))
+    assert "continue from the beginning" in text
+
+
 def test_incidents_are_told_the_newest_ten(store: CheckpointStore, capsys: pytest.CaptureFixture[str]) -> None:
     assert inspected(store.root, capsys)["incidents"] == []
     assert "incidents.jsonl" not in shown(store.root, capsys)
@@ -204,3 +214,10 @@ def test_wrong_inputs_are_refused(
     assert given in error.removeprefix("error: given: ")
     assert expected in wanted.removeprefix("  expected: ")
     assert do.startswith("  to do: ")
+
+
+def test_age_in_the_largest_unit_that_fits() -> None:
+    now = datetime(2026, 3, 1, tzinfo=UTC)
+    past = {timedelta(seconds=59): "59 s ago", timedelta(minutes=61): "1 h ago", timedelta(days=3, hours=5): "3 d ago"}
+    assert [age((now - by).isoformat(), now) for by in past] == list(past.values())
+    assert age("2026-03-01T00:00:01+00:00", now) == "2026-03-01T00:00:01+00:00"  # the clock was set back
