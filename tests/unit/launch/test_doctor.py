@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from doctor_support import HEAD, SECOND, THIRD, healthy
+from doctor_support import HEAD, SECOND, THIRD, changed, healthy
 from plan_support import plan
 from rich.console import Console
 
@@ -71,6 +71,13 @@ def test_the_nonce_leaves_nothing(tmp_path: Path) -> None:
         assert name == ""
 
 
+def test_a_directory_that_others_use_stays(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with nonce_in(str(tmp_path)):
+        pass
+    assert [file.name for file in tmp_path.iterdir()] == ["run"]
+
+
 def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(BadInput, match=r"run.output_dir = .*/file"), nonce_in(str(tmp_path / "file")):
@@ -98,6 +105,18 @@ class TestBeforeARun:
         doctor.check_nodes(plan(), dict.fromkeys(nodes, rooms), console)
         assert isinstance(console.file, io.StringIO)
         return console.file.getvalue()
+
+    def test_the_nodes_of_a_fault_are_named_and_the_run_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with pytest.raises(BadInput, match=rf"given: node {THIRD}: it has no model m\n.*\n.*on {THIRD}: copy it"):
+            self.printed(monkeypatch, changed(THIRD, model=None, offline=True), THIRD)
+
+    def test_warnings_are_shown_up_to_a_number(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        rates = dict.fromkeys([f"10.0.1.{number}" for number in range(doctor.MAX_WARNINGS + 1)], 1e6)
+        *warnings, more, network = self.printed(monkeypatch, replace(healthy(), rates=rates), THIRD).splitlines()
+        prefix = f"warning: node {SECOND}: 8 Mbit/s to"
+        assert [line[: len(prefix)] for line in warnings] == [prefix] * doctor.MAX_WARNINGS
+        assert more == "warning: 1 more; `trireme doctor` shows them"
+        assert network.startswith("3 nodes examined")
 
     def test_nothing_is_looked_at_on_the_drivers_node_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert self.printed(monkeypatch, healthy(), HEAD) == ""

@@ -184,6 +184,16 @@ def test_the_reference_is_the_base(make: Make, kind: str) -> None:
     assert shard._reference is None, "no second model"
 
 
+def test_dropout_is_for_gradients_only(make: Make) -> None:
+    batch = make_batch(LENGTHS)
+    shard = trained(make("untied", {**EVERYTHING, "dropout": 0.5}))
+    exact = logprobs(shard, batch)
+    dropped = [scatter_outputs(batch, [shard.forward_backward(batch, "ppo", {}, None)]) for _ in range(2)]
+    np.testing.assert_array_equal(logprobs(shard, batch), exact)
+    assert np.abs(dropped[0] - exact).max() > 1e-4
+    assert np.abs(dropped[0] - dropped[1]).max() > 1e-4
+
+
 def test_a_frozen_base_is_kept_in_the_inference_dtype(make: Make, kind: str) -> None:
     shard = make(kind, model__dtype="bfloat16")
     dtypes = {p.requires_grad: p.dtype for p in shard._model.parameters()}
@@ -350,3 +360,37 @@ def test_dropped_inputs_are_the_same_when_layers_are_computed_twice(make: Make) 
 
     for once, twice in zip(gradients(), gradients(trainer__checkpointing=True), strict=True):
         torch.testing.assert_close(twice, once, rtol=1e-4, atol=1e-5)
+
+
+def in_bfloat16(rank: int, world_size: int, store: Any, model: str) -> tuple[Any, dict[str, Tensor]]:
+    """Each datum alone in its micro-batch, so that no rounding depends on the number of ranks."""
+    options = {"model__dtype": "bfloat16", "trainer__micro_batch_tokens": 1, "trainer__shards": world_size}
+    config = make_config(model, trainer__lora=EVERYTHING, **options)
+    shard = Shard(config, rank, store, Packer(np.copy, rank, world_size))
+    shard.forward_backward(make_batch(LONG), "importance_sampling", {}, None)
+    shard.optim_step(AdamParams(learning_rate=1e-2), 40.0)
+    output = shard.forward(make_batch(LONG))
+    dtypes = {name: p.full_tensor().dtype for name, p in shard._model.named_parameters()}
+    dist.destroy_process_group()
+    return output, {name: dtype for name, dtype in dtypes.items() if "layers.0.mlp.up_proj" in name}
+
+
+def test_a_base_in_low_precision_beside_adapters_in_float32(models: dict[str, str]) -> None:
+    """Gathered together, though their dtypes differ."""
+    batch = make_batch(LONG)
+    ranks = run_ranks(2, in_bfloat16, models["untied"])
+    store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
+    alone, dtypes = in_bfloat16(0, 1, store, models["untied"])
+    assert sorted(map(str, dtypes.values())) == ["torch.bfloat16", "torch.float32", "torch.float32"]
+    got, wanted = scatter_outputs(batch, [output for output, _ in ranks]), scatter_outputs(batch, [alone])
+    np.testing.assert_allclose(got, wanted, atol=0.05)  # gradients are added up in another order
+
+
+def test_attention_beside_experts(tmp_path: Path, make: Make, models: dict[str, str]) -> None:
+    models["experts"] = make_model(tmp_path / "model", "qwen3_moe", True)
+    batch, lora = make_batch(LENGTHS), {"rank": 8, "alpha": 16, "train_mlp": False}
+    shard = trained(make("experts", lora))
+    published = saved(shard, tmp_path / "adapter")
+    assert {e.name.split(".")[5] for e in published.manifest.entries} == {"self_attn"}
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(models["experts"]), tmp_path / "adapter")
+    np.testing.assert_allclose(logprobs(shard, batch), expected(model, batch).detach().numpy(), atol=1e-5)

@@ -110,6 +110,15 @@ def test_gspo_is_that_of_the_paper_where_a_sequence_has_one_advantage():
     torch.testing.assert_close(grad, p.grad)
 
 
+def test_cross_entropy_is_weighted_and_passes_over_weight_zero():
+    p = torch.tensor([-1.0, float("-inf"), -2.0], requires_grad=True)
+    function, full = resolve_loss("cross_entropy", {})
+    loss, metrics = function(p, {"weights": torch.tensor([0.5, 0.0, 2.0])}, full)
+    loss.backward()
+    assert (loss.item(), metrics) == (4.5, {"loss_tokens:sum": 2.0})
+    assert p.grad.tolist() == [-0.5, 0.0, -2.0]
+
+
 RATIO_LOSSES = ("importance_sampling", "ppo", "cispo", "gspo")
 
 
