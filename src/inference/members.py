@@ -20,6 +20,8 @@ from trireme.core.types import SampledSequence, SampleRequest, WeightIdentity
 from trireme.core.weights import PublishedWeights, UpdateReport
 
 NAMED = 4
+TOUCHED_S = 0.05
+"""A replica that is lost sooner after it was given a request was dead before: replicas of a node die together."""
 SENSELESS = 4
 """After this many senseless answers in a row the replica has failed; fewer may be due to the requests."""
 Value = TypeVar("Value")
@@ -72,6 +74,8 @@ class RoutedRequest:
     """All that the request has so far."""
     future: asyncio.Future[SampledSequence]
     """Where the caller waits for the answer."""
+    since: float
+    """When it was given to the replica, by the clock of the event loop."""
 
     def settle(self, outcome: SampledSequence | Exception) -> None:
         """Gives the caller a result or an error, unless it was cancelled or has one already."""
@@ -277,8 +281,9 @@ class Members:
             if not member.joining:
                 self._failures[member.index] = reason
         self._changed.set()
-        lost = type(reason) is RoomFailed and not (member.draining or member.updating)
+        works = type(reason) is RoomFailed and not (member.draining or member.updating)
         for routed in member.requests.values():
+            lost = works and routed.future.get_loop().time() - routed.since >= TOUCHED_S
             if isinstance(reason, ProvenanceError):
                 routed.handover.forget_last_replica()
             routed.settle(HandoverNeeded(reason, lost=lost))

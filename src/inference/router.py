@@ -139,9 +139,10 @@ class Router(AdapterLoading):
     async def _sample_on(self, member: Member, handover: Handover) -> SampledSequence:
         """Raises HandoverNeeded, and the replica's error for the request itself."""
         request = self._on_the_wire(handover.next_request())
-        routed = RoutedRequest(request, handover, asyncio.get_running_loop().create_future())
+        loop = asyncio.get_running_loop()
+        routed = RoutedRequest(request, handover, loop.create_future(), loop.time())
         if not self._queued:  # requests of one turn of the event loop go out together
-            asyncio.get_running_loop().call_soon(self._send_queued)
+            loop.call_soon(self._send_queued)
         self._queued[member].append(routed)
         member.requests[request.request_id] = routed
         try:

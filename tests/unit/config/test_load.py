@@ -411,7 +411,7 @@ class TestWrongValues:
             ("--orchestrator.max-steps-off-policy", "-1", "integer >= 0"),
             ("--trainer.learning-rate", "fast", 'number > 0 or "auto"'),
             ("--orchestrator.min-viable-group", "2", "number >= 0 and <= 1"),
-            ("--inference.sampling.temperature", "0", "number > 0"),
+            ("--inference.sampling.temperature", "0", "number >= 0.01 and <= 2"),
             ("--trainer.schedule", "step", 'one of "constant", "linear", "cosine"'),
             ("--wandb.tags", "a", "list of string"),
             ("--env.args", "5", "table"),

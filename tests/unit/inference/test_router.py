@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference.handover import NOTHING, Outcome, Progress
+from inference.members import TOUCHED_S
 from inference.router import Router
 from trireme.core import deadline as deadline_module
 from trireme.core.errors import BadRequest, RoomFailed, TriremeError, WeightsGone, WeightsRefused
@@ -210,6 +211,7 @@ async def test_the_error_of_one_request_is_its_own() -> None:
 
 async def lose(router: Router, index: int, fake: FakeReplica, how: str) -> None:
     """Has a replica fail while it has requests."""
+    await asyncio.sleep(TOUCHED_S)
     if how == "left":
         router.leave(index, "its process died")
     fake.failure = RoomFailed(f"{fake.name}: its engine process died")
