@@ -31,6 +31,7 @@ ALLOWED = {
     "vllm.config.vllm.set_current_vllm_config()": "a context that yields nothing",
     "vllm.engine.arg_utils.AsyncEngineArgs()": "its keywords are looked up below, where they are collected",
     "vllm.inputs.llm.TokensPrompt()": "images, which it could have, are dicts of anything",
+    "vllm.model_executor.layers.attention_layer_base.AttentionLayerBase.impl": "only its class is looked at",
     "vllm.sampling_params.SamplingParams.extra_args": "what `inference.engine.vllm_params` puts there itself",
     "vllm.utils.system_utils.get_mp_context()": "a context of Python's own multiprocessing",
     "vllm.v1.engine.EngineCoreOutput.ec_transfer_params": "only whether it is there",
