@@ -125,6 +125,7 @@ class ReplicaActor(UpdatingEngine):
         self.engine_stats.places = self.engine.vllm_config.scheduler_config.max_num_seqs
         self.engine_stats.kv_tokens = self.engine.vllm_config.cache_config.kv_cache_size_tokens
         self.end_ids = end_of_sequence_ids(self.engine)
+        self.vocab_size = self.engine.model_config.get_vocab_size()
         if self.config.trainer.lora.on:
             self.base = await asyncio.to_thread(base_digest, self.config.model.name)
         await (await self._submit(WARM_UP, salt="warm-up")).get()

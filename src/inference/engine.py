@@ -168,6 +168,13 @@ def give_tokenizer(engine: AsyncLLM | LLMEngine, name: str) -> None:
         engine.output_processor.tokenizer = load_tokenizer(name)
 
 
+def check_tokens(tokens: npt.NDArray[np.int32], vocab_size: int) -> None:
+    """Raises ValueError for a token that the model does not have. Without a tokenizer vLLM does not look, and its
+    engine dies of one."""
+    if (unknown := tokens[(tokens < 0) | (tokens >= vocab_size)]).size:
+        raise ValueError(f"a prompt with the token {unknown[0]}; expected tokens of the vocabulary, below {vocab_size}")
+
+
 def vllm_params(request: SampleRequest, end_ids: list[int]) -> SamplingParams:
     """Returns vLLM's SamplingParams: only the final answer, with the sampled tokens' logprobs. It is not detokenised
     unless strings end it."""

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from inference.desk import Give
-from inference.engine import give_tokenizer, sampled_sequence, vllm_params
+from inference.engine import check_tokens, give_tokenizer, sampled_sequence, vllm_params
 from inference.handover import NOTHING, Progress
 from inference.in_flight import EngineRequest, HeldAdapter, InFlight
 from inference.stalls import StallClock, cpu_seconds
@@ -55,6 +55,7 @@ class SamplingEngine:
     engine: AsyncLLM
     engine_stats: EngineStats
     end_ids: list[int]
+    vocab_size = 2**31  # the model's, once it has started
 
     def __init__(self, config: Config, name: str) -> None:
         self.config = config
@@ -213,8 +214,7 @@ class SamplingEngine:
         return EngineRequest(held.identity, await self._submit(request, str(held.identity), held.asked), held)
 
     async def _answer(self, request: SampleRequest, entry: EngineRequest) -> SampledSequence | Progress:
-        """Returns the whole answer; or what there is of it when it is aborted or this replica broke. Raises what vLLM
-        raises about the request alone."""
+        """Returns the answer, or what there is of it if it is aborted or this replica broke. Raises what vLLM does."""
         try:
             with self.sampling:
                 output = await answer_of(entry.collector)
@@ -237,6 +237,7 @@ class SamplingEngine:
     ) -> RequestOutputCollector:
         if request.params.stop_strings:
             give_tokenizer(self.engine, self.config.tokenizer_name)
+        check_tokens(request.prompt, self.vocab_size)
         params = vllm_params(request, self.end_ids)
         # vLLM orders equal priorities by time of arrival. A priority of their own would let chats wait for ever in an
         # engine that is always full.
@@ -359,8 +360,7 @@ class SamplingEngine:
         return self.broken
 
     async def _are_theirs(self, errors: Collection[Exception]) -> bool:
-        """Tells whether exceptions are those of their requests alone: the engine still answers after them. If it does
-        not, this replica is broken, and others are to sample the requests."""
+        """Tells whether exceptions are their requests' own: the engine still answers. Else this replica is broken."""
         engine = self.engine
         if self._failure() is None and not all(isinstance(error, TriremeError) for error in errors):
             try:

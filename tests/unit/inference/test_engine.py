@@ -29,12 +29,19 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from inference import engine
-from inference.engine import READ, engine_args, sampled_sequence, vllm_params
+from inference.engine import READ, check_tokens, engine_args, sampled_sequence, vllm_params
 from trireme.config import Config
 from trireme.config.schema import SamplingConfig
 from trireme.core.errors import BadInput, RoomFailed
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, WeightIdentity
 from trireme.plan.rl import QUEUE_BYTES
+
+
+@pytest.mark.parametrize("token", [-1, 64, 2**31 - 1])
+def test_a_token_that_the_model_does_not_have_is_refused(token: int) -> None:
+    check_tokens(np.asarray([0, 63], np.int32), 64)
+    with pytest.raises(ValueError, match=f"the token {token}; expected tokens of the vocabulary, below 64"):
+        check_tokens(np.asarray([5, token], np.int32), 64)
 
 
 def config(deterministic: bool = False, **inference: Any) -> Config:
