@@ -41,7 +41,7 @@ def test_a_run_on_one_machine_listens_on_loopback_alone_and_keeps_secrets(tmp_pa
         found = listening(marked_processes(run.mark))
         run.temporary.chmod(0o777)  # as the machine's own is
         (private,) = run.temporary.glob("trireme-*")
-        paths = [run.temporary / name for name in os.listdir(run.temporary)] + list(private.rglob("*"))
+        paths = [private, *private.rglob("*")]
         assert any(path.name == "plasma_store" for path in paths)
         if os.geteuid() == 0:  # else nobody else can be played
             assert as_another_user(lambda: reached(paths)) == ""
