@@ -70,7 +70,7 @@ def main() -> None:
 
 
 async def _try_first_problems(config: Config, datasets: Sequence[RLDataset]) -> None:
-    async with workers(config.orchestrator.workers):
+    async with workers(config.orchestrator.workers, config.env_variables):
         for env, dataset in zip(config.env, datasets, strict=True):
             await try_first_problem(env, dataset, config.orchestrator.retries + 1)
 
