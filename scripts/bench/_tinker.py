@@ -26,6 +26,8 @@ from typing import Any
 import psutil
 from _common import DEADLINE_S, ROOT, cpu_seconds, failed, run_for_json, stop
 
+from service.keys import read
+
 PROMPTS, GROUP, TOKENS = 32, 8, 32
 DATA = PROMPTS * GROUP
 ASSET = ROOT / "assets" / "sort-base"
@@ -165,9 +167,8 @@ def serving(model: str) -> Iterator[tuple[str, str, int]]:
                 if process.poll() is not None or time.monotonic() > deadline:
                     raise failed(command, "does not serve", log)
                 time.sleep(0.1)
-            key = re.search(r"client key .*: (\S+)", log.read_text())
-            assert key, log.read_text()
-            yield url[1], key[1], process.pid
+            (keys,) = Path(directory).glob("**/service.keys")
+            yield url[1], next(key.value for key in read(keys) if key.role == "client"), process.pid
         finally:
             stop(process)
 

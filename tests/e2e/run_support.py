@@ -253,3 +253,10 @@ def assert_bound_and_conservation(ended: Ended, bound: int) -> None:
         assert row["off_policy/max"] <= bound
         terms = ("trained", "in_training", "filtered", "resampled", "dropped", "failed", "active")
         assert row["ledger/dispatched"] == sum(row[f"ledger/{term}"] for term in terms)
+
+
+def key_in(said: str, role: str = "client") -> str:
+    """Returns a key of the file of keys that a service has named in its output; "" before it has."""
+    named = re.search(r"are in (\S+), which only you can read", said)
+    words = Path(named[1]).read_text().split() if named else []
+    return words[words.index(role) + 1] if role in words else ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import socket
 import threading
@@ -41,9 +40,9 @@ class Server:
         assert running.process.stdout is not None
         for line in running.process.stdout:
             self.said.append(line)
-            if found := re.search(r"client key .*: (tml-client-\S+)", line):
-                self.key = found[1]
             if "TINKER_BASE_URL" in line:
+                (keys,) = self.directory.glob("**/service.keys")
+                self.key = next(word for word in keys.read_text().split() if word.startswith("tml-client-"))
                 self.serves.set()
 
     @property

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import httpx
 import openai
 import pytest
-from run_support import Running, wait_until_gone
+from run_support import Running, key_in, wait_until_gone
 
 from trireme.core.errors import EXIT_INTERRUPTED
 
@@ -36,10 +36,10 @@ def command() -> Iterator[tuple[str, str]]:
         if "all replicas serve" in line:
             break
     url = re.search(r"the service answers at (http\S+)", said)
-    key = re.search(r"client key .*: (tr-client-\S+)", said)
+    key = key_in(said)
     assert url, said
     assert key, said
-    yield url[1], key[1]
+    yield url[1], key
     running.process.send_signal(signal.SIGINT)
     rest = "".join(running.lines())
     assert running.process.wait(60) == EXIT_INTERRUPTED, rest

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import openai
 import psutil
-from run_support import TINY, assert_bound_and_conservation, run_rl
+from run_support import TINY, assert_bound_and_conservation, key_in, run_rl
 
 from trireme.core.errors import EXIT_INTERRUPTED
 from trireme.launch.service import KEYS
@@ -37,10 +37,7 @@ class Chatting:
         self._key = self._admin = ""
 
     def see(self, line: str, process: subprocess.Popen[str]) -> None:
-        if found := re.search(r"client key .*: (tr-client-\S+)", line):
-            self._key = found[1]
-        if found := re.search(r"admin key .*: (tr-admin-\S+)", line):
-            self._admin = found[1]
+        self._key, self._admin = self._key or key_in(line), self._admin or key_in(line, "admin")
         if found := re.search(r"the service answers at (http\S+)", line):
             self._urls.put(found[1])
             if not self.killed and self._urls.qsize() == 1:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tinker
-from run_support import Running, wait_until_gone
+from run_support import Running, key_in, wait_until_gone
 from tinker import types
 from transformers import AutoTokenizer
 
@@ -33,10 +33,10 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str
         said += line
         if "TINKER_BASE_URL" in line:
             break
-    url, key = re.search(r"TINKER_BASE_URL=(http\S+)", said), re.search(r"client key .*: (tml-client-\S+)", said)
+    url, key = re.search(r"TINKER_BASE_URL=(http\S+)", said), key_in(said)
     assert url, said
     assert key, said
-    yield url[1], key[1]
+    yield url[1], key
     running.process.send_signal(signal.SIGINT)
     rest = "".join(running.lines())
     assert running.process.wait(60) == EXIT_INTERRUPTED, rest
