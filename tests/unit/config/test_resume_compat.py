@@ -76,6 +76,12 @@ def test_another_tokenizer_or_model_is_seen(tmp_path: Path) -> None:
     assert [name for name in before if before[name] != after[name]] == ["model", "tokenizer"]
 
 
+def test_how_often_the_reference_changes_may_not_change() -> None:
+    kl = ("--trainer.kl.coef", "0.1", "--trainer.kl.reference.base-model", "m")
+    never, often = parts(*kl), parts(*kl, "--trainer.kl.reference.update-every", "2")
+    assert [name for name in never if never[name] != often[name]] == ["loss"]
+
+
 def test_the_weights_of_the_reference_may_not_change_but_may_move(tmp_path: Path) -> None:
     def weights(directory: Path, *flags: str) -> dict:
         kl = ("--trainer.kl.coef", "0.1", "--trainer.kl.reference.base-model", str(directory))

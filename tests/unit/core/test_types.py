@@ -16,6 +16,7 @@ from trireme.core.types import (
     AdamParams,
     Datum,
     EncodedTextChunk,
+    ForwardBackwardOutput,
     ModelInput,
     OptimStepResponse,
     SampleRequest,
@@ -117,6 +118,11 @@ def test_images_are_refused(kind: str) -> None:
         ModelInput(chunks=[EncodedTextChunk([1]), image])
     with pytest.raises(ValueError, match="images are not supported"):
         ModelInput.from_ints([1]).append(image)
+
+
+def test_logprobs_come_back_datum_by_datum() -> None:
+    output = ForwardBackwardOutput(np.array([-1, -2, -3], np.float32), np.array([0, 1, 3]), {"loss:sum": 0.0})
+    assert [each["logprobs"].tolist() for each in output.loss_fn_outputs] == [[-1.0], [-2.0, -3.0]]
 
 
 def test_stop_tokens() -> None:

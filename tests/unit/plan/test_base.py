@@ -66,6 +66,11 @@ class TestDevices:
 
 
 class TestCores:
+    @pytest.mark.parametrize(("cpus", "threads"), [(1, 1), (3, 1), (4, 1), (8, 2), (16, 4)])
+    def test_threads(self, cpus: int, threads: int) -> None:
+        """Two shards, a replica and the orchestrator: four processes."""
+        assert plan(resources=machines(cpus=cpus)).threads == threads
+
     @pytest.mark.parametrize("cpus_N", [[1], [2], [3], [1, 1], [3, 0], [2, 1], [1, 1, 1], [5, 1], [1, 4]])
     @pytest.mark.parametrize("actors", [4, 7, 19])
     def test_all_actors_find_a_place_however_cores_are_spread(self, cpus_N: list[int], actors: int) -> None:

@@ -106,6 +106,11 @@ class TestInFlight:
         assert "at most 32 groups x 8 rollouts of training" in auto
         assert "at most 40 rollouts; at most 32 groups" in text_of(plan(orchestrator=options | {"max_concurrent": 40}))
 
+    def test_without_a_limit(self) -> None:
+        given = plan(orchestrator={"max_steps_off_policy": 0})
+        given = replace(given, config=given.config.model_copy(update={"deterministic": True}))
+        assert "a whole batch together: 16 groups x 8 rollouts" in text_of(given)
+
 
 class TestText:
     def test_everything_a_reader_asks_for(self) -> None:

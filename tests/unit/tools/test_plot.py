@@ -97,6 +97,10 @@ def test_a_knob_is_drawn_by_its_logarithm_where_it_spans_a_decade():
     assert not places([0, 10])[1]
 
 
+def test_a_knob_without_numbers_has_its_values_side_by_side():
+    assert places(["cosine", "linear", None]) == ({"cosine": 0.0, "linear": 1.0, None: 2.0}, False)
+
+
 def test_a_line_goes_through_the_means_and_each_run_is_a_dot():
     points = [({"rate": rate, "loss": loss, "seed": seed}, value) for rate, loss, seed, value in RUNS]
     assert lines_of(points, "rate") == {"loss = a": {1: [0.0, 1.0], 2: [2.0]}, "loss = b": {1: [1.5]}}

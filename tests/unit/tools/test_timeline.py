@@ -14,7 +14,7 @@ from trace_support import SECOND, START, begin, counter, end, make_run, span, wr
 
 from trireme.process import trace
 from trireme.tools import timeline as module
-from trireme.tools.timeline import Span, Timeline, Track, newest_steps, timeline, traces
+from trireme.tools.timeline import Span, Timeline, Track, export_trace, json_lines, newest_steps, timeline, traces
 
 
 def read(root: Path, wanted: tuple[int, int] | None = None) -> Timeline:
@@ -107,6 +107,13 @@ def test_what_overlaps_takes_the_first_free_row(tmp_path: Path) -> None:
     assert [s.end is None for row in rows for s in row] == [False, True, False, True]
 
 
+def test_more_at_once_than_there_are_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_ROWS", 3)
+    write_trace(tmp_path, 1, "orchestrator_0", [], [begin(i, i) for i in range(5)])
+    track = only(read(tmp_path), "orchestrator_0", "group")
+    assert (len(track.rows), track.left_out) == (3, 2)
+
+
 def test_counters_keep_their_peaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_POINTS", 10)
     points = [counter("sampling", i / 10, 7 if i == 33 else 1) for i in range(100)]
@@ -122,6 +129,12 @@ def test_a_trace_that_is_full_says_so(tmp_path: Path) -> None:
     with file.open("a") as more:
         more.write("\n," + json.dumps({"ph": "i", "name": trace.FULL, "ts": START}))
     assert [(p.name, p.full) for p in read(tmp_path).processes] == [("driver_0", True), ("trainer_0", False)]
+
+
+def test_one_file_for_all_processes(tmp_path: Path) -> None:
+    files = [steps(tmp_path, 1, range(2)), write_trace(tmp_path, 1, "trainer_0", ["main"], [span("optim", 0, 0, 1)])]
+    export_trace(tmp_path, 1, tmp_path / "all.json")
+    assert json.loads((tmp_path / "all.json").read_text()) == [e for file in files for e in json_lines(file)]
 
 
 moments = st.integers(min_value=0, max_value=10_000)
@@ -166,3 +179,7 @@ def test_the_newest_steps_are_read_from_the_ends_of_long_traces(tmp_path: Path) 
     whole = timeline(root, (4997, 4999), lambda _file: None)
     assert whole is not None
     assert found.processes == whole.processes
+
+
+def test_newest_steps_of_what_has_no_trace(tmp_path: Path) -> None:
+    assert newest_steps(make_run(tmp_path / "run", 0), 3) is None
