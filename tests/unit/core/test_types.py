@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from trireme.config.losses import LossFnType
+from trireme.config.losses import LOSSES
 from trireme.config.trainer import LoraConfig
 from trireme.core.types import (
     AdamParams,
@@ -35,7 +35,7 @@ def test_defaults_are_tinkers() -> None:
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (1, -1, 1)
     assert (lora.seed, lora.train_mlp, lora.train_attn) == (None, True, True)
     assert set(get_args(StopReason)) == {"length", "stop"}
-    assert {"cross_entropy", "importance_sampling", "ppo", "cispo", "dro"} <= set(get_args(LossFnType))
+    assert {"cross_entropy", "importance_sampling", "ppo", "cispo", "dro"} <= set(LOSSES)
     response = SampleResponse([])
     assert (response.prompt_logprobs, response.topk_prompt_logprobs) == (None, None)
     assert OptimStepResponse().metrics == {}
