@@ -39,8 +39,8 @@ def test_neither_starves_the_other(max_steps_off_policy: int, limit: int | str) 
 @pytest.mark.parametrize("loss", ["dies_at_s", "hangs_at_s"])
 @pytest.mark.parametrize("at_s", [3.0, 20.0, 60.0])
 def test_an_evaluation_outlives_its_replicas_and_has_one_version(loss: str, at_s: float) -> None:
-    """At 3 s the first one is under way."""
-    lossy = replace(BUSY, max_concurrent=24, restart_s=5.0, patience_s=60.0, **{loss: {0: at_s, 1: at_s + 2.0}})
+    """At 3 s the first one is under way. No request is in flight at both losses: it would be refused."""
+    lossy = replace(BUSY, max_concurrent=24, restart_s=5.0, patience_s=60.0, **{loss: {0: at_s, 1: at_s + 60.0}})
     evaluated = evaluations(check(simulate(lossy)))
     assert versions(evaluated) == {0: 0, 4: 4, 8: 8, 12: 12, 15: 16}
 

@@ -68,7 +68,7 @@ def test_a_dataset_is_found_and_given_its_arguments() -> None:
     ("env_id", "args", "said"),
     [
         ("srot", {}, r"'srot' names no environment; expected a built-in name \(.*sort.*\).* or `package.module:Class`"),
-        ("no.such.module:X", {}, r"cannot be imported: ModuleNotFoundError: No module named 'no'; .*PYTHONPATH"),
+        ("no.such.module:X", {}, r"cannot be imported: ModuleNotFoundError: No module named 'no'; .*--env.path"),
         (f"{HERE}:Missing", {}, "has no Missing; .*Its datasets: Ragged"),
         (f"{HERE}:NOT_A_DATASET", {}, "expected a subclass of orchestrator.env.RLDataset"),
         (f"{HERE}:Ragged", {"bathces": 1}, "'bathces'.*Its arguments: batches: 'int' = 2, loud: 'bool' = False"),
