@@ -217,9 +217,9 @@ def asked_of(room: Room, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...
     asked: dict[tuple[int, ...], list[SampleRequest]] = {}
     plain = room.router._on_the_wire  # type: ignore[attr-defined]
 
-    def note(asked_for: SampleRequest, member: Any) -> SampleRequest:
+    def note(asked_for: SampleRequest) -> SampleRequest:
         asked.setdefault(tuple(asked_for.prompt[:20].tolist()), []).append(asked_for)
-        return plain(asked_for, member)
+        return plain(asked_for)
 
     monkeypatch.setattr(room.router, "_on_the_wire", note)
     return asked

@@ -14,6 +14,8 @@ from run_support import DEADLINE_S, RL, ROOT, TINY, Ended, Running, in_directory
 
 from trireme.core.errors import EXIT_INTERRUPTED
 
+STOPPING = "stopping: waiting for the end of what was started; a second signal ends this at once\n"
+
 
 def interrupt(tmp_path: Path, point: str) -> Ended:
     """Sends Ctrl-C to the driver once a process of the run stands at a fault point, and then lets that go on."""
@@ -65,7 +67,7 @@ def test_while_the_run_starts(point: str, tmp_path: Path) -> None:
 
 def test_before_the_run_has_a_directory(tmp_path: Path) -> None:
     ended = interrupt(tmp_path, "driver.command")
-    assert (ended.code, ended.out) == (EXIT_INTERRUPTED, "stopped by a signal; nothing is left running\n")
+    assert (ended.code, ended.out) == (EXIT_INTERRUPTED, STOPPING + "stopped by a signal; nothing is left running\n")
     assert not ended.root.exists()
     ended.assert_nothing_left()
 
@@ -75,4 +77,5 @@ def test_while_the_command_is_imported(tmp_path: Path) -> None:
     (tmp_path / "rich.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(600)\n")
     script = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from trireme.cli.start import rl; sys.exit(rl())"
     ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
-    assert (ended.returncode, ended.stderr) == (EXIT_INTERRUPTED, "stopped by a signal; nothing was started\n")
+    expected = "starting\nstopped by a signal; nothing was started\n"
+    assert (ended.returncode, ended.stderr) == (EXIT_INTERRUPTED, expected)

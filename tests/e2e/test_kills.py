@@ -90,7 +90,7 @@ def test_an_orchestrator_closes_its_environments_before_it_is_built_again(tmp_pa
     assert_whole(ended)
     assert [row["attempt"] for row in ended.rows] == [1] * 3 + [2] * (STEPS - 3)
     made = [line.split() for line in (tmp_path / "made").read_text().splitlines()]
-    assert len({name.partition("-")[0] for name, _ in made}) == 2, "two processes have made environments"
+    assert len({name.partition("-")[0] for name, _ in made}) == 3, "the trial and two orchestrators have"
     assert {others for _, others in made} == {"0"}, "one was made while another process still had some"
     assert os.listdir(files) == []
     back = rows_of(ended.root / "incidents.jsonl")[-1]["what"]

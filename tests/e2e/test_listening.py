@@ -39,7 +39,7 @@ def test_a_run_on_one_machine_listens_on_loopback_alone_and_keeps_secrets(tmp_pa
             assert time.monotonic() < deadline, (tmp_path / "out").read_text()
             time.sleep(0.5)
         found = listening(marked_processes(run.mark))
-        run.temporary.chmod(0o777)  # as the machine's own is
+        run.temporary.chmod(0o1777)  # as the machine's own is
         (private,) = run.temporary.glob("trireme-*")
         paths = [private, *private.rglob("*")]
         assert any(path.name == "plasma_store" for path in paths)

@@ -146,7 +146,7 @@ def test_several_environments_one_of_which_computes_in_worker_processes(model_di
     metrics = {name: value for row in rows for name, value in row.items()}
     assert {"env/guesses/reward/total", "env/computed/reward/total"} <= metrics.keys(), "not in each row: one overtakes"
     actor = psutil.Process(int(metrics["env/computed/orchestrator"]))
-    workers = [child for child in actor.children() if "orchestrator.worker_process" in child.cmdline()]
+    workers = [child for child in actor.children() if "orchestrator.worker_process" in " ".join(child.cmdline())]
     assert workers
     handle.stop()
     _, alive = psutil.wait_procs(workers, timeout=20)

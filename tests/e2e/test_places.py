@@ -17,7 +17,7 @@ from trireme.process import ray_cluster as cluster
 from trireme.process.machine import this_machine
 from trireme.process.ray_cluster import PlacePool, reserve
 from trireme.supervision.heartbeats import HeartbeatMonitor
-from trireme.supervision.replica_manager import ReplicaManager
+from trireme.supervision.replica_manager import ReplicaLimits, ReplicaManager
 from trireme.supervision.roster import Roster
 
 DEADLINE_S = 60.0
@@ -60,7 +60,8 @@ def test_a_replica_that_leaves_gives_its_place_back(monkeypatch: pytest.MonkeyPa
         group = InferenceHandle.start(config, options, None)
         roster = Roster(time.time)
         monitor = HeartbeatMonitor(roster, 30.0, lambda *_: None)
-        manager = ReplicaManager(config, group, roster, monitor, lambda *_: None, PlacePool(RESOURCES, ending))
+        limits = ReplicaLimits(lambda *_: None, lambda *_: None, lambda _: None)
+        manager = ReplicaManager(config, group, roster, monitor, limits, PlacePool(RESOURCES, ending))
         manager.begin()
         for _ in range(2):
             manager.scale(4)

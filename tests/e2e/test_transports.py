@@ -1,7 +1,7 @@
-"""Both transports bring the same bytes, over real training: models, shards, ranks of a replica and dtypes in pairs.
+"""A broadcast brings what was published, over real training: models, shards, ranks of a replica and dtypes in pairs.
 
-A trainer broadcasts each version and puts it into the object store too. Both have the same digest and the same bytes,
-and replicas take one or the other, which proves what they have loaded. Two halves of an orthogonal array have each pair
+A trainer broadcasts three of four versions; the fourth is fetched from its shards. Replicas prove what they have loaded
+by the version's digest. Two halves of an orthogonal array have each pair
 of values; one half and few updates run in CI. In long runs replicas are lost and join: each moment of an offer is in
 the half where it meets all models, and both values of all else. At the end of each run no socket and no thread is left
 but those of the last group, and a shard dies while it sends.
@@ -33,11 +33,10 @@ from inference.handle import InferenceHandle
 from trainer.handle import TrainerHandle
 from trireme.config import Config
 from trireme.core.errors import RoomFailed
-from trireme.core.transport import Offer, Session, load_transport
+from trireme.core.transport import Offer, Session
 from trireme.core.types import AdamParams, WeightIdentity
 from trireme.core.weights import PublishedWeights
 from trireme.process.waits import get, get_all
-from trireme.transports import broadcast
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actors do not find this module
 FAMILIES = {"tied": ("qwen3", True), "untied": ("qwen3", False), "experts": ("qwen3_moe", False)}
@@ -148,17 +147,16 @@ class Rooms:
         await asyncio.to_thread(self.trainer.optim_step, AdamParams(LEARNING_RATE), float(sum(LENGTHS)))
 
     async def _publish(self, version: int) -> None:
-        """Publishes a version both ways; the replicas take one of the two, each fourth from the object store."""
-        sent = await self._send(version)
-        stored = await asyncio.to_thread(self.trainer.publish_weights, version)
-        assert (type(sent.source), type(stored.source)) == (broadcast.Source, tuple)
-        assert sent.manifest.entries == stored.manifest.entries
-        assert sent.identity == stored.identity != self.newest
-        assert (await tensors(sent)) == (await tensors(stored))
-        self.servers = sent.source.session.servers
-        reports = await self.router.update_weights(stored if version % 4 == 3 else sent)
-        self.newest = sent.identity
-        assert {report.identity for report in reports} == {sent.identity}
+        """Publishes a version. Each fourth is sent to nobody, and the replicas fetch it from the shards."""
+        if version % 4 == 3:
+            published = await asyncio.to_thread(self.trainer.publish_weights, version)
+        else:
+            published = await self._send(version)
+            self.servers = published.source.session.servers
+        assert published.identity != self.newest
+        reports = await self.router.update_weights(published)
+        self.newest = published.identity
+        assert {report.identity for report in reports} == {published.identity}
         got, all_of_them = {report.replica for report in reports}, set(self.replicas.indices)
         assert got >= all_of_them - {LOST}, "those that are not lost continue"
         if got != all_of_them:
@@ -168,10 +166,10 @@ class Rooms:
 
     async def _send(self, version: int) -> PublishedWeights:
         """Publishes a version by a broadcast. Where a machine stands still for seconds, all replicas are late for an
-        offer, and the version goes through the object store; then it is offered once more."""
+        offer, and nothing is sent; then it is offered once more."""
         self.offers = True
         sent = await asyncio.to_thread(self.trainer.publish_weights, version)
-        if not isinstance(sent.source, broadcast.Source):
+        if not sent.source.session.members:
             sent = await asyncio.to_thread(self.trainer.publish_weights, version)
         self.offers = False
         return sent
@@ -268,15 +266,6 @@ def die_in_between(actor: Any) -> None:
     actor._sender.send = send
 
 
-async def tensors(published: PublishedWeights) -> list[bytes]:
-    """Fetches a version; returns the bytes of its tensors."""
-    name = "broadcast" if isinstance(published.source, broadcast.Source) else "object_store"
-    buckets = await load_transport(name).make_receiver().open(published.source)
-    return [
-        buckets[each.bucket][each.offset : each.offset + each.nbytes].tobytes() for each in published.manifest.entries
-    ]
-
-
 def config_of(row: Row, model: Path) -> Config:
     return Config.model_validate(
         {
@@ -284,7 +273,12 @@ def config_of(row: Row, model: Path) -> Config:
             "orchestrator": {"batch_size": 2, "max_steps_off_policy": 1},
             "env": {"id": "sort"},
             "trainer": {"shards": row.shards, **({"lora": {"rank": 8}} if row.model == "lora" else {})},
-            "inference": {"tensor_parallel": row.ranks, "sampling": {"max_tokens": 8}, "memory_gb": 0.05},
+            "inference": {
+                "transport": "broadcast",
+                "tensor_parallel": row.ranks,
+                "sampling": {"max_tokens": 8},
+                "memory_gb": 0.05,
+            },
             "timeouts": {"update_s": 60, "step_s": 300},
             "cluster": {"device": "cpu"},
         }

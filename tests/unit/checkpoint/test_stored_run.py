@@ -13,10 +13,10 @@ from trireme.checkpoint.stored_run import (
     FilePart,
     StoredCommit,
     StoredRun,
-    driver_of,
     elsewhere,
     part_key,
     part_of,
+    writer_of,
 )
 from trireme.core.errors import CheckpointInvalid
 
@@ -71,9 +71,9 @@ def test_another_format_is_named() -> None:
 def test_keys_say_who_put_them() -> None:
     part = part_of(b"abc", 7, None)
     key = part_key("logs/attempt_1/a.log", 2, part)
-    assert driver_of(key) == 7
+    assert writer_of(key) == (7, 0)
     assert key in StoredRun(7, "t", "h", HEAD, files={"logs/attempt_1/a.log": (part, part, part)}).parts()
-    assert [driver_of(other) for other in ("HEAD", "trial-1", "rows/x/y", "other/000001/y")] == [None] * 4
+    assert [writer_of(other) for other in ("HEAD", "trial-1", "rows/x/y", "other/000001/y")] == [None] * 4
 
 
 def test_a_part_of_equal_contents_is_the_known_one() -> None:
