@@ -1,5 +1,5 @@
-"""Runs one program with limits, away from everything else, for `orchestrator.untrusted`. It imports nothing but the
-standard library and `start_program`, so that it starts within some milliseconds.
+"""Runs one program in isolation and with limits. `orchestrator.untrusted` starts it as a process of its own. To start
+within milliseconds it imports only the standard library and `start_program`.
 
     run_code --CodeStart as JSON--> the starter --> init, process 1 of its own namespace --> the program
                  report <----------'                 (`namespaces` alone)
@@ -212,8 +212,8 @@ def check(result: int, what: str) -> None:
 
 
 def enter_namespaces(uid: int) -> None:
-    """Gives this process and its children namespaces of their own. Root maps user 1 there to `uid`, which nobody else
-    has; any other user can map it to itself alone."""
+    """Moves this process and its children into new namespaces. Root maps user 1 in them to the unused id `uid`; any
+    other user can map it only to its own id."""
     user, group = os.geteuid(), os.getegid()
     if user:
         check(libc.unshare(NEW_SPACES), "unshare")

@@ -1,4 +1,4 @@
-"""Runs programs that nobody trusts, such as those that a model wrote: `await run_code(program, input, limits)`.
+"""Runs untrusted programs, for example code that a model wrote: `await run_code(program, input, limits)`.
 
     environment --run_code--> the starter (`orchestrator.start_code`) --> the program, with limits and no secret
                 <-- CodeResult: what it printed, its exit code, or the limit that it exceeded

@@ -1,4 +1,4 @@
-"""The cost of a request, in tokens. Models that share the trainer take turns by these costs (`service.tinker.shares`).
+"""Measures the cost of a request in tokens. `service.tinker.shares` gives models their turns by these costs.
 
 A pass counts for its tokens, before it runs. All else (an update, a save, an adapter that is made or loaded) counts,
 once it is done, for the tokens of passes with a gradient that the trainer would have computed in the seconds that it

@@ -204,7 +204,7 @@ class HashingWriter:
             self._writers.shutdown()
 
     def _hand_over(self) -> None:
-        """Has the block, which is full, written, and goes on with the next one."""
+        """Starts the write of the full block and continues with the next block."""
         if not self._full:
             self._direct = _set_direct(self.fileno(), True)
         at = self._full * BLOCK_BYTES

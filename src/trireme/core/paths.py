@@ -1,7 +1,7 @@
-"""Places of files whose names come from other files: manifests, HEADs, object storage, requests.
+"""Resolves paths that come from manifests, HEADs, object storage and requests.
 
-Such a path is a name of something below a directory. Whoever wrote it may be somebody else, so it never becomes a place
-but by `path_in`; a law test lists the exceptions.
+Such a path names a file below a directory. Another user may have written it, so only `path_in` may turn it into a place
+on disk. A law test lists the exceptions.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A directory that only this user enters, for what the processes of one driver leave: sockets, logs, temporary files.
+"""Makes a private directory for the sockets, logs and temporary files of one driver. No other user can enter it.
 
-    /tmp/trireme-XXXXXXXX   0700
+    /tmp/trireme-RANDOM     0700
         driver              held by flock while its driver lives
         r/                  Ray's, which it opens to everybody; its token does not cover unix sockets
 

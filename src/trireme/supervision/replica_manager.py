@@ -311,7 +311,7 @@ class ReplicaManager:
             self._fail(index, f"it did not start within {limit:g} s ({START_LIMIT})")
 
     def _can_spare(self, index: int) -> bool:
-        """Returns True if the run goes on without this replica: enough of those that sample for training are left."""
+        """Returns True if more than `cluster.min_replicas` replicas sample for training, so that one can be lost."""
         cluster = self._config.cluster
         if self._config.deterministic or not cluster.max_restarts or self._replicas.is_reserved(index):
             return False

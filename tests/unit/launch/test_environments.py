@@ -38,7 +38,7 @@ class Broken(Env):
     async def initial_observation(self):
         raise {error}
     async def step(self, action):
-        raise NotImplementedError
+        raise AssertionError("an environment that cannot begin takes no step")
 
 class Problem(EnvGroupBuilder):
     async def make_env(self, sample):

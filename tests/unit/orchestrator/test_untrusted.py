@@ -32,6 +32,7 @@ def machine() -> Machine:
     """What this machine gives; without limits nothing that starts processes is tried."""
     found = asyncio.run(this_machine())
     if not found.limits_processes:
+        # reason: a program that escapes its limit could take the whole machine
         pytest.skip("this machine cannot limit the number of processes")
     return found
 
@@ -106,7 +107,7 @@ print("done", flush=True)
 @pytest.mark.parametrize("isolation", ["namespaces", "own_uid", "none"])
 def test_all_that_a_program_started_is_killed(machine: Machine, directories: Path, isolation: Any, ends: str) -> None:
     if isolation == "own_uid" and os.geteuid():
-        pytest.skip("needs root")
+        pytest.skip("needs root")  # reason: only root may lend another user id
     command = (*SYSTEM_PYTHON, "-X", "test-of-untrusted")
     program = HIDES.format(pause=1 if ends == "by itself" else 60)
     limits = CodeLimits(wall_s=4.0 if ends == "by its limit" else 60.0)
@@ -132,7 +133,7 @@ def test_it_sees_no_secret_no_file_and_no_process_of_the_run(
     machine: Machine, directories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if machine.isolation != "namespaces":
-        pytest.skip("needs namespaces")
+        pytest.skip("needs namespaces")  # reason: the other isolations hide no processes and no files
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     monkeypatch.setenv("HF_TOKEN", "secret")
     key = tmp_path / "key"

@@ -59,7 +59,7 @@ def test_tensors_are_spread_over_files(shard, tmp_path):
 def test_an_export_to_a_full_disk_is_said(shard, tmp_path):
     (tmp_path / "inference").mkdir()
     if os.getuid() != 0:
-        pytest.skip("only root may make a device that is always full")
+        pytest.skip("needs root")  # reason: only root may make a device that is always full
     full = stat.S_IFCHR | 0o600
     os.mknod(tmp_path / "inference" / "model-00001.safetensors", full, os.stat("/dev/full").st_rdev)
     with pytest.raises(StorageFailed, match=r"inference/model-00001.safetensors: No space left"):
