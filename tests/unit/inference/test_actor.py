@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Generator
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -18,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import psutil
 import pytest
 from config_support import small
@@ -618,15 +620,18 @@ class UpdatingReplica(SamplingReplica):
         return SimpleNamespace(prompt_logprobs=[None, {0: SimpleNamespace(logprob=self.canary)}])
 
 
-async def empty_bucket() -> Any:
-    return np.zeros(0, np.uint8)
+class EmptyBucket:
+    """Is awaited as a reference in Ray's store is: never, once or several times."""
+
+    def __await__(self) -> Generator[Any, None, npt.NDArray[np.uint8]]:
+        yield from asyncio.sleep(0).__await__()
+        return np.zeros(0, np.uint8)
 
 
 def published(version: int) -> PublishedWeights:
     canary = Canary(np.zeros(2, np.int32), np.full(1, -1.0, np.float32), EXACT)
-    return PublishedWeights(
-        WeightsManifest(WeightIdentity(1, version, weights_digest(())), (), canary), (empty_bucket(),)
-    )
+    identity = WeightIdentity(1, version, weights_digest(()))
+    return PublishedWeights(WeightsManifest(identity, (), canary), (EmptyBucket(),))
 
 
 async def bucket_of_a_dead_trainer() -> Any:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from http.client import HTTPResponse
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -107,6 +108,15 @@ def watched_server() -> Iterator[Watched]:
 def status_of(reply: bytes) -> int:
     """The status of an answer; 0: there was none."""
     return int(reply.split(b" ", 2)[1]) if reply.startswith(b"HTTP/1.1 ") else 0
+
+
+def response_status(connection: socket.socket) -> int:
+    """The status of one response, which is read with its whole body: head and body may come in pieces, and what is left
+    of them would be taken for the next response of the connection."""
+    response = HTTPResponse(connection)
+    response.begin()
+    response.read()
+    return response.status
 
 
 def read_to_the_end(connection: socket.socket) -> bytes:
