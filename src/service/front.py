@@ -188,7 +188,7 @@ class Front:
         return TextReader(self.tokenizer, asked.stop)
 
     def _prompts(self, asked: Asked) -> list[Tokens]:
-        self.check_lengths(asked)
+        self.check_sizes(asked)
         prompts = [self.conversation(asked.messages, asked)] if asked.messages else list(map(self._ids, asked.prompts))
         vocabulary = self.vocabulary
         for prompt in prompts:
@@ -200,9 +200,14 @@ class Front:
                 raise self._too_long(f"{len(prompt)} tokens", asked)
         return prompts
 
-    def check_lengths(self, asked: Asked) -> None:
-        """Refuses texts that are far too long: all other answers would wait while they are tokenised. Raises
-        RequestRefused."""
+    def check_sizes(self, asked: Asked) -> None:
+        """Refuses tokens that would end an answer but that the model does not have, and texts that are far too long:
+        all other answers would wait while they are tokenised. Raises RequestRefused."""
+        if unknown := [token for token in asked.params.stop_token_ids if token >= self.models.vocab_size]:
+            raise RequestRefused(
+                f"stop_token_ids with {unknown[0]}; expected ids below {self.models.vocab_size}",
+                param="stop_token_ids",
+            )
         most = self.models.max_len
         said = [message["content"] for message in asked.messages if "tokens" not in message]
         whole = "".join(said) if sum(map(len, said)) > CHARACTERS * most else ""

@@ -157,7 +157,7 @@ class SessionDoor:
                 "token_ids in a message of a session, which has the tokens of its answers itself; leave them out",
                 param="messages",
             )
-        self._front.check_lengths(asked)
+        self._front.check_sizes(asked)
 
     def _count_overruled(self, session: str, params: SamplingParams) -> None:
         """Counts a request that asks for another distribution than that of the run, which training has to know."""

@@ -231,7 +231,7 @@ class TinkerRoutes:
         """Accepts a request for samples."""
         self._own(caller).sampler(body.sampling_session_id)
         prompt = ModelInput(body.tokens())
-        params = body.params(self._server.room(prompt))
+        params = body.params(self._server.room(prompt, body.sampling_params.stop_ids()))
         work = SampleWork(prompt, body.num_samples, params, bool(body.prompt_logprobs), body.topk_prompt_logprobs)
         promise = self._server.sample(body.sampling_session_id, body.seq_id, work)
         names = [f"{promise.request_id}/{number}" for number in range(body.num_samples)]

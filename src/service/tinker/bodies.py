@@ -192,6 +192,10 @@ class SamplingBody(Body):
     top_k: TopK = -1
     top_p: TopP = 1.0
 
+    def stop_ids(self) -> list[int]:
+        """Returns the token ids that end a sample."""
+        return [each for each in self.stop or () if isinstance(each, int)]
+
 
 class SampleBody(Body):
     """Asks for samples, and for log-probabilities of their prompt."""

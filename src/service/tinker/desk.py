@@ -98,12 +98,15 @@ class TinkerDesk:
         """Tells whether `base_model` is a name of that model."""
         return base_model in self.offer.served.names
 
-    def room(self, prompt: ModelInput) -> int:
-        """Returns how many tokens may follow a prompt. Raises UserError for one that the model cannot read."""
+    def room(self, prompt: ModelInput, stop: Sequence[int]) -> int:
+        """Returns how many tokens may follow a prompt. Raises UserError for one that the model cannot read, and for ids
+        in `stop` that it cannot sample."""
         served, tokens = self.offer.served, prompt.tokens
         vocabulary, most = served.vocab_size, served.max_len
         if not len(tokens) or tokens.max() >= vocabulary:
             raise UserError(f"a prompt of {len(tokens)} tokens; expected at least one, all below {vocabulary}")
+        if unknown := [token for token in stop if token >= vocabulary]:
+            raise UserError(f"stop = {unknown[0]}; expected ids below {vocabulary}, the model's vocabulary")
         if len(tokens) >= most:
             raise UserError(f"a prompt of {len(tokens)} tokens; expected less than {most}, the context of the model")
         return most - len(tokens)

@@ -243,6 +243,19 @@ async def test_tokens_that_the_tokenizer_has_and_the_model_has_not_are_refused()
         service.front.models = replace(service.front.models, vocab_size=100)
         with pytest.raises(openai.BadRequestError, match="vocabulary of 100"):
             await client.completions.create(model="policy", prompt=[1, 100])
+        await asked_text(client, 99)
+        for ask in (asked_text, asked_chat):
+            with pytest.raises(openai.BadRequestError, match="stop_token_ids with 100; expected ids below 100"):
+                await ask(client, 100)
+
+
+async def asked_text(client: openai.AsyncOpenAI, stop: int) -> None:
+    await client.completions.create(model="policy", prompt=[1], extra_body={"stop_token_ids": [stop]})
+
+
+async def asked_chat(client: openai.AsyncOpenAI, stop: int) -> None:
+    messages: Any = [{"role": "user", "content": "4"}]
+    await client.chat.completions.create(model="policy", messages=messages, extra_body={"stop_token_ids": [stop]})
 
 
 async def test_texts_that_are_far_too_long_are_refused_before_they_are_tokenised() -> None:

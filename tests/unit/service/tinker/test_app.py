@@ -305,6 +305,7 @@ class TestTheProtocol:
         [
             ({"sampling_params": {"stop": []}}, "end-of-sequence"),
             ({"sampling_params": {"stop": ["a", ""]}}, "stop"),
+            ({"sampling_params": {"stop": [0, VOCABULARY]}}, f"stop = {VOCABULARY}; expected ids below"),
             ({"sampling_params": {"seed": 2**64}}, "seed"),
             ({"record_stability_info": True}, "record_stability_info"),
             ({"topk_sample_logprobs": 2}, "topk_sample_logprobs"),
