@@ -10,7 +10,7 @@ from functools import partial
 
 from orchestrator.env import RLDataset
 from orchestrator.message_env import MessageEnv, MessageEnvGroup, MessageStep
-from orchestrator.untrusted import CodeLimits, run_code
+from trireme.api import CodeLimits, run_code
 
 TASKS = {"the sum of the whole numbers from 1 to 100": "5050", "2 to the power of 20": "1048576"}
 

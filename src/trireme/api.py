@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from orchestrator.untrusted import CodeLimits, CodeResult, RunCodeFailed, run_code
 from trainer.schedule import get_lr, lr_at, scale_lr
 from trireme.config import Config
 from trireme.config.checks import check
@@ -53,6 +54,8 @@ if TYPE_CHECKING:
 __all__ = [
     "AdamParams",
     "BadInput",
+    "CodeLimits",
+    "CodeResult",
     "Config",
     "Datum",
     "ForwardBackwardOutput",
@@ -61,6 +64,7 @@ __all__ = [
     "NonFiniteGradient",
     "OptimStepResponse",
     "RoomFailed",
+    "RunCodeFailed",
     "SampleResponse",
     "SampledSequence",
     "SamplingParams",
@@ -71,6 +75,7 @@ __all__ = [
     "new_directory",
     "open_rooms",
     "open_trainer",
+    "run_code",
     "scale_lr",
 ]
 
