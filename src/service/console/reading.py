@@ -20,6 +20,7 @@ from typing import Any
 from service.console.logs import RunLogs
 from service.console.rollouts import RecordedRollouts
 from service.console.sessions import RunSessions
+from trireme.checkpoint.rows import shown_step
 from trireme.config.run import is_url
 from trireme.core.tokenizer import Decode
 from trireme.supervision.status import INCIDENTS, Status
@@ -61,7 +62,7 @@ class RunReader:
             return {
                 "run": self.root.name,
                 "headline": headline(config, newest, driver),
-                "step": newest["step"] + 1 if newest else 0,
+                "step": shown_step(newest) if newest else 0,
                 "target": target_of(config, newest),
                 "trouble": troubles(status, now.timestamp()) if is_live(driver) else "",
                 "standing": standing(status, driver),

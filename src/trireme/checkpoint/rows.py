@@ -32,6 +32,12 @@ class StepRow:
         return int(self.values["step"])
 
 
+def shown_step(row: Mapping[str, Any]) -> int:
+    """Returns the number of a row's step for people, who count from 1; files count from 0, the version trained on.
+    A commit of that number has the step."""
+    return int(row["step"]) + 1
+
+
 def _row(line: bytes) -> StepRow | None:
     with suppress(ValueError, TypeError, KeyError):
         values = json.loads(line)

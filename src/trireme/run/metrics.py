@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any, Protocol, TextIO
 
 from trireme.checkpoint.files import storage_errors
-from trireme.checkpoint.rows import METRICS, ROLLOUTS, TRAINED
+from trireme.checkpoint.rows import METRICS, ROLLOUTS, TRAINED, shown_step
 from trireme.config import CommonConfig
 from trireme.core.errors import DiskFull, StorageFailed
 from trireme.core.finite_json import to_json
@@ -176,7 +176,7 @@ def step_line(row: Mapping[str, Any], max_steps: int) -> str:
     """Returns what the terminal shows of a step of `rl`: a line, and one for each evaluation."""
     return "\n".join(
         [
-            f"step {row['step'] + 1:>{len(str(max_steps))}}/{max_steps}"
+            f"step {shown_step(row):>{len(str(max_steps))}}/{max_steps}"
             f"  reward {row['reward/total']:.3f}"
             f"  age {row['off_policy/mean']:.2f} (max {row['off_policy/max']:.0f})"
             f"  kl {row['optim/kl_sample_train_v2']:.1e}"
@@ -207,14 +207,14 @@ class Tracker(Protocol):
 
 
 class TensorboardSink:
-    """Writes files for TensorBoard to the directory `tensorboard` of a run. Steps from `start` on, which an earlier
-    attempt may have written, are superseded there."""
+    """Writes files for TensorBoard to the directory `tensorboard` of a run. Steps after the first `start`, which an
+    earlier attempt may have written, are superseded there."""
 
     def __init__(self, root: Path, start: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._directory = root / "tensorboard"
-        self._writer = SummaryWriter(str(self._directory), purge_step=start)
+        self._writer = SummaryWriter(str(self._directory), purge_step=start + 1)
 
     @property
     def place(self) -> str:
@@ -223,13 +223,13 @@ class TensorboardSink:
     def write(self, row: Mapping[str, Any], records: Sequence[str]) -> None:
         for name, value in row.items():
             if isinstance(value, int | float):
-                self._writer.add_scalar(name, value, row["step"])
+                self._writer.add_scalar(name, value, shown_step(row))
         if records:
             rows = [
                 dict(zip(TABLE_COLUMNS, each, strict=True)) for each in table_rows([json.loads(r) for r in records])
             ]
             texts = [f"reward {each['reward']:g}\n\n{each['prompt']}{each['conversation']}" for each in rows]
-            self._writer.add_text("rollouts", "\n\n---\n\n".join(texts), row["step"])
+            self._writer.add_text("rollouts", "\n\n---\n\n".join(texts), shown_step(row))
         self._writer.flush()
 
     def alert(self, roster: Roster, incident: Incident | None) -> None:
@@ -274,8 +274,8 @@ class WandbSink:
         if records:
             rows = table_rows([json.loads(line) for line in records])
             table = self._wandb.Table(columns=TABLE_COLUMNS, data=rows)
-            self._run.log({"step": row["step"], "rollouts": table}, commit=False)
-        self._run.log(dict(row))
+            self._run.log({"step": shown_step(row), "rollouts": table}, commit=False)
+        self._run.log({**row, "step": shown_step(row)})
 
     def alert(self, roster: Roster, incident: Incident | None) -> None:
         if incident:  # W&B drops equal titles within a minute

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trireme.checkpoint.rows import ROLLOUTS
+from trireme.checkpoint.rows import ROLLOUTS, shown_step
 
 
 def write_records(directory: Path, step: int, records: Sequence[str]) -> None:
@@ -57,4 +57,4 @@ def table_rows(groups: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
 def _table_row(group: Mapping[str, Any], turns: Sequence[Mapping[str, Any]], reward: float, end: str) -> list[Any]:
     prompt, *texts = [turn.get(text, "") for turn in turns for text in ("observation_text", "action_text")]
     versions = " ".join(str(version) for turn in turns for version, _ in turn["versions"])
-    return [group["step"], group["why"], group["problem"], prompt, "".join(texts), reward, end, versions]
+    return [shown_step(group), group["why"], group["problem"], prompt, "".join(texts), reward, end, versions]

@@ -12,10 +12,10 @@ from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from operator import itemgetter
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
-from trireme.checkpoint.rows import METRICS, TRAINED
+from trireme.checkpoint.rows import METRICS, TRAINED, shown_step
 from trireme.tools.following import LineFollower
 from trireme.tools.standing import age_of
 
@@ -26,6 +26,8 @@ FRESH_S = 5.0
 NO_CURVES = ("step", "version", "progress", "attempt", "time/unix")
 CURVE_BUCKETS = 400
 MOST_CURVES = 8
+SMOOTHED = 10
+"""Steps whose mean the smoothed curve of the first chart shows."""
 
 FIRST_CURVES = (
     "reward/total",
@@ -51,7 +53,11 @@ SUMMED = ("perf/tokens", "perf/rollouts", *(f"waste/{cause}" for cause in WASTE)
 
 PANELS: Sequence[tuple[str, str, Mapping[str, str]]] = (
     ("Reward", "", {"reward/total": "mean reward"}),
-    ("Loss", "nats per token", {"train_mean_nll": "training", "test/nll": "held out"}),
+    (
+        "Loss",
+        "as it is minimised",
+        {"optim/loss": "of the objective", "train_mean_nll": "training, nats per token", "test/nll": "held out"},
+    ),
     ("Evaluation", "", {"eval/*/avg@*": "", "eval/*/pass@*": ""}),
     (
         "Sampler and trainer apart (KL)",
@@ -137,7 +143,7 @@ class RunCurves:
             self._add(json.loads(line))
 
     def _add(self, row: Mapping[str, Any]) -> None:
-        step, attempt = row["step"], row.get("attempt", 1)
+        step, attempt = shown_step(row), row.get("attempt", 1)
         self.newest = row
         self.rows += 1
         self.attempts[attempt] = self.attempts.get(attempt, (step,))[0], step
@@ -193,9 +199,11 @@ class RunCurves:
         share = f"{1 - trained / tokens:.1%} of {tokens:,.0f} tokens"
         facts.append(("sampled in vain", f"{share}: {causes}" if causes else share))
         if sampled := self.newest.get("length/sampled"):
-            mean = trained / self._sums["perf/rollouts"]
-            lengths = f"{mean:.0f} tokens trained on, {sampled:.0f} of all that were sampled, stopped ones as estimated"
-            facts.append(("length bias", f"{mean / sampled:.2f}: mean lengths of rollouts are {lengths}"))
+            trained_on = trained / self._sums["perf/rollouts"]
+            lengths = (
+                f"{trained_on:.0f} tokens trained on, {sampled:.0f} of all that were sampled, stopped ones as estimated"
+            )
+            facts.append(("length bias", f"{trained_on / sampled:.2f}: mean lengths of rollouts are {lengths}"))
         return facts
 
     def _points(self, name: str) -> list[tuple[float, float | None]]:
@@ -203,7 +211,7 @@ class RunCurves:
 
 
 class GroupAges:
-    """Counts the ages (step - floor) of all groups of `trained.jsonl`."""
+    """Counts the ages (version trained - floor) of all groups of `trained.jsonl`."""
 
     def __init__(self, root: Path) -> None:
         self._lines = LineFollower(root / TRAINED)
@@ -222,19 +230,41 @@ class GroupAges:
 def panels_of(
     names: Iterable[str], points_of: Callable[[str], Sequence[tuple[float, float | None]]]
 ) -> list[dict[str, Any]]:
-    """Returns the charts for which there are metrics in `names`; `points_of` returns the steps and values of one."""
-    panels = []
+    """Returns the charts for which there are metrics in `names`, the first one `wide` and with smoothed curves;
+    `points_of` returns the steps and values of one."""
+    panels: list[dict[str, Any]] = []
     for title, unit, legend in PANELS:
         series = {
-            label or name.removeprefix("eval/"): thinned(points_of(name))
+            label or name.removeprefix("eval/"): points_of(name)
             for pattern, label in legend.items()
             for name in names
             if fnmatchcase(name, pattern) and not name.endswith("/ci95")
         }
-        curves = [{"name": name, "points": points} for name, points in series.items() if points][:MOST_CURVES]
+        smooth = not panels
+        curves = [_curve(name, points, smooth) for name, points in series.items() if thinned(points)][:MOST_CURVES]
         if curves:
-            panels.append({"title": title, "unit": unit, "curves": curves})
+            unit = f"thick: mean of {SMOOTHED} steps" if smooth else unit
+            panels.append({"title": title, "unit": unit, "curves": curves, "wide": smooth})
     return panels
+
+
+def _curve(name: str, points: Sequence[tuple[float, float | None]], smooth: bool) -> dict[str, Any]:
+    """Returns a curve, and with `smooth` the mean of each value and those before it too."""
+    if not smooth:
+        return {"name": name, "points": thinned(points)}
+    finite = [(x, y) for x, y in points if y is not None and math.isfinite(y)]
+    means = moving_mean([y for _, y in finite], SMOOTHED)
+    smoothed = [(x, y) for (x, _), y in zip(finite, means, strict=True)]
+    return {"name": name, "points": thinned(points), "smooth": thinned(smoothed)}
+
+
+def moving_mean(values: Sequence[float], window: int) -> list[float]:
+    """Returns the mean of each value and the up to `window - 1` before it.
+
+    >>> moving_mean([1.0, 2.0, 6.0], 2)
+    [1.0, 1.5, 4.0]
+    """
+    return [mean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
 
 
 def thinned(points: Sequence[tuple[float, float | None]], buckets: int = CURVE_BUCKETS) -> list[tuple[float, float]]:

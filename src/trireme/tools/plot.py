@@ -11,9 +11,10 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from trireme.checkpoint.rows import METRICS, read_rows
+from trireme.checkpoint.rows import METRICS, read_rows, shown_step
 from trireme.core.extras import require
 from trireme.core.refusals import Refusal
+from trireme.tools.curves import moving_mean
 
 COLORS = ("#2f81f7", "#d97706", "#2da44e", "#bf3989", "#8250df", "#cf222e")
 GREY = "#7d8590"
@@ -59,7 +60,7 @@ def read_curve(root: Path, key: str) -> tuple[list[int], list[float]]:
     """Returns the steps and the values of a metric of the run in `root`; rows without a number there are skipped.
     Raises BadInput where no row has it."""
     rows = read_rows(root / METRICS)[0]
-    points = [(row.values["step"], row.values[key]) for row in rows if row.values.get(key) is not None]
+    points = [(shown_step(row.values), row.values[key]) for row in rows if row.values.get(key) is not None]
     if not points:
         raise Refusal(
             f"--key {key}, which none of the {len(rows)} rows of {root / METRICS} has",
@@ -67,15 +68,6 @@ def read_curve(root: Path, key: str) -> tuple[list[int], list[float]]:
             f"look at the names in {root / METRICS}",
         ).error()
     return [step for step, _ in points], [value for _, value in points]
-
-
-def moving_mean(values: Sequence[float], window: int) -> list[float]:
-    """Returns the mean of each value and the up to `window - 1` before it.
-
-    >>> moving_mean([1.0, 2.0, 6.0], 2)
-    [1.0, 1.5, 4.0]
-    """
-    return [mean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
 
 
 def draw_knob(points: Sequence[tuple[Mapping[str, Any], float]], *, knob: str, metric: str) -> bytes:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trireme.checkpoint.manifest import step_of
+from trireme.checkpoint.rows import shown_step
 from trireme.checkpoint.store import CheckpointStore
 from trireme.supervision.roster import PartHealth
 from trireme.supervision.status import Status
@@ -35,7 +36,7 @@ def target_of(config: Mapping[str, Any], row: Row | None) -> str:
     """Returns the last step of a run; its newest row has it where the run counts epochs (`max_steps` = 0)."""
     if config.get("max_steps") or not row or not row.get("progress"):
         return str(config.get("max_steps") or "?")
-    return str(round((row["step"] + 1) / row["progress"]))
+    return str(round(shown_step(row) / row["progress"]))
 
 
 def headline(config: Mapping[str, Any], newest: Row, driver: str) -> str:
@@ -44,7 +45,7 @@ def headline(config: Mapping[str, Any], newest: Row, driver: str) -> str:
     if not newest:
         return f"step 0/{target}  {driver}"
     reward = f"reward {newest['reward/total']:.3f}  " if "reward/total" in newest else ""
-    return f"step {newest['step'] + 1}/{target}  attempt {newest.get('attempt', 1)}  {reward}{driver}"
+    return f"step {shown_step(newest)}/{target}  attempt {newest.get('attempt', 1)}  {reward}{driver}"
 
 
 def troubles(status: Status | None, now: float) -> str:

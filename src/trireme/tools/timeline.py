@@ -13,6 +13,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from trireme.checkpoint.rows import shown_step
 from trireme.core.finite_json import to_json
 from trireme.core.refusals import Refusal
 from trireme.process.trace import ROOMS
@@ -195,10 +196,10 @@ def newest_steps(root: Path, count: int, most_bytes: int = LIVE_BYTES) -> Timeli
 
 
 def _steps(files: Sequence[Path], most_bytes: int | None = None) -> dict[int, tuple[int, int]]:
-    """Returns when each step began and ended, by the driver."""
+    """Returns when each step, counted from 1, began and ended, by the driver."""
     drivers = [file for file in files if file.stem == "driver_0"]
     spans = [event for file in drivers for event in json_lines(file, most_bytes) if event["name"] == "step"]
-    return {event["args"]["step"]: (event["ts"], event["ts"] + event["dur"]) for event in spans}
+    return {shown_step(event["args"]): (event["ts"], event["ts"] + event["dur"]) for event in spans}
 
 
 def _read(
@@ -376,7 +377,8 @@ def _process_to_json(process: Process, seconds: Callable[[int | None], float]) -
 
 def _span_to_json(span: Span, track: str, seconds: Callable[[int | None], float]) -> tuple[float, float, str, str, str]:
     """Returns start and end, name, kind, and a text with all else."""
-    known = [f"{name} {value}" for name, value in span.args.items() if value is not None]
+    given = {**span.args, **({"step": shown_step(span.args)} if span.args.get("step") is not None else {})}
+    known = [f"{name} {value}" for name, value in given.items() if value is not None]
     known += [f"{span.joined} spans drawn as one"] if span.joined > 1 else []
     known += ["not over"] if span.end is None else []
     kind = KINDS.get(span.name) or KINDS_OF_TRACKS.get(track, "other")

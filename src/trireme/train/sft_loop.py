@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trireme.checkpoint.rows import shown_step
 from trireme.config.sft import SftConfig
 from trireme.core.types import TokenBatch
 from trireme.run.metrics import Clock, Journal
@@ -101,7 +102,7 @@ def step_line(row: Mapping[str, Any], max_steps: int) -> str:
     """Returns what the terminal shows of a step."""
     tested = f"  test {row['test/nll']:.4f} (version {row['test/version']})" if "test/nll" in row else ""
     return (
-        f"step {row['step'] + 1:>{len(str(max_steps))}}/{max_steps}"
+        f"step {shown_step(row):>{len(str(max_steps))}}/{max_steps}"
         f"  nll {row['train_mean_nll']:.4f}{tested}"
         f"  epoch {row['epoch']:.2f}"
         f"  lr {row['learning_rate']:.2e}"

@@ -222,7 +222,7 @@ def test_tensorboard_has_the_numbers_rollouts_and_incidents_of_a_run(tmp_path: P
         ],
     }
     config = load(["@", str(QUICKSTART), "--tensorboard"], {}).config
-    for start, reward in ((4, 0.1), (5, 0.7)):  # step 5 is done again after a resume
+    for start, reward in ((4, 0.1), (5, 0.7)):  # the sixth step is done again after a resume
         roster = Roster(lambda: 0.0)
         roster.at_step(start)
         with trackers(config, "0123abcd", tmp_path, roster) as (tracker,):
@@ -232,7 +232,7 @@ def test_tensorboard_has_the_numbers_rollouts_and_incidents_of_a_run(tmp_path: P
     assert str(tmp_path) in tracker.place
     read = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     read.Reload()
-    assert [(e.step, round(e.value, 3)) for e in read.Scalars("reward/total")] == [(4, 0.1), (5, 0.7)]
+    assert [(e.step, round(e.value, 3)) for e in read.Scalars("reward/total")] == [(5, 0.1), (6, 0.7)]
     texts = {tag: read.Tensors(tag)[-1].tensor_proto.string_val[0] for tag in read.Tags()["tensors"]}
     assert b"Sort: 2112" in texts["rollouts/text_summary"]
     assert texts["incidents/text_summary"] == b"inference_1: its engine died"

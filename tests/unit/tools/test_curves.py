@@ -28,7 +28,7 @@ def test_a_long_file_is_taken_in_over_several_looks(tmp_path: Path, monkeypatch:
     while found.unread:
         found.look(5000)
     assert found.rows == 1000
-    assert found.panels()[0]["curves"][0]["points"][-1] == (999, 99.9)
+    assert found.panels()[0]["curves"][0]["points"][-1] == (1000, 99.9)
     assert len(found.panels()[0]["curves"][0]["points"]) <= 800
 
 
@@ -42,7 +42,7 @@ def test_a_run_that_went_back_is_read_again(tmp_path: Path) -> None:
         (tmp_path / "new").write_text(text)
         (tmp_path / "new").rename(tmp_path / name)
     found.look()
-    assert found.curve("reward/total") == [(0, 0.3)]
+    assert found.curve("reward/total") == [(1, 0.3)]
     assert ages.look() == []
 
 
@@ -51,7 +51,7 @@ def test_what_is_no_number_is_no_point(tmp_path: Path) -> None:
     found = RunCurves(tmp_path)
     found.look()
     assert found.names() == ["reward/total"]
-    assert found.curve("reward/total") == [(1, 0.5)]
+    assert found.curve("reward/total") == [(2, 0.5)]
 
 
 @given(st.lists(st.floats(allow_nan=True, allow_infinity=True, width=32), max_size=300), st.integers(1, 40))

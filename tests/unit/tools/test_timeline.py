@@ -55,22 +55,22 @@ def test_what_the_tracer_writes(tmp_path: Path) -> None:
     (tmp_path / "trace" / "attempt_3" / "all.json").write_text("[]")  # which somebody put there
     found = traces(tmp_path)
     assert [file.stem for file in found[3]] == ["driver_0", "inference_0"]
-    assert read(tmp_path).traced == (5, 5)
+    assert read(tmp_path).traced == (6, 6), "as people count, from 1"
 
 
 def test_steps_bound_what_is_shown(tmp_path: Path) -> None:
     steps(tmp_path, 1, range(10))
-    found = read(tmp_path, (4, 6))
+    found = read(tmp_path, (5, 7))
     assert (found.start, found.end) == (START + 4 * SECOND, START + 7 * SECOND)
-    assert list(found.steps) == [4, 5, 6]
-    assert found.traced == (0, 9)
+    assert list(found.steps) == [5, 6, 7]
+    assert found.traced == (1, 10)
     (row,) = only(found, "driver_0", "main").rows
     assert [s.name for s in row] == ["wait_for_batch", "forward_backward"] * 3
 
 
 def test_the_newest_steps_unless_others_are_wanted(tmp_path: Path) -> None:
     steps(tmp_path, 1, range(module.NEWEST_STEPS + 10))
-    assert list(read(tmp_path).steps) == list(range(10, module.NEWEST_STEPS + 10))
+    assert list(read(tmp_path).steps) == list(range(11, module.NEWEST_STEPS + 11))
 
 
 def test_the_newest_attempt_that_traced_the_steps(tmp_path: Path) -> None:
@@ -78,8 +78,8 @@ def test_the_newest_attempt_that_traced_the_steps(tmp_path: Path) -> None:
     steps(tmp_path, 2, range(4, 8))
     write_trace(tmp_path, 10, "driver_0", ["main"], [])  # which has not finished a step
     assert read(tmp_path).attempt == 10
-    assert read(tmp_path, (4, 5)).attempt == 2
-    assert read(tmp_path, (1, 2)).attempt == 1
+    assert read(tmp_path, (5, 6)).attempt == 2
+    assert read(tmp_path, (2, 3)).attempt == 1
 
 
 def test_replicas_outlive_the_attempt_in_which_they_were_started(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_replicas_outlive_the_attempt_in_which_they_were_started(tmp_path: Path)
         event for at in (10, 11) for event in (span("step", 0, at, at + 1, step=at), span("optim", 0, at, at + 1))
     ]
     write_trace(tmp_path, 2, "driver_0", ["main"], driver)
-    second, first = read(tmp_path), read(tmp_path, (0, 1))
+    second, first = read(tmp_path), read(tmp_path, (1, 2))
     assert (second.attempt, [p.name for p in second.processes]) == (2, ["driver_0", "inference_0"])
     assert [s.args["version"] for s in only(second, "inference_0", "sampling").rows[0]] == [10, 11, 12, 13]
     assert (first.attempt, first.end) == (1, START + 10 * SECOND), "what it did later belongs to the next attempt"
@@ -172,11 +172,11 @@ def test_the_newest_steps_are_read_from_the_ends_of_long_traces(tmp_path: Path) 
     assert file.stat().st_size > 5 * least
     found = newest_steps(root, 3, least)
     assert found is not None
-    assert sorted(found.steps) == [4997, 4998, 4999]
+    assert sorted(found.steps) == [4998, 4999, 5000]
     (track,) = found.processes[0].tracks
     assert track.name == "main"
     assert [span.name for row in track.rows for span in row] == ["optim"] * 3
-    whole = timeline(root, (4997, 4999), lambda _file: None)
+    whole = timeline(root, (4998, 5000), lambda _file: None)
     assert whole is not None
     assert found.processes == whole.processes
 

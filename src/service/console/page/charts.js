@@ -41,30 +41,36 @@ function drawLegend(parent, entries) {
 }
 
 function drawPanel(parent, panel) {
-  const figure = make(parent, "figure");
+  const figure = make(parent, "figure", panel.wide ? {class: "wide"} : {});
   const caption = make(figure, "figcaption", {}, panel.title + " ");
   make(caption, "span", {}, panel.unit);
   drawLegend(figure, panel.curves.map((curve, i) => [curve.name, `c${i}`]));
   const image = make(figure, "svg", {role: "img", "aria-label": panel.title});
-  const width = figure.clientWidth - 24, height = 170, left = 48, right = 8, top = 8, bottom = 22;
+  const width = figure.clientWidth - 24, height = image.clientHeight, left = 48, right = 16, top = 8, bottom = 22;
   image.setAttribute("viewBox", `0 0 ${width} ${height}`);
   const all = panel.curves.flatMap(curve => curve.points), xs = all.map(point => point[0]), ys = all.map(point => point[1]);
   const fold = (pick, values) => values.reduce((a, b) => pick(a, b));
   let [x0, x1, y0, y1] = [fold(Math.min, xs), fold(Math.max, xs), fold(Math.min, ys), fold(Math.max, ys)];
   if (x0 === x1) [x0, x1] = [x0 - 1, x1 + 1];
-  if (y0 === y1) [y0, y1] = [y0 - Math.abs(y0 || 1) / 2, y1 + Math.abs(y1 || 1) / 2];
+  if (y0 === y1) [y0, y1] = [Math.min(0, 2 * y0), Math.max(0, 2 * y1) || (y0 ? 0 : 1)]; // a constant has 0 on its axis
   const X = x => left + (x - x0) / (x1 - x0) * (width - left - right);
   const Y = y => height - bottom - (y - y0) / (y1 - y0) * (height - top - bottom);
-  for (const y of ticks(y0, y1, 4)) {
+  for (const y of ticks(y0, y1, height / 24)) {
     make(image, "line", {class: "grid", x1: left, x2: width - right, y1: Y(y), y2: Y(y)});
     make(image, "text", {x: left - 6, y: Y(y) + 4, "text-anchor": "end"}, short(y));
   }
-  for (const x of ticks(x0, x1, 5).filter(Number.isInteger))
+  for (const x of ticks(x0, x1, Math.min(width / 45, 20)).filter(Number.isInteger))
     make(image, "text", {x: X(x), y: height - 6, "text-anchor": "middle"}, x);
   make(image, "text", {x: 0, y: height - 6}, "step");
+  const line = points => points.map(([x, y], at) => `${at ? "L" : "M"}${X(x).toFixed(1)},${Y(y).toFixed(1)}`).join("");
+  const drawn = [];
   panel.curves.forEach((curve, i) => {
-    const d = curve.points.map(([x, y], at) => `${at ? "L" : "M"}${X(x).toFixed(1)},${Y(y).toFixed(1)}`).join("");
-    make(image, "path", {d, style: `stroke: var(--c${i})`});
+    const d = line(curve.points);
+    // A curve that lies on an earlier one is dashed, so that both are seen.
+    const dashes = drawn.includes(d) ? `; stroke-dasharray: 6 ${6 * drawn.length}` : "";
+    make(image, "path", {d, class: curve.smooth ? "raw" : "", style: `stroke: var(--c${i})${dashes}`});
+    drawn.push(d);
+    if (curve.smooth) make(image, "path", {d: line(curve.smooth), class: "smooth", style: `stroke: var(--c${i})`});
     if (curve.points.length < 40)
       for (const [x, y] of curve.points) make(image, "circle", {cx: X(x), cy: Y(y), r: 2, style: `fill: var(--c${i})`});
   });
@@ -73,7 +79,8 @@ function drawPanel(parent, panel) {
     const x = x0 + (event.offsetX - left) / (width - left - right) * (x1 - x0);
     const near = points => points.reduce((a, b) => Math.abs(b[0] - x) < Math.abs(a[0] - x) ? b : a);
     const step = near(all)[0];
-    const lines = panel.curves.map(curve => [curve.name, near(curve.points)]);
+    const lines = panel.curves.flatMap(curve =>
+      [[curve.name, near(curve.points)], ...(curve.smooth ? [["smoothed", near(curve.smooth)]] : [])]);
     for (const end of ["x1", "x2"]) cursor.setAttribute(end, X(step));
     cursor.setAttribute("visibility", "visible");
     showTip(event, [`step ${step}`, ...lines.map(([name, point]) => `${name}: ${short(point[1])}${point[0] === step ? "" : ` (step ${point[0]})`}`)].join("\n"));

@@ -13,8 +13,8 @@ const TABS = {
 };
 let timer = 0;
 
-// The tab that the address names, as `#/curves`; the first one if it names none.
-const chosen = () => Object.keys(TABS).find(name => location.hash === `#/${name}`) || "rooms";
+// The tab that the address names, as `#curves` or `#/curves`; the first one if it names none.
+const chosen = () => Object.keys(TABS).find(name => location.hash.replace("/", "") === `#${name}`) || "rooms";
 
 function drawTabs() {
   if (REPORT) {
@@ -38,7 +38,7 @@ function chooseTab() {
 function drawHeadline(overview) {
   element("run").textContent = overview.run;
   document.title = `${overview.run}: ${overview.step}/${overview.target}`;
-  element("headline").textContent = overview.headline + (overview.unread ? `; ${overview.unread} bytes of its metrics are still to be read` : "");
+  element("headline").textContent = overview.headline.replaceAll("  ", " · ") + (overview.unread ? `; ${overview.unread} bytes of its metrics are still to be read` : "");
   element("trouble").textContent = overview.trouble;
   element("trouble").hidden = !overview.trouble;
 }

@@ -21,7 +21,7 @@ async function showStep() {
   const {groups, whole} = await ask("groups", {step});
   if (step !== shownStep) return; // another step was chosen meanwhile
   groups.forEach((group, number) => {
-    const title = `${group.why}  ${mean(group.rewards).toFixed(3)}  ${group.problem}`;
+    const title = `${group.why}: reward ${mean(group.rewards).toFixed(3)}, problem ${group.problem}`;
     const button = make(make(list, "li"), "button", {type: "button", class: "group"}, title);
     button.addEventListener("click", act(() => showGroup(step, number, button)));
   });
@@ -40,7 +40,7 @@ async function showGroup(step, number, button) {
   const group = await ask("group", {step, group: number});
   if (!button.isConnected || !button.hasAttribute("aria-current")) return; // another group was chosen meanwhile
   element("group-note").textContent =
-    `problem ${group.problem}  ${group.tags.join(" ")}, trained on in step ${group.step + 1}, floor ${group.floor}`;
+    `problem ${group.problem} (${group.tags.join(", ")}), trained on in step ${group.step + 1}, floor ${group.floor}`;
   const table = element("group-rollouts");
   drawRows(table, ["rollout", "reward", "advantage", "ended by", "turns", "tokens", "of versions"], group.rollouts.map((each, i) => [i, each]),
     ([i, each]) => [i, short(each.reward), short(each.advantage), each.stop_reason, each.turns, each.tokens, spansText(each.versions)]);

@@ -21,7 +21,7 @@ function drawRows(table, head, rows, of = row => row) {
 
 function showRooms(overview) {
   element("standing").textContent = overview.standing;
-  drawRows(element("parts"), ["part", "health", "since", "successors", "processes", "node", "reason"], overview.parts, part =>
+  drawRows(element("parts"), ["part", "health", "since", "restarts", "processes", "node", "why"], overview.parts, part =>
     [part.name, part.health, ageText(overview.now - part.since), part.restarts || "", part.pids.join(" "), part.node.slice(0, 8), part.why]);
   for (const cell of element("parts").querySelectorAll("tr td:nth-child(2)")) cell.className = cell.textContent;
   if (!overview.parts.length) make(make(element("parts"), "tr"), "td", {}, "STATUS is not written yet");

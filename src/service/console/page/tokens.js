@@ -50,7 +50,7 @@ class TokenView {
       "log-probability": `Green is likely, yellow below ${LIKELY}, red below ${UNLIKELY}. Grey was observed.`,
       "version": `Sampled here by version ${this.versions.join(", ") || "none"}. Grey was observed.`,
       "age": step === undefined ? `Age = newest version here (${this.newest}) − version; the floor is ${floor}.`
-        : `Age = step (${step}) − version; the floor of the group is ${floor}.`,
+        : `Age = version trained on (${step}) − version; the floor of the group is ${floor}.`,
       "one token a line": "Number, token, text, log-probability, version.",
     }[this.mode.value];
     this.box.textContent = "";

@@ -89,7 +89,9 @@ def test_a_live_run_goes_on_and_its_new_rows_are_seen(client: TestClient, root: 
 def test_curves_and_ages(client: TestClient) -> None:
     curves = told(client, "curves")
     panels = {panel["title"]: panel["curves"] for panel in curves["panels"]}
-    assert panels["Reward"] == [{"name": "mean reward", "points": [[s, s / 10] for s in range(STEPS)]}]
+    (reward,) = panels["Reward"]
+    assert (reward["name"], reward["points"]) == ("mean reward", [[s + 1, s / 10] for s in range(STEPS)])
+    assert [point[0] for point in reward["smooth"]] == [s + 1 for s in range(STEPS)]
     assert {curve["name"] for curve in panels["Age of what was trained on"]} == {"mean of groups", "mean of tokens"}
     assert curves["ages"] == {"counts": [[0, 5], [1, 3]], "bound": 2}
     assert told(client, "curve", name="reward/total")["curves"][0]["points"] == panels["Reward"][0]["points"]

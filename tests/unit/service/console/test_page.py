@@ -66,7 +66,7 @@ def test_a_run_is_clicked_through(root: Path, tab: Tab) -> None:
 
         tab.click("#tab-timeline")
         tab.until(count("#timeline canvas"))
-        assert f"steps 0 to {STEPS - 1}" in tab.text("#timeline-note")
+        assert f"steps 1 to {STEPS}" in tab.text("#timeline-note")
 
         _look_at_rollouts(tab)
         _look_at_sessions(tab)

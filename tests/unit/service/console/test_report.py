@@ -77,11 +77,12 @@ def test_curves_are_those_that_there_are(run: Path) -> None:
     (run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows) + '{"step": 2, "rew')
     answers = said(reported(run))
     panels = {panel["title"]: panel["curves"] for panel in answers["curves"]["panels"]}
-    assert panels["Evaluation"] == [{"name": "sort/avg@4", "points": [[0, 0.5]]}]
-    assert panels["Gradient norm"] == [{"name": "norm", "points": [[1, 3.0]]}]
-    assert panels["Reward"] == [{"name": "mean reward", "points": [[0, 0.0], [1, 0.1]]}]
+    assert panels["Evaluation"] == [{"name": "sort/avg@4", "points": [[1, 0.5]]}]
+    assert panels["Gradient norm"] == [{"name": "norm", "points": [[2, 3.0]]}]
+    (reward,) = panels["Reward"]
+    assert reward == {"name": "mean reward", "points": [[1, 0.0], [2, 0.1]], "smooth": [[1, 0.0], [2, 0.05]]}
     assert "Idle" not in panels
-    assert answers["curve eval/sort/avg@4/ci95"]["curves"][0]["points"] == [[0, 0.1]]
+    assert answers["curve eval/sort/avg@4/ci95"]["curves"][0]["points"] == [[1, 0.1]]
 
 
 def test_where_it_stands(run: Path) -> None:
@@ -89,7 +90,7 @@ def test_where_it_stands(run: Path) -> None:
     assert overview["headline"].startswith("step 4/8  attempt 1  reward 0.300  not started  (report of 2")
     facts = dict(overview["facts"])
     assert facts["newest step"].endswith("(2027-01-15 08:00 UTC); 2 s a step (median)")
-    assert facts["attempts"] == "1: steps 0 to 3"
+    assert facts["attempts"] == "1: steps 1 to 4"
     assert facts["commits"] == "none"
 
 
@@ -109,7 +110,7 @@ def test_what_was_sampled_in_vain_and_which_lengths_are_preferred(run: Path) -> 
     )
     assert facts["length bias"].startswith("0.80: mean lengths of rollouts are 80 tokens trained on, 100 of all")
     panels = {panel["title"]: panel["curves"] for panel in answers["curves"]["panels"]}
-    assert {"name": "given up while running", "points": [[1, 60.0], [2, 60.0]]} in panels["Sampled in vain"]
+    assert {"name": "given up while running", "points": [[2, 60.0], [3, 60.0]]} in panels["Sampled in vain"]
     assert len(panels["Length of rollouts, trained on and sampled"]) == 2
 
 
@@ -120,9 +121,9 @@ def test_several_attempts(run: Path) -> None:
     write_trace(run, 2, "driver_0", ["main"], [span("step", 0, 20, 22, step=2)])
     answers = said(reported(run))
     attempts = dict(answers["run"]["facts"])["attempts"]
-    assert attempts == "1: steps 0 to 1; 2: steps 2 to 3; superseded: branches/0123abcd"
-    assert (answers["timeline"]["attempt"], answers["timeline"]["steps"]) == (2, [[2, 0.0, 2.0]])
-    assert said(reported(run, "--steps", "0:1"))["timeline"]["attempt"] == 1
+    assert attempts == "1: steps 1 to 2; 2: steps 3 to 4; superseded: branches/0123abcd"
+    assert (answers["timeline"]["attempt"], answers["timeline"]["steps"]) == (2, [[3, 0.0, 2.0]])
+    assert said(reported(run, "--steps", "1:2"))["timeline"]["attempt"] == 1
 
 
 def test_rollouts_are_embedded_token_by_token(tmp_path: Path) -> None:
@@ -171,7 +172,7 @@ def test_a_long_run_is_a_small_page(tmp_path: Path) -> None:
     records = [record(0, "best", ["long " * 6000, "12"]) for _ in range(4)]
     for step in range(0, steps, 1000):
         write_records(root / ROLLOUTS, step, records)
-    page = reported(root, "--steps", "0:9999")
+    page = reported(root, "--steps", "1:10000")
     assert 10_000_000 < page.stat().st_size < 20_000_000
     answers = said(page)
     assert answers["timeline"]["resolution"] > 0
@@ -179,8 +180,8 @@ def test_a_long_run_is_a_small_page(tmp_path: Path) -> None:
     for i in range(metrics):
         (curve,) = answers[f"curve own/metric_{i:03}"]["curves"]
         points = dict(map(tuple, curve["points"]))
-        assert points.keys() >= {0, steps - 1, int(values[:, i].argmin()), int(values[:, i].argmax())}
-        assert all(points[step] == values[step, i] for step in points)
+        assert points.keys() >= {1, steps, int(values[:, i].argmin()) + 1, int(values[:, i].argmax()) + 1}
+        assert all(points[step] == values[step - 1, i] for step in points)
     recorded = answers["rollouts"]
     assert {0, 9000} <= set(recorded["steps"])
     assert recorded["older"] == 10 - len(recorded["steps"])
@@ -248,7 +249,7 @@ def test_a_report_is_clicked_through(tmp_path: Path, tab: Tab) -> None:
     assert tab.text("#tabs").split() == ["Rooms", "Curves", "Timeline", "Rollouts"]
     assert "report of" in tab.text("#headline")
     assert f"its engine was killed {ATTACK}" in tab.text("#incidents")
-    assert "1: steps 0 to 3" in tab.text("#facts")
+    assert "1: steps 1 to 4" in tab.text("#facts")
 
     tab.click("#tab-curves")
     tab.until(f"{count('#panels path')} >= 4")
@@ -258,7 +259,7 @@ def test_a_report_is_clicked_through(tmp_path: Path, tab: Tab) -> None:
 
     tab.click("#tab-timeline")
     tab.until(count("#timeline canvas"))
-    assert f"steps 0 to {STEPS - 1}" in tab.text("#timeline-note")
+    assert f"steps 1 to {STEPS}" in tab.text("#timeline-note")
     assert not tab.run("element('steps').getClientRects().length"), "there is no other answer to choose"
 
     tab.click("#tab-rollouts")
