@@ -1,7 +1,8 @@
 """Recipes of Tinker's cookbook against `trireme serve`: as they are, from the package index, each in its own process.
 
 `examples/recipes/cookbook.py` gives them local data and the tokenizer of the shipped model. All learn on one server,
-each an adapter. What a recipe has logged tells whether it learnt, and whether it continued after a kill.
+each an adapter. What a recipe has logged tells whether it learnt, and whether it continued after a kill. The commands
+are those of docs/tinker.md.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from page_fences import ALL, calls_of
 from served_tinker import Server
 from test_tinker_versions import installed
 
@@ -28,19 +30,16 @@ DRIVER = ROOT / "examples" / "recipes" / "cookbook.py"
 NAMED = "Qwen/Qwen3-8B-Base"
 PACKAGES = ("tinker-cookbook[math-rl]>=0.5", f"tinker=={version('tinker')}")
 """The newest cookbook that can be installed with the client that is tested; those before 0.5 have other recipes."""
-LOOPS, TRAIN = "tinker_cookbook.recipes.", "tinker_cookbook.recipes.math_rl.train"
-SIZE = ("group_size=8", "max_tokens=10", "learning_rate=2e-3", "save_every=5")
 RECIPE_S, START_S = 600.0, 300.0
-MODES = {
-    "synchronous": ("compute_post_kl=True", "eval_every=10"),
-    "asynchronous": ("max_steps_off_policy=2", "loss_fn=ppo"),
-    "streaming": (
-        "stream_minibatch_config.groups_per_batch=16",
-        "stream_minibatch_config.num_minibatches=2",
-        "num_substeps=2",
-    ),
-}
-"""`rl.train` in its three ways, by the flags of the recipe that runs it."""
+MODES = ("synchronous", "asynchronous", "streaming")
+"""`rl.train` in its three ways."""
+
+
+def printed(name: str) -> list[str]:
+    """Returns the module and the flags of the recipe that docs/tinker.md starts with the log `name`."""
+    (fence,) = [fence for fence in ALL if "alias recipe=" in fence.text]
+    (words,) = [words for words in calls_of("recipe", fence.text) if f"log_path=/tmp/{name}" in words]
+    return [word for word in words if not word.startswith(("model_name=", "base_url=", "log_path="))]
 
 
 @pytest.fixture(scope="module")
@@ -132,8 +131,7 @@ def assert_rises(series: list[tuple[int, float]], by: float) -> None:
 
 
 def test_sl_loop_learns_and_continues_where_it_was_killed(python: Path, server: Server, tmp_path: Path) -> None:
-    flags = ("batch_size=16", "learning_rate=3e-3", "max_steps=20", "save_every=5")
-    recipe = Recipe(python, server, tmp_path / "sl", LOOPS + "sl_loop", *flags)
+    recipe = Recipe(python, server, tmp_path / "sl", *printed("sl-loop"))
     series = recipe.killed_and_resumed(10, "train_mean_nll")
     assert series[-1][0] == 19
     assert series[-1][1] < series[0][1] / 2, series
@@ -143,7 +141,7 @@ def test_sl_loop_learns_and_continues_where_it_was_killed(python: Path, server: 
 
 
 def test_rl_loop_learns_and_continues_where_it_was_killed(python: Path, server: Server, tmp_path: Path) -> None:
-    recipe = Recipe(python, server, tmp_path / "rl", LOOPS + "rl_loop", "batch_size=16", "max_steps=20", *SIZE)
+    recipe = Recipe(python, server, tmp_path / "rl", *printed("rl-loop"))
     series = recipe.killed_and_resumed(10, "reward/total")
     assert series[-1][0] == 19
     assert_rises(series, 0.15)
@@ -153,8 +151,7 @@ def test_rl_loop_learns_and_continues_where_it_was_killed(python: Path, server: 
 def test_rl_train_learns(python: Path, server: Server, tmp_path: Path, mode: str) -> None:
     """The synchronous and the streaming one are killed and resumed. Under the asynchronous one the server is killed and
     started again."""
-    flags = ("env=gsm8k", "groups_per_batch=16", "max_steps=20", "behavior_if_log_dir_exists=resume", *SIZE)
-    recipe = Recipe(python, server, tmp_path / mode, TRAIN, *flags, *MODES[mode])
+    recipe = Recipe(python, server, tmp_path / mode, *printed(mode))
     reward = "env/all/reward/total"
     if mode != "asynchronous":
         series = recipe.killed_and_resumed(10, reward)

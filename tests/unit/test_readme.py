@@ -1,26 +1,34 @@
-"""README and docs: every fenced command and sample is tried, up to where it would start something, or says why not.
+"""README and docs: every fenced command and sample is tried, up to where it would start something.
 
-A fence that cannot be tried has `<!-- not run here: REASON -->` on the line before it. A sample whose first line is
-`# NAME.toml` is that file for the commands. tests/e2e/test_docs.py runs the commands on a run for real.
+tests/e2e/test_docs.py runs the commands for real, those that need a service on one, but for what is marked
+(`page_fences.py`).
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import asyncio
+import builtins
 import importlib
+import inspect
+import json
 import os
 import re
 import shlex
 import tomllib
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
+from page_fences import ALL, PAGES, ROOT, Fence, calls_of, words_of
 from pydantic import TypeAdapter
 
+from service.keys import read as read_keys
+from service.routes import ROUTES
 from trireme.cli import distill, doctor, eval, inference, rl, serve, sweep, trireme
 from trireme.config import Config
 from trireme.config.load import load, load_as
@@ -28,55 +36,11 @@ from trireme.config.sft import SftConfig
 from trireme.plan.base import SHORT
 from trireme.supervision.status import Status
 
-ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-MARK = re.compile(r"<!-- not run here: (\S.*) -->")
+MARKED = re.compile(r"needs (?:\w+ )?GPUs?\b|needs an account\b")
+"""The only reasons for which a command is not run."""
 REQUIRED = ["--model.name", "m", "--env.id", "sort", "--orchestrator.batch-size", "4"]
 REQUIRED += ["--inference.sampling.max-tokens", "4"]
 SCHEMAS = {"rl": Config, "sft": SftConfig}
-
-
-@dataclass(frozen=True)
-class Fence:
-    """A fenced sample."""
-
-    place: str
-    language: str
-    text: str
-    mark: str
-
-    @property
-    def file(self) -> str | None:
-        """Its name, if it is a file."""
-        named = re.match(r"# (\w+\.\w+)\n", self.text)
-        return named[1] if named else None
-
-    @property
-    def commands(self) -> list[str]:
-        joined = re.sub(r"\\\n\s*", " ", self.text)
-        joined = re.sub(
-            r"<<'END'\n(.*?)\nEND$", lambda found: shlex.quote(found[1].replace("\n", "\0")), joined, flags=re.S | re.M
-        )
-        return list(re.split(r"\n(?=\S)", joined.strip()))
-
-
-def fences(page: Path) -> list[Fence]:
-    found, lines = [], page.read_text().splitlines()
-    opened: int | None = None
-    for n, line in enumerate(lines):
-        if line.startswith("```") and opened is None:
-            opened = n
-        elif line.startswith("```") and opened is not None:
-            marked = MARK.fullmatch(lines[opened - 1])
-            text = "\n".join(lines[opened + 1 : n]) + "\n"
-            place = f"{page.name}:{opened + 1}"
-            found.append(Fence(place, lines[opened].removeprefix("```"), text, marked[1] if marked else ""))
-            opened = None
-    return found
-
-
-ALL = [fence for page in PAGES for fence in fences(page)]
-TRIED = [fence for fence in ALL if not fence.mark]
 
 
 @pytest.fixture(autouse=True)
@@ -84,37 +48,42 @@ def where_the_commands_are_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for name in ("configs", "assets", "examples", "scripts", "tests", ".ci"):
         (tmp_path / name).symlink_to(ROOT / name)
     for fence in ALL:
-        if fence.file:
+        if fence.file and "/" not in fence.file:
             (tmp_path / fence.file).write_text(fence.text)
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("fence", TRIED, ids=lambda fence: fence.place)
+@pytest.mark.parametrize("fence", ALL, ids=lambda fence: fence.place)
 def test_it_can_be_tried(fence: Fence) -> None:
     kinds = {"bash": try_commands, "toml": try_toml, "json": try_status, "python": try_python, "text": try_output}
-    assert fence.language in kinds, f"{fence.place}: mark it as not run here, with the reason"
+    kinds |= {"": try_listing, "nginx": try_listing}
+    assert fence.language in kinds, f"{fence.place}: nothing knows how to try this language"
     kinds[fence.language](fence)
+    if fence.file and "/" in fence.file:
+        assert fence.text == Path(fence.file).read_text()
 
 
-def test_marks_say_why_and_stand_before_a_fence() -> None:
+def test_marks_stand_before_a_fence_and_name_gpus_or_an_account() -> None:
     comments = [line for page in PAGES for line in page.read_text().splitlines() if "not run here" in line]
-    assert len(comments) == len([fence for fence in ALL if fence.mark])
-    assert len(TRIED) > 25
+    marks = [fence.mark for fence in ALL if fence.mark]
+    assert len(comments) == len(marks)
+    assert [mark for mark in marks if not MARKED.match(mark)] == []
+
+
+def try_listing(fence: Fence) -> None:
+    assert not re.search(r"^(?:uv|curl|python|rl|sft|trireme) ", fence.text, re.M), "commands stand in a fence of bash"
 
 
 def try_commands(fence: Fence) -> None:
+    if "alias recipe=" in fence.text:  # of a package that is not installed; tests/e2e/test_tinker_cookbook.py runs them
+        assert len(calls_of("recipe", fence.text)) == fence.text.count("\nrecipe ")
+        return
     for command in fence.commands:
-        words = shlex.split(command, comments=True)
-        for part in re.split(r" (?:&&) ", shlex.join(words).replace("'&&'", "&&")):
-            try_command(shlex.split(part))
+        for words in words_of(command):
+            try_command(words)
 
 
 def try_command(words: Sequence[str]) -> None:
-    words = [word for word in words if not re.match(r"[A-Z]\w*=", word)]
-    if words in ([], ["pip", "install", "uv"], ["export"]):
-        return
-    if words[:2] == ["uv", "run"]:
-        words = words[3:] if words[2] == "--no-sync" else words[2:]
     program, *rest = words
     if program in SCHEMAS:
         try_run(program, rest)
@@ -126,11 +95,31 @@ def try_command(words: Sequence[str]) -> None:
         assert all(Path(word).exists() for word in rest if "/" in word and re.fullmatch(r"[.\w/-]+", word))
         code = rest[rest.index("-") + 1] if "-" in rest else rest[rest.index("-c") + 1] if "-c" in rest else ""
         ast.parse(code.replace("\0", "\n"))
-    else:
+    elif program == "curl":
+        try_request(rest)
+    elif program == "ssh":
+        try_commands(Fence("", "bash", rest[-1].removeprefix("cd trireme && "), ""))
+    elif words[:2] in (["ray", "job"], ["vllm", "serve"]):
+        if "--" in rest:
+            try_command(words_of(shlex.join(rest[rest.index("--") + 1 :]))[0])
+    elif words[:3] == ["uv", "pip", "install"]:
+        assert f"tinker=={version('tinker')}" in rest
+    elif words[:2] != ["uv", "venv"]:
         assert words[:2] == ["uv", "sync"], f"no way to try `{shlex.join(words)}`"
         known = tomllib.loads((ROOT / "pyproject.toml").read_text())
         groups = {*known["dependency-groups"], *known["project"]["optional-dependencies"]}
-        assert {word for word in rest if not word.startswith("--")} <= groups
+        assert {word for word in rest[1:] if not word.startswith("--")} <= groups
+
+
+def try_request(rest: Sequence[str]) -> None:
+    """Looks the request up among the routes. A body without a type is a form's, which no route reads."""
+    options = {word: rest[n + 1] for n, word in enumerate(rest[:-1]) if word in ("-X", "-d")}
+    (url,) = [word for word in rest if word.startswith("http")]
+    path = re.sub(r"^/sessions/[^/]+", "/sessions/{session}", urlsplit(url).path)
+    assert (options.get("-X", "GET"), path) in {(route.method, route.path) for route in ROUTES}
+    if "-d" in options:
+        assert json.loads(options["-d"])
+        assert "$JSON" in rest or "Content-Type: application/json" in rest
 
 
 def try_run(command: str, arguments: Sequence[str]) -> None:
@@ -179,12 +168,16 @@ def try_status(fence: Fence) -> None:
 
 
 def try_python(fence: Fence) -> None:
-    """Runs what is only calls; of other samples the imports of this repository. Their classes are tried by
+    """Runs it, unless it starts rooms or needs a service (tests/e2e/test_docs.py). What the definitions do is tried by
     test_docs_environments.py."""
     tree = ast.parse(fence.text)
     values = {"step": 3, "peak": 1e-4, "warmup_steps": 10, "max_steps": 100}
-    if all(isinstance(node, ast.ImportFrom | ast.Expr) for node in tree.body):
-        exec(fence.text, values)
+    if not re.search(r"open_rooms|OpenAI\(|ServiceClient\(", fence.text) or "async def" in fence.text:
+        code = compile(fence.text, fence.place, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        ended = builtins.eval(code, values)
+        if inspect.iscoroutine(ended):
+            asyncio.run(ended)
+        assert values.get("right") is not False
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in os.listdir(ROOT / "src"):
             module = importlib.import_module(node.module)
@@ -192,7 +185,12 @@ def try_python(fence: Fence) -> None:
 
 
 def try_output(fence: Fence) -> None:
-    """Compares what README shows of a run with what a run prints."""
+    """Compares what README shows of a run with what a run prints, and reads a file of keys."""
+    if fence.text.startswith("admin "):
+        Path("service.keys").write_text(fence.text)
+        Path("service.keys").chmod(0o600)
+        assert len(read_keys(Path("service.keys"))) == fence.text.count("\n")
+        return
     plan, _, after = fence.text.partition("waiting for")
     labels = [line.split("  ")[0] for line in plan.splitlines() if not line.startswith(" ")]
     assert set(labels) <= set(SHORT)
