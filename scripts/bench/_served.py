@@ -140,7 +140,7 @@ def make_service(directory: Path, seconds: float, places: int) -> Any:
         sampling,
         front.models.max_len,
         time.time,
-        lambda: None,
+        None,
         tokenizer,
         front.vocabulary,
     )

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +26,6 @@ from service.guard import Limits
 from service.keys import ServiceKey, ServiceKeys
 from service.places import Places
 from service.ports import http_server
-from service.sessions.ages import TrainingStanding
 from service.sessions.door import PlacedSampler, SessionDoor
 from service.sessions.history import AttemptStart, RunHistory
 from service.sessions.journal import SessionJournal
@@ -85,7 +84,7 @@ class ServiceActor:
         the attempts of the run so far."""
         redirect_output(log_dir, "service_0")
         self._config, self._sampler_factory, self._models, self._keys = config, sampler_factory, models, keys
-        self._adopt, self._directory, self._newest = adopt, sessions, 0
+        self._adopt, self._directory = adopt, sessions
         self._history = RunHistory(starts)
         self._clients: dict[int, Any] = {}
         self._tasks: list[asyncio.Task[Any]] = []
@@ -127,7 +126,7 @@ class ServiceActor:
             sampling,
             self._models.max_len,
             time.time,  # it continues over a restart
-            self._standing,
+            None if self._adopt else self._config.orchestrator.max_steps_off_policy,
             front.tokenizer,
             front.vocabulary,
             self._history,
@@ -140,32 +139,20 @@ class ServiceActor:
         """Returns the oldest weights that a replica has. Raises RoomFailed before the first weights."""
         try:
             async with asyncio.timeout(LOOK_S):
-                weights = self._note(await self._sampler.stats())
+                stats = await self._sampler.stats()
         except TimeoutError:  # it waits for the first replica that serves
             raise RoomFailed(f"no replica said within {LOOK_S:g} s which weights it has: none serves yet") from None
+        weights = [each.weights for each in stats.values() if each.weights is not None]
         if not weights:
             raise RoomFailed("no replica has weights yet")
         return min(weights, key=lambda identity: (identity.version, identity.attempt))
-
-    def _note(self, stats: Mapping[int, ReplicaStats]) -> list[WeightIdentity]:
-        """Returns the weights of the replicas, and keeps the newest version."""
-        weights = [each.weights for each in stats.values() if each.weights is not None]
-        self._newest = max((identity.version for identity in weights), default=self._newest)
-        return weights
-
-    def _standing(self) -> TrainingStanding | None:
-        """Tells how far training is, for sessions that are no groups of it; None where nothing is trained."""
-        if self._adopt:
-            return None
-        return TrainingStanding(self._newest, self._config.orchestrator.max_steps_off_policy)
 
     async def _fit_places(self) -> None:
         """Sets the places of chats to `service.share` of the sequences that the replicas decode together."""
         while True:
             with suppress(TriremeError):
-                found = await self._sampler.stats()
-                self._note(found)
-                decoded = sum(each.places or 0 for each in found.values())
+                stats = await self._sampler.stats()
+                decoded = sum(each.places or 0 for each in stats.values())
                 self._places.resize(max(1, int(self._config.service.share * decoded)))
             await asyncio.sleep(LOOK_S)
 

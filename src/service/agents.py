@@ -93,7 +93,7 @@ class LoopbackSessions:
             sampling,
             self._models.max_len,
             time.monotonic,
-            lambda: None,  # the ledger evicts a group that has become too old, and with it its sessions
+            None,  # the ledger evicts a group that has become too old, and with it its sessions
             tokenizer,
             front.vocabulary,
         )

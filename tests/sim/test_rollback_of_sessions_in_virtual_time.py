@@ -62,11 +62,11 @@ async def run_of(replica: Replica, tell: Callable[[int, int], Any]) -> None:
         version += 1
 
 
-def service_of(replica: Replica, directory: Path, starts: Any = ()) -> ServiceActor:
+def service_of(replica: Any, directory: Path, starts: Any = (), bound: int = 100) -> ServiceActor:
     config = Config.model_validate(
         {
             "model": {"name": "m", "max_seq_len": MAX_LEN},
-            "orchestrator": {"batch_size": 2, "group_size": 2, "max_steps_off_policy": 100},
+            "orchestrator": {"batch_size": 2, "group_size": 2, "max_steps_off_policy": bound},
             "env": {"id": "sort"},
             "inference": {"sampling": {"max_tokens": 300}},
         }

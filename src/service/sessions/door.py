@@ -22,7 +22,7 @@ from service.keys import ServiceKeys
 from service.places import Places
 from service.sessions.registry import SessionRegistry
 from service.sessions.turns import BadTurn, ServedAnswer, ServedTurn, SessionClosed, TurnRequest, all_of
-from trireme.core.errors import BadInput, ProvenanceError, StorageFailed, TriremeError
+from trireme.core.errors import BadInput, StorageFailed, TriremeError
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, WeightIdentity
 
 SWEEP_S = 5.0
@@ -115,9 +115,6 @@ class SessionDoor:
         """Raises RequestRefused."""
         try:
             return await self.registry.turn(session, request)
-        except ProvenanceError as error:  # the run went back to an earlier step, behind the session's floor
-            await self.registry.end(session, f"stale: {error}")
-            raise _closed(SessionClosed(session, str(error))) from error
         except TriremeError as error:
             raise refused(error, "prompt" if request.is_prompt else "messages") from error
         except asyncio.CancelledError:

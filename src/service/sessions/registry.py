@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from service.reading import MessageReader, Reading, TextReader
-from service.sessions.ages import TrainingStanding, too_old
+from service.sessions.ages import too_old
 from service.sessions.history import RunHistory
 from service.sessions.journal import Replayed
 from service.sessions.placing import TurnPlaces
@@ -79,8 +79,8 @@ class _Running:
 
 
 class SessionRegistry:
-    """All sessions of one service. `sampling`: how all answers are sampled. `standing` tells where training stands
-    (None: nothing is trained), `clock` seconds that continue over a restart."""
+    """All sessions of one service. `sampling`: how all answers are sampled. `clock`: seconds that continue over a
+    restart. `max_steps_off_policy`: the bound on the age of tokens (None: nothing is trained)."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class SessionRegistry:
         sampling: SamplingParams,
         max_seq_len: int,
         clock: Callable[[], float],
-        standing: Callable[[], TrainingStanding | None],
+        max_steps_off_policy: int | None,
         tokenizer: TextTokens,
         vocabulary: int | None = None,
         history: RunHistory | None = None,
@@ -100,7 +100,7 @@ class SessionRegistry:
         (None: nothing is ever given up)."""
         self._sampler, self._renderer, self._journal, self._limits = sampler, renderer, journal, limits
         self._sampling, self._max_seq_len = sampling, max_seq_len
-        self._clock, self._standing = clock, standing
+        self._clock, self._max_steps_off_policy = clock, max_steps_off_policy
         self._tokenizer, self._history = tokenizer, history or RunHistory()
         self._places = TurnPlaces(renderer, tokenizer, max_seq_len, vocabulary)
         self.book = SessionBook()
@@ -156,8 +156,7 @@ class SessionRegistry:
     def export(self, session: str) -> SessionExport:
         """Returns the trajectory and the rewards of a session that has ended. Raises BadInput while turns run, and
         SessionClosed where there is no such session."""
-        standing = self._standing()
-        return self._ended(session, "exported").export(standing.max_steps_off_policy if standing else None)
+        return self._ended(session, "exported").export(self._max_steps_off_policy)
 
     def forget(self, session: str) -> None:
         """Removes a session that has ended: its trajectory is kept elsewhere, or not wanted. Raises BadInput while it
@@ -235,14 +234,11 @@ class SessionRegistry:
 
     def _admit(self, session: AgentSession) -> None:
         """Raises SessionClosed where no turn may begin, and ends a session that has come to a limit."""
-        name, standing = session.opened.session, self._standing()
+        name = session.opened.session
         if session.ended is None:
             running = len(self._running.get(name, ()))
             reason = session.limit_reached(self._limits, self._clock(), running)
             reason = reason or self._given_up(session)
-            if reason is None and standing is not None:
-                reason = too_old(session.opened.floor, standing)
-                reason = reason and f"stale: {reason}"
             if reason is not None:
                 self._end(session, reason)
         if session.ended is not None:
@@ -282,10 +278,16 @@ class SessionRegistry:
     async def _sample(
         self, session: AgentSession, given: TurnGiven, requests: Sequence[SampleRequest], request: TurnRequest
     ) -> tuple[int, ...]:
-        """Samples all answers of a turn and records them. Where one fails, none is recorded."""
-        sampled = await all_of([self._sampler.sample(each) for each in requests])
-        floor = session.opened.floor
-        answers = tuple(self._answer(each, request, floor) for each in sampled)
+        """Samples all answers of a turn and records them. Where one fails, none is recorded; where one has weights that
+        the session may not have, the session ends. Raises SessionClosed then."""
+        try:
+            sampled = await all_of([self._sampler.sample(each) for each in requests])
+            answers = tuple(self._answer(each, request, session.opened.floor) for each in sampled)
+        except ProvenanceError as error:
+            reason = f"stale: {error}"
+            self._end(session, reason)
+            session.requests.refused += 1
+            raise SessionClosed(session.opened.session, reason) from error
         record = TurnAnswered(session.opened.session, self._clock(), replace(given, answers=answers))
         return self._write(record)
 
@@ -295,6 +297,8 @@ class SessionRegistry:
         check_sample(sampled, floor)
         if why := self._history.of(span.identity for span in sampled.spans):  # a replica that has no newer weights yet
             raise ProvenanceError(f"an answer is of weights that were given up: {why}")
+        if why := too_old(floor, sampled.spans[0].identity.version, self._max_steps_off_policy):
+            raise ProvenanceError(why)
         reading = self._read(sampled.tokens, request)
         message: Message = {"role": "assistant", "content": reading.content}
         if reading.thinking:

@@ -23,7 +23,6 @@ from service.guard import Limits
 from service.keys import ServiceKey, ServiceKeys
 from service.places import Places
 from service.ports import http_server
-from service.sessions.ages import TrainingStanding
 from service.sessions.door import PlacedSampler, SessionDoor
 from service.sessions.journal import SessionJournal
 from service.sessions.registry import SessionRegistry
@@ -48,6 +47,7 @@ class ScriptedSampler:
         self.texts, self.tokenizer = list(texts), tokenizer
         self.requests: list[SampleRequest] = []
         self.cancelled = 0
+        self.version = VERSION
         self.hold: asyncio.Event | None = None
         """Nothing is answered before it is set."""
         self.hold_within: asyncio.Event | None = None
@@ -72,7 +72,9 @@ class ScriptedSampler:
             tokens.append(next(iter(request.params.stop_token_ids), self.tokenizer.eos_token_id))
         limit = request.params.max_tokens or len(tokens)
         reason: Any = "length" if text.endswith("...") or limit < len(tokens) else "stop"
-        whole = cut(sequence_of(tokens[:limit], reason), request.params.stop_strings, self.tokenizer.decode)
+        whole = cut(
+            sequence_of(tokens[:limit], reason, self.version), request.params.stop_strings, self.tokenizer.decode
+        )
         for end in range(3, len(whole.tokens), 3):
             if told:
                 told(beginning(whole, end))
@@ -82,12 +84,12 @@ class ScriptedSampler:
         return whole
 
 
-def sequence_of(tokens: Sequence[int], reason: Any) -> SampledSequence:
+def sequence_of(tokens: Sequence[int], reason: Any, version: int) -> SampledSequence:
     """The second half of a sequence, if it has one, comes from the next version."""
     half = max(len(tokens) // 2, 1)
-    spans = [VersionSpan(WeightIdentity(1, VERSION, "d0"), 0, half)]
+    spans = [VersionSpan(WeightIdentity(1, version, "d0"), 0, half)]
     if len(tokens) > half:
-        spans.append(VersionSpan(WeightIdentity(1, VERSION + 1, "d1"), half, len(tokens)))
+        spans.append(VersionSpan(WeightIdentity(1, version + 1, "d1"), half, len(tokens)))
     logprobs = -np.arange(len(tokens), dtype=np.float32) / 8
     return SampledSequence(np.array(tokens, np.int32), logprobs, reason, tuple(spans))
 
@@ -120,7 +122,7 @@ def door_of(
     keys: ServiceKeys,
     directory: Path,
     limits_of_sessions: SessionLimits = SESSION_LIMITS,
-    standing: Callable[[], TrainingStanding | None] = lambda: None,
+    max_steps_off_policy: int | None = None,
     most: int = 8,
 ) -> SessionDoor:
     """Opens the sessions of a journal."""
@@ -133,7 +135,7 @@ def door_of(
         sampling,
         MAX_LEN,
         time.time,
-        standing,
+        max_steps_off_policy,
         front.tokenizer,
         front.vocabulary,
     )

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from service.sessions.ages import TrainingStanding
 from service.sessions.journal import SessionJournal
 from service.sessions.registry import SessionRegistry
 from service.sessions.session import SessionLimits
@@ -150,7 +149,7 @@ def registry(
     renderer: Renderer | None = None,
     limits: SessionLimits = LIMITS,
     clock: Callable[[], float] | None = None,
-    standing: Callable[[], TrainingStanding | None] = lambda: None,
+    max_steps_off_policy: int | None = None,
     max_seq_len: int = 4096,
     boot: str = "boot",
 ) -> SessionRegistry:
@@ -163,7 +162,7 @@ def registry(
         SamplingParams(),
         max_seq_len,
         clock or Hand(),
-        standing,
+        max_steps_off_policy,
         LetterTokens(),
     )
     made.restore()

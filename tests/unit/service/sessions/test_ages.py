@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from orchestrator.ledger import Group, Ledger
-from service.sessions.ages import TrainingStanding, too_old
+from service.sessions.ages import too_old
 from trireme.core.errors import ProvenanceError
 
 
@@ -16,7 +16,7 @@ def test_a_turn_is_refused_where_the_ledger_would_refuse_its_group(bound: int, a
     ledger = Ledger(1, bound, "drop", max_steps=100)
     ledger.batch = floor + age
     ledger.active[0] = Group(0, "p", floor, finished=True)
-    refused = too_old(floor, TrainingStanding(floor + age, bound)) is not None
+    refused = too_old(floor, floor + age, bound) is not None
     if refused:
         with pytest.raises(ProvenanceError, match=f"age {age}, at most {bound}"):
             ledger.take(floor + age, 1)
@@ -25,7 +25,7 @@ def test_a_turn_is_refused_where_the_ledger_would_refuse_its_group(bound: int, a
 
 
 def test_the_reason_says_what_is_allowed() -> None:
-    reason = too_old(2, TrainingStanding(step=6, max_steps_off_policy=3))
+    reason = too_old(2, 6, 3)
     assert reason is not None
     assert "version 2" in reason
     assert "age 4, at most 3" in reason

@@ -24,7 +24,6 @@ from service_support import VERSION, ScriptedSampler, Served, served
 from session_agents import admin, exported, opened
 from witness_agents import Agent, Impatient, Lossy, text
 
-from service.sessions.ages import TrainingStanding
 from trireme.core.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity
 
 BOUND = 2
@@ -76,16 +75,13 @@ def test_whatever_an_agent_does_and_whatever_happens_to_the_service(seed: int, s
     Policy.said, Policy.version, Policy.record = 0, VERSION, []
 
     async def check(directory: Path) -> None:
-        def standing() -> TrainingStanding:
-            return TrainingStanding(Policy.version, BOUND)
-
         moments = sorted(rng.sample(range(steps), min(restarts, steps)))
         bounds = [0, *moments, steps]
         session: Any = None
         agent: Any = None
         refused: list[tuple[int, bool]] = []
         for number, (first, last) in enumerate(pairwise(bounds)):
-            async with served(*TEXTS, sessions=directory, standing=standing) as service:
+            async with served(*TEXTS, sessions=directory, max_steps_off_policy=BOUND) as service:
                 if not number:
                     session = await opened(service)
                     lossy = Restarted(rng, service.sampler)

@@ -10,10 +10,9 @@ from typing import Any
 import openai
 import pytest
 from service_support import ADMIN, VERSION, Served, served
-from session_agents import QUESTION, admin, ask, bearer, exported, of, opened, refused, sampled, trained
+from session_agents import QUESTION, admin, ask, bearer, exported, of, opened, refused
 
 from service.sessions import door as doors
-from service.sessions.ages import TrainingStanding
 from service.sessions.turns import SessionClosed
 from trireme.core.errors import ProvenanceError, RoomFailed, StorageFailed
 
@@ -48,17 +47,19 @@ async def test_a_turn_that_runs_when_the_session_ends_is_gone_too() -> None:
 
 
 async def test_a_turn_that_would_be_too_old_is_refused() -> None:
-    standing = [TrainingStanding(VERSION + 2, max_steps_off_policy=2)]
-    async with served("one", standing=lambda: standing[0]) as service:
+    async with served("one", max_steps_off_policy=2) as service:
         session = await opened(service)
         assert session["floor"] == VERSION
         async with of(session) as agent:
+            service.sampler.version = VERSION + 1
             await ask(agent, QUESTION)
-            standing[0] = TrainingStanding(VERSION + 3, max_steps_off_policy=2)
+            service.sampler.version = VERSION + 3
             error = await refused(agent)
             assert error.status_code == 410
             assert "stale" in error.message
-        assert trained(await exported(service, session)) == sampled(service), "what it has counts"
+        assert len(service.sampler.requests) == 2, "it was refused by the version that answered"
+        (turn,) = (await exported(service, session))["turns"]
+        assert turn["in_loss"], "what it has counts"
 
 
 async def test_only_so_many_are_open() -> None:

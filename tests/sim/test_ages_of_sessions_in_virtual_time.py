@@ -1,0 +1,101 @@
+"""Sessions of clients while a run trains in steps of .05 to 10 s: a turn begins only while its replica's version is at
+most `max_steps_off_policy` above the session's floor, and no token of a later version than that is in the loss."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import virtual_time
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_rollback_of_sessions_in_virtual_time import TOKENIZER, service_of, turn
+
+from service.asked import Made, RequestRefused
+from trireme.core.sampler import ReplicaStats
+from trireme.core.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity
+
+TURNS = 30
+
+
+class TrainedReplica:
+    """Samples a token at a time, each by the weights of its moment; keeps the versions of each answer."""
+
+    def __init__(self, answer_s: float) -> None:
+        self.version, self.answer_s = 0, answer_s
+        self.record: list[list[int]] = []
+
+    def _weights(self, version: int) -> WeightIdentity:
+        return WeightIdentity(1, version, f"d{version}")
+
+    async def stats(self) -> dict[int, ReplicaStats]:
+        return {0: ReplicaStats(0, 0, 0.0, 0, 8, weights=self._weights(self.version))}
+
+    async def sample(self, request: SampleRequest, told: Callable[[Made], None] | None = None) -> SampledSequence:
+        tokens = [*TOKENIZER.encode("yes and no"), TOKENIZER.eos_token_id]
+        versions = []
+        for _ in tokens:
+            await asyncio.sleep(self.answer_s / len(tokens))
+            versions.append(self.version)
+        self.record.append(versions)
+        changes = [i for i in range(len(tokens)) if i == 0 or versions[i] != versions[i - 1]]
+        spans = [
+            VersionSpan(self._weights(versions[start]), start, end)
+            for start, end in zip(changes, [*changes[1:], len(tokens)], strict=True)
+        ]
+        logprobs = np.zeros(len(tokens), np.float32)
+        return SampledSequence(np.asarray(tokens, np.int32), logprobs, "stop", tuple(spans))
+
+    async def train(self, step_s: float) -> None:
+        while True:
+            await asyncio.sleep(step_s)
+            self.version += 1
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    bound=st.integers(0, 8),
+    step_s=st.floats(0.05, 10.0),
+    answer_s=st.floats(0.01, 12.0),
+    pause_s=st.floats(0.0, 12.0),
+    opens_s=st.floats(0.0, 30.0),
+)
+def test_a_turn_begins_within_the_bound_and_later_tokens_are_not_in_the_loss(
+    bound: int, step_s: float, answer_s: float, pause_s: float, opens_s: float
+) -> None:
+    async def scenario(directory: Path) -> None:
+        replica = TrainedReplica(answer_s)
+        service = service_of(replica, directory, bound=bound)
+        tasks = [asyncio.create_task(replica.train(step_s)), asyncio.create_task(service._fit_places())]
+        await asyncio.sleep(opens_s)
+        opened = await service._door.open()
+        newest = opened.floor + bound
+        refused: Any = None
+        for _ in range(TURNS):
+            try:
+                await turn(service, opened.name, "q")
+            except RequestRefused as error:
+                refused = error
+                break
+            await asyncio.sleep(pause_s)
+        answered = replica.record
+        if refused:
+            assert refused.status == 410
+            assert replica.record[-1][0] > newest, "it was refused by the version that sampled it"
+            answered = replica.record[:-1]
+        await service._door.registry.end(opened.name, "done")
+        turns = service._door.registry.export(opened.name).turns
+        assert len(turns) == len(answered)
+        for versions, exported in zip(answered, turns, strict=True):
+            assert opened.floor <= versions[0] <= newest
+            assert exported.in_bound == (max(versions) <= newest)
+        for task in tasks:
+            task.cancel()
+        await service._door.close()
+
+    with tempfile.TemporaryDirectory() as directory:
+        virtual_time.run(scenario(Path(directory)))
