@@ -1,4 +1,5 @@
-"""What computes on which device, in clusters that say they have GPUs, with a torch that says so too: real Ray, vLLM."""
+"""What computes on which device, in clusters that say they have GPUs: real Ray, vLLM. (A run on CPUs of a machine with
+GPUs: test_kl_run.py.)"""
 
 from __future__ import annotations
 
@@ -12,45 +13,15 @@ import pytest
 import ray
 from cluster_support import DECLARED_GPUS
 from inference_support import START_S, make_config, random_model
-from run_support import SFT, TINY, run_rl
+from run_support import SFT, run_rl
 
 from inference.actor import ReplicaActor
 from inference.handle import MAX_CALLS
 from orchestrator.actor import OrchestratorActor
 from trainer.actor import ShardActor
-from trireme.core.errors import EXIT_BAD_INPUT, EXIT_OK, BadInput
+from trireme.core.errors import EXIT_BAD_INPUT, BadInput
 from trireme.process.device import VISIBLE
 from trireme.process.waits import get, get_all
-
-HOOK = """
-import importlib.machinery, os, sys
-
-def torch_says_that_it_has_cuda(cuda):
-    def is_available():
-        if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
-            return False
-        with open(os.environ["TRIREME_TEST_SAW_GPUS"], "a") as file:
-            print(open("/proc/self/cmdline").read().replace(chr(0), " "), file=file)
-        return True
-    cuda.is_available = is_available
-
-def ray_finds_two(gpus):
-    gpus.NvidiaGPUAcceleratorManager.get_current_node_num_accelerators = staticmethod(lambda: 2)
-
-HOOKS = {"torch.cuda": torch_says_that_it_has_cuda, "ray._private.accelerators.nvidia_gpu": ray_finds_two}
-
-class Finder(importlib.machinery.PathFinder):
-    @classmethod
-    def find_spec(cls, name, path=None, target=None):
-        spec = super().find_spec(name, path, target) if name in HOOKS else None
-        if spec:
-            execute = spec.loader.exec_module
-            spec.loader.exec_module = lambda module: (execute(module), HOOKS[name](module))
-        return spec
-
-sys.meta_path.insert(0, Finder)
-"""
-"""A sitecustomize for all processes of a run: a machine with two GPUs, and a torch that finds them unless hidden."""
 
 
 @pytest.fixture
@@ -107,19 +78,3 @@ def test_shards_that_are_to_compute_on_gpus_compute_nowhere_else(ray_cluster: st
     assert "cluster.device = gpu, where PyTorch" in ended.out
     assert "in trainer shard 0 on " in ended.out
     assert "to do: run `uv sync --no-group cpu --group gpu`" in ended.out
-
-
-def test_a_run_on_cpus_leaves_the_gpus_of_its_machine_alone(tmp_path: Path) -> None:
-    """No actor and nothing below it finds them."""
-    (tmp_path / "hook").mkdir()
-    (tmp_path / "hook" / "sitecustomize.py").write_text(HOOK)
-    saw = tmp_path / "saw"
-    environ = {
-        "PYTHONPATH": os.pathsep.join([str(tmp_path / "hook"), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        "TRIREME_TEST_SAW_GPUS": str(saw),
-    }
-    ended = run_rl(tmp_path, *TINY, environ=environ)
-    assert ended.code == EXIT_OK, ended.out
-    found = saw.read_text().splitlines() if saw.exists() else []
-    assert [who for who in found if "trireme.cli.rl" not in who] == []
-    ended.assert_nothing_left()

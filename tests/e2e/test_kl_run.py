@@ -1,7 +1,12 @@
-"""One run with a KL penalty whose reference is refreshed, and with steps that are refused until a limit ends it."""
+"""One run with a KL penalty whose reference is refreshed, and with steps that are refused until a limit ends it.
+
+It runs in a directory of a user: with modules that have the names of rooms, an environment of the user's own, and GPUs
+that the run is to leave alone.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -14,19 +19,76 @@ from trireme.core.errors import EXIT_LIMIT
 
 REFUSED_IN_A_ROW = 3
 LAST = ALWAYS_FROM + REFUSED_IN_A_ROW - 1
+BASE = str(ROOT / "assets" / "sort-base")
+LETTERS = """
+from orchestrator.envs.sort import SortDataset
+from orchestrator.envs.text import by_position
+
+def grade(target, answer):
+    reward, success = by_position(target, answer)
+    return reward - 1, success
+
+class Letters(SortDataset):
+    grade = staticmethod(grade)
+"""
+"""An environment whose rewards are below zero."""
+HOOK = """
+import importlib.machinery, os, sys
+
+def torch_says_that_it_has_cuda(cuda):
+    def is_available():
+        if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+            return False
+        with open(os.environ["TRIREME_TEST_SAW_GPUS"], "a") as file:
+            print(open("/proc/self/cmdline").read().replace(chr(0), " "), file=file)
+        return True
+    cuda.is_available = is_available
+
+def ray_finds_two(gpus):
+    gpus.NvidiaGPUAcceleratorManager.get_current_node_num_accelerators = staticmethod(lambda: 2)
+
+HOOKS = {"torch.cuda": torch_says_that_it_has_cuda, "ray._private.accelerators.nvidia_gpu": ray_finds_two}
+
+class Finder(importlib.machinery.PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        spec = super().find_spec(name, path, target) if name in HOOKS else None
+        if spec:
+            execute = spec.loader.exec_module
+            spec.loader.exec_module = lambda module: (execute(module), HOOKS[name](module))
+        return spec
+
+sys.meta_path.insert(0, Finder)
+"""
+"""A sitecustomize for all processes of a run: a machine with two GPUs, and a torch that finds them unless hidden."""
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a user, in which the run is started."""
+    directory = tmp_path_factory.mktemp("theirs")
+    for name in ("trainer", "orchestrator", "inference", "service"):
+        (directory / f"{name}.py").write_text("raise RuntimeError('a module of the user')\n")
+    (directory / "letters.py").write_text(LETTERS)
+    (directory / "sitecustomize.py").write_text(HOOK)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def ended(theirs: Path, tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return run_rl(
         tmp_path_factory.mktemp("r"),
-        *TINY,
+        *(*TINY, "--model.name", BASE, "--env.id", "letters:Letters", "--env.path", "."),
         *("--max-steps", "40", "--orchestrator.max-steps-off-policy", "0", "--trainer.num-minibatches", "2"),
         *("--trainer.shards", "1", "--trainer.learning-rate", "1e-3", "--trainer.warmup-steps", "0"),
         *("--trainer.loss-fn", "poisoned_loss:loss", "--trainer.max-refused-steps", str(REFUSED_IN_A_ROW)),
-        *("--trainer.kl.coef", "0.1", "--trainer.kl.reference.base-model", "./assets/sort-base"),
+        *("--trainer.kl.coef", "0.1", "--trainer.kl.reference.base-model", BASE),
         *("--trainer.kl.reference.update-every", "2", "--checkpoint.every", "0"),
-        environ={"PYTHONPATH": str(ROOT / "tests" / "e2e")},
+        environ={
+            "PYTHONPATH": os.pathsep.join([str(theirs), str(ROOT / "tests" / "e2e")]),
+            "TRIREME_TEST_SAW_GPUS": str(theirs / "saw"),
+        },
+        cwd=theirs,
     )
 
 
@@ -70,3 +132,15 @@ def test_the_commit_holds_the_reference(ended: Ended) -> None:
     saved = set(dcp.FileSystemReader(trainer).read_metadata().state_dict_metadata)
     parameters = {name.removeprefix("parameters.") for name in saved if name.startswith("parameters.")}
     assert {name.removeprefix("reference.") for name in saved if name.startswith("reference.")} == parameters
+
+
+def test_modules_of_a_user_with_the_names_of_rooms_do_no_harm(ended: Ended) -> None:
+    assert all(-1 < row["reward/total"] < 0 for row in ended.rows), "the environment is the user's"
+
+
+def test_a_run_on_cpus_leaves_the_gpus_of_its_machine_alone(ended: Ended, theirs: Path) -> None:
+    """No actor and nothing below it finds them."""
+    assert ended.rows
+    saw = theirs / "saw"
+    found = saw.read_text().splitlines() if saw.exists() else []
+    assert [who for who in found if "trireme.cli.rl" not in who] == []

@@ -1,4 +1,5 @@
-"""The quickstart learns: the command of the README, whole; and killed in the middle and resumed."""
+"""The quickstart learns: the command of the README, whole; and killed in the middle and resumed. (40 of its steps are
+always run, with more to look at: test_run.py.)"""
 
 from pathlib import Path
 from statistics import mean
@@ -23,6 +24,7 @@ def assert_learned(ended: Ended) -> list[float]:
     return rewards
 
 
+@pytest.mark.long
 def test_the_reward_rises(tmp_path: Path) -> None:
     assert_learned(run_rl(tmp_path))
 

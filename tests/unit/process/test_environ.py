@@ -71,7 +71,7 @@ def test_one_that_hangs_writes_where_and_lives(tmp_path: Path, hanging: subproce
 
 
 def test_a_cluster_of_its_own_is_at_an_address_that_others_cannot_reach() -> None:
-    """Ray reads the variable when it is imported. tests/e2e/test_listening.py looks at the sockets of a run."""
+    """Ray reads the variable when it is imported. tests/e2e/test_run.py looks at the sockets of a run."""
     code = (
         "from trireme.process.environ import prepare_ray_environment as prepare; prepare(None, 1, False); "
         "import ray; print(ray.util.get_node_ip_address())"

@@ -1,6 +1,6 @@
 """Where the store of a trainer listens, and when a shard gives way to engines.
 
-tests/e2e/test_listening.py looks at all processes of a run."""
+tests/e2e/test_run.py looks at all processes of a run."""
 
 from pathlib import Path
 from types import SimpleNamespace
