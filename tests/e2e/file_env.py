@@ -13,16 +13,22 @@ from orchestrator.envs.sort import SortDataset
 from orchestrator.envs.text import QuestionEnv
 
 
+def held_file(directory: str) -> Path:
+    """Makes a file named by this process. `made`, beside `directory`, gets a line with its name and the number of files
+    that other processes have."""
+    process = f"{os.getpid()}-"
+    file = Path(directory) / f"{process}{uuid.uuid4().hex}"
+    file.touch()
+    others = [other for other in os.listdir(directory) if not other.startswith(process)]
+    with (Path(directory).parent / "made").open("a") as made:
+        made.write(f"{file.name} {len(others)}\n")
+    return file
+
+
 class FileEnv(QuestionEnv):
     def __init__(self, *args: object, directory: str) -> None:
         super().__init__(*args)  # type: ignore[arg-type]
-        process = f"{os.getpid()}-"
-        name = f"{process}{uuid.uuid4().hex}"
-        object.__setattr__(self, "file", Path(directory) / name)
-        self.file.touch()
-        others = [file for file in os.listdir(directory) if not file.startswith(process)]
-        with (Path(directory).parent / "made").open("a") as made:
-            made.write(f"{name} {len(others)}\n")  # how many files other processes have
+        object.__setattr__(self, "file", held_file(directory))
 
     file: Path
 

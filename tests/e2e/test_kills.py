@@ -1,15 +1,13 @@
 """Parts of a run are killed, or stopped, while it goes on, and it comes to its end by itself: real Ray, gloo and vLLM.
 
-Two runs are made always: in deterministic mode one that lost a shard, an engine and the orchestrator one after the
-other is compared, bit for bit, with one that lost nothing; and in one that loses a shard environments are closed. (One
-that loses a replica: test_broadcast.py.) The rest is `long`; every victim at every moment is a command of its own:
-`scripts/chaos.py matrix`.
+All of it is `long`; every victim at every moment is a command of its own: `scripts/chaos.py matrix`. What always runs:
+a run that loses all its parts one after the other is compared, bit for bit, with one that lost nothing, and another one
+closes its environments (test_resume.py); one loses a replica (test_broadcast.py).
 """
 
 from __future__ import annotations
 
 import os
-import re
 import signal
 import time
 from collections.abc import Mapping
@@ -45,9 +43,6 @@ from run_support import DEADLINE_S, Ended, run_rl
 from trireme.checkpoint.store import CheckpointStore
 from trireme.core.errors import EXIT_FAILED, EXIT_LIMIT, EXIT_OK
 
-LOSSES = ["orchestrator.minibatch@2=kill", "trainer.forward_backward[1]@4=kill", "inference.loaded[0]@10=kill"]
-"""In the second step; in the fourth, of the attempt that begins again; and in the update after the fifth, the fourth of
-the attempt that begins with the commit after the second: the engine has seen six before."""
 EACH_ONCE = [
     ("every shard", "start-up"),
     ("replica", "sampling"),
@@ -68,36 +63,6 @@ def run_with(tmp_path: Path, faults: list[str], *flags: str, environ: Mapping[st
     ended = run_rl(tmp_path, *flags, environ={**armed(tmp_path, faults), **(environ or {})})
     assert sorted(os.listdir(tmp_path / "once")) == sorted(faults), ended.out
     return ended
-
-
-def test_a_run_that_lost_all_its_parts_equals_one_that_lost_nothing(tmp_path: Path, deterministic: Ended) -> None:
-    ended = run_with(tmp_path, LOSSES, *DETERMINISTIC, "--checkpoint.async-save", "false")
-    assert ended.code == EXIT_OK, ended.out
-    assert_same_run(ended.root, deterministic.root)
-    assert [row["attempt"] for row in ended.rows] == [2, 2, 3, 3, 4, 4]
-    ended.assert_nothing_left()
-
-
-def test_an_orchestrator_closes_its_environments_before_it_is_built_again(tmp_path: Path) -> None:
-    """A shard is killed in the step after a commit. The orchestrator lives, and has rollouts in flight. The next one
-    has what the commit has of them."""
-    files = tmp_path / "files"
-    files.mkdir()
-    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    flags = [*CHAOS, "--checkpoint.every", "1", "--checkpoint.async-save", "false", "--env.id", "file_env:FileSort"]
-    environ = {"PYTHONPATH": path, "TRIREME_TEST_FILES": str(files)}
-    ended = run_with(tmp_path, ["trainer.forward_backward[1]@4=kill"], *flags, environ=environ)
-    assert_whole(ended)
-    assert [row["attempt"] for row in ended.rows] == [1] * 3 + [2] * (STEPS - 3)
-    made = [line.split() for line in (tmp_path / "made").read_text().splitlines()]
-    assert len({name.partition("-")[0] for name, _ in made}) == 3, "the trial and two orchestrators have"
-    assert {others for _, others in made} == {"0"}, "one was made while another process still had some"
-    assert os.listdir(files) == []
-    back = rows_of(ended.root / "incidents.jsonl")[-1]["what"]
-    share = re.search(r"(\d+) of (\d+) unfinished rollouts were kept", back)
-    if share:  # fast replicas may have finished all rollouts by the commit; tests/sim has each case for certain
-        assert int(share[1]) <= int(share[2])
-        assert share[0] in ended.out
 
 
 @pytest.mark.long

@@ -1,13 +1,17 @@
-"""Games of `guess` of which all but the first ones wait, after their first guess, until a file is there."""
+"""Games of `guess` of which all but the first ones wait, after their first guess, until a file is there. Each holds a
+file until it is closed."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
+
+from file_env import held_file
 
 from orchestrator.env import Env, EnvGroup, EnvGroupBuilder, StepResult, StopCondition
 from orchestrator.envs.guess import GuessDataset
@@ -17,10 +21,11 @@ WAIT_S = 120.0
 
 class WaitingGame(Env):
     """A game whose second guess is not answered before `awaited` exists. `record`: gets a line for each game that
-    continues, with the number of guesses that were made before."""
+    continues, with its process and the number of guesses that were made before."""
 
     def __init__(self, make: Callable[[], Env], awaited: Path | None, record: Path) -> None:
         self._game, self._awaited, self._record = make(), awaited, record
+        self._file = held_file(os.environ["TRIREME_TEST_FILES"])
 
     async def initial_observation(self) -> tuple[Sequence[int], StopCondition]:
         return await self._game.initial_observation()
@@ -38,7 +43,10 @@ class WaitingGame(Env):
     async def load_state_dict(self, state: Mapping[str, Any]) -> None:
         await self._game.load_state_dict(state)
         with self._record.open("a") as lines:
-            lines.write(f"{state['guesses']}\n")
+            lines.write(f"{os.getpid()} {state['guesses']}\n")
+
+    async def close(self) -> None:
+        self._file.unlink()
 
 
 @dataclass(kw_only=True)
