@@ -1,10 +1,10 @@
 """A broadcast brings what was published, over real training: models, shards, ranks of a replica and dtypes in pairs.
 
 A trainer broadcasts three of four versions; the fourth is fetched from its shards. Replicas prove what they have loaded
-by the version's digest. Two halves of an orthogonal array have each pair
-of values; one half and few updates run in CI. In long runs replicas are lost and join: each moment of an offer is in
-the half where it meets all models, and both values of all else. At the end of each run no socket and no thread is left
-but those of the last group, and a shard dies while it sends.
+by the version's digest. Two halves of an orthogonal array have each pair of values. A row of experts, one of adapters
+and few updates always run (whole weights in float32: test_resume.py). In long runs replicas are lost and join: each
+moment of an offer is in the half where it meets all models, and both values of all else. At the end of each run no
+socket and no thread is left but those of the last group, and a shard dies while it sends.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ MOMENTS = (
 """What replica LOST meets in the rows of each half, and its successors after it."""
 AFTER = (20, 30, 40, 50)
 """Versions that each of them is offered until then: more than those before it, which pass the same points."""
-FEW, JOINS_AT, UPDATES = 8, 170, 200
+FEW, JOINS_AT, UPDATES = 6, 170, 200
 """Versions: a replica joins at one of them, in the first half."""
 
 
@@ -299,7 +299,7 @@ def rooms_of(row: Row, replicas: int, moments: Sequence[str], directory: Path) -
     assert shm_left_since(shared_memory) == set()
 
 
-@pytest.mark.parametrize("row", half(0), ids=str)
+@pytest.mark.parametrize("row", half(0)[2:], ids=str)
 def test_a_few_updates(ray_cluster: str, tmp_path: Path, row: Row) -> None:
     with rooms_of(row, 1, (), tmp_path) as rooms:
         asyncio.run(rooms.run(FEW))

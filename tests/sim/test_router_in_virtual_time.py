@@ -192,7 +192,7 @@ EVENTS = [*LOSSES, "leaves", "its next update is slow"]
 times = st.floats(0.0, 30.0, allow_nan=False)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 @given(
     replicas=st.integers(1, 4),
     requests=st.lists(st.tuples(times, st.integers(3, 60)), min_size=1, max_size=8),

@@ -143,7 +143,9 @@ WAYS = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=pytest.mark.long) if way == "compiled" else way for way in WAYS]
+)  # compiled, and packed and computed twice: always
 def test_one_process(models, unsharded, family, way):
     step = alone(one_step, models[family], WAYS[way])
     expected, gradient = unsharded[family]
