@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+
+import pytest
 
 PROBE = """
 import ctypes
@@ -23,67 +26,70 @@ mallinfo.restype = MallInfo
 matrix = ops.create_onednn_mm(torch.randn(64, 64), 32)
 batches, plain = torch.randn(600, 64), ops.onednn_mm
 {prepare}
-assert all(torch.equal(ops.onednn_mm(matrix, batches[:n], None), plain(matrix, batches[:n], None)) for n in {compared})
+for n in (1, 15, 17, 33, 130, 255, 509):
+    assert torch.equal(ops.onednn_mm(matrix, batches[:n], None), plain(matrix, batches[:n], None))
 used = []
 for size in range(1, 601):
     assert ops.onednn_mm(matrix, batches[:size], None).shape == (size, 64)
     if size % 300 == 0:
         used.append(mallinfo().uordblks)
+torch.ops._C.init_cpu_memory_env([0])
 print("grew by", used[1] - used[0])
 """
 FLAT = 5 << 20
 
 
-def growth(prepare: str, compared: tuple[int, ...] = ()) -> int:
-    """Bytes that a process has more in use after batches of sizes 301 to 600. Those `compared` are multiplied in both
-    ways, and must be equal bit for bit."""
-    ended = subprocess.run(
-        [sys.executable, "-c", PROBE.format(prepare=prepare, compared=compared)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert "grew by" in ended.stdout, ended.stderr
-    return int(ended.stdout.rsplit("grew by", 1)[1])
+@dataclass(frozen=True)
+class Probed:
+    """What a process did."""
+
+    growth: int
+    """Bytes that it has more in use after products of batches of sizes 301 to 600. Some sizes are multiplied in both
+    ways, which must be equal bit for bit."""
+    bindings: int
+    """How often its memory was bound to the machine's first node."""
+
+    @classmethod
+    def after(cls, prepare: str) -> Probed:
+        ended = subprocess.run(
+            [sys.executable, "-c", PROBE.format(prepare=prepare)],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert "grew by" in ended.stdout, ended.stderr
+        return cls(int(ended.stdout.rsplit("grew by", 1)[1]), ended.stderr.count("NUMA binding"))
 
 
-def test_an_engine_makes_no_kernel_for_every_size_of_batch() -> None:
-    assert growth("prepare_start(on_cpu=True)", compared=(1, 15, 17, 33, 130, 255, 509)) < FLAT
+@pytest.fixture(scope="module")
+def engine() -> Probed:
+    return Probed.after("prepare_start(on_cpu=True)")
 
 
-def test_it_would_by_default() -> None:
+@pytest.fixture(scope="module")
+def plain() -> Probed:
+    return Probed.after("")
+
+
+def test_an_engine_makes_no_kernel_for_every_size_of_batch(engine: Probed) -> None:
+    assert engine.growth < FLAT
+
+
+def test_it_would_by_default(plain: Probed) -> None:
     """When it does not, `multiply_by_few_kernels` is not needed any more."""
-    assert growth("") > 10 * FLAT
+    assert plain.growth > 10 * FLAT
 
 
-BINDING = """
-from inference.engine_startup import prepare_start
-import torch
-import vllm._custom_ops
-{prepare}
-torch.ops._C.init_cpu_memory_env([0])
-print("done")
-"""
-
-
-def bindings(prepare: str) -> int:
-    """How often the memory of a process is bound to the machine's first node."""
-    probe = BINDING.format(prepare=prepare)
-    ended = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=120)
-    assert "done" in ended.stdout, ended.stderr
-    return ended.stderr.count("NUMA binding")
-
-
-def test_memory_is_not_moved_where_there_is_one_place_for_it() -> None:
+def test_memory_is_not_moved_where_there_is_one_place_for_it(engine: Probed) -> None:
     status = Path("/proc/self/status").read_text()
     (nodes,) = [line.split()[1] for line in status.splitlines() if line.startswith("Mems_allowed_list:")]
-    assert bindings("prepare_start(on_cpu=True)") == (0 if nodes.isdigit() else 1)
+    assert engine.bindings == (0 if nodes.isdigit() else 1)
 
 
-def test_it_would_be_moved_by_default() -> None:
+def test_it_would_be_moved_by_default(plain: Probed) -> None:
     """When it is not, `_stay_on_the_only_node` is not needed any more."""
-    assert bindings("") == 1
+    assert plain.bindings == 1
     vllm = find_spec("vllm")
     assert vllm
     assert vllm.origin
