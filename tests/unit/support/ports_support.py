@@ -17,6 +17,7 @@ from pathlib import Path
 
 from tinker_support import tinker_server
 
+from service import ports
 from trireme.process.collector import spare_collector
 
 START_S, DEADLINE_S = 120.0, 60.0
@@ -55,7 +56,8 @@ def _resident_mb(field: str) -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024 / MEGABYTE
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, head_s: float) -> None:
+    ports.HEAD_S = head_s
     resource.setrlimit(resource.RLIMIT_DATA, (MOST_DATA, MOST_DATA))
     with tempfile.TemporaryDirectory() as directory, tinker_server(Path(directory)) as served:
         pulse = Pulse()
@@ -91,10 +93,10 @@ class Watched:
 
 
 @contextmanager
-def watched_server() -> Iterator[Watched]:
-    """Runs a Tinker server in a child."""
+def watched_server(head_s: float = ports.HEAD_S) -> Iterator[Watched]:
+    """Runs a Tinker server in a child. `head_s`: how long the head of a request may take."""
     ours, theirs = mp.get_context("spawn").Pipe()
-    process = mp.get_context("spawn").Process(target=_serve, args=(theirs,), daemon=True)
+    process = mp.get_context("spawn").Process(target=_serve, args=(theirs, head_s), daemon=True)
     process.start()
     try:
         assert ours.poll(START_S), f"the server did not start within {START_S:g} s"

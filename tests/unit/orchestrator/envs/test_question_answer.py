@@ -168,7 +168,7 @@ HOSTILE = {
 @pytest.mark.parametrize("given", HOSTILE.values(), ids=HOSTILE.keys())
 def test_hostile_answers_end_within_their_limit(given: str) -> None:
     """Wrong, or over the limit, which ends it: never right, and never without an end."""
-    env = QuestionAnswerEnv("What?", "18", "math", limit_s=3.0)
+    env = QuestionAnswerEnv("What?", "18", "math", limit_s=1.0)
 
     async def grade() -> MessageStep | WorkerTimeout | Exception:
         try:
