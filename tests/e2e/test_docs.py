@@ -33,17 +33,18 @@ from served_tinker import Server
 from trireme.supervision.status import Status
 
 MODULES = {name: ["-m", f"trireme.cli.{name}"] for name in ("rl", "sft", "trireme", "inference")}
-MODULES |= {"python": [], "vllm": ["-c", "from vllm.entrypoints.cli.main import main; main()"]}
+MODULES |= {"python": []}
 FENCES = [fence for fence in ALL if fence.language == "bash" and not fence.mark and "alias recipe=" not in fence.text]
 COMMANDS = [words for fence in FENCES for command in fence.commands for words in words_of(command)]
 PORT = "8000"
 """The port in the pages."""
 PORT_FLAGS = {"inference": "--service.port", "trireme serve": "--service.port", "trireme watch": "--port"}
-PORT_FLAGS |= {"python": "--port", "vllm": "--port"}
+PORT_FLAGS |= {"python": "--port"}
+VLLM = "vllm.entrypoints.openai.api_server"
 ELSEWHERE = ("pip", "uv", "pytest", "bash", "ray", "curl", "trireme distill", "trireme scale")
 """What is installed, tests, what a cluster takes (test_job.py), distillation (test_distill_command.py), and what
 this file tries on a running service."""
-SCRIPTS = ("scripts/", "examples/rl_loop.py", "examples/sl_loop.py", "-")
+SCRIPTS = ("scripts/", "examples/rl_loop.py", "examples/sl_loop.py")
 """What test_gpu_check.py, test_examples.py and others run."""
 
 
@@ -52,11 +53,11 @@ def kind_of(words: list[str]) -> str:
     program, tool = words[0], " ".join(words[:2])
     if program in ELSEWHERE or tool in ELSEWHERE or "answers.jsonl" in words:
         return "elsewhere"
-    if program == "python" and words[1] != "-c" and words[1].startswith(SCRIPTS):
+    if program == "python" and (words[1] == "-" or words[1].startswith(SCRIPTS)):
         return "elsewhere"
     if "--help" in words or "--dry-run" in words or program in ("rl", "sft") or tool == "trireme sweep":
         return "plan"
-    if program in ("inference", "vllm") or tool == "trireme serve" or "--web" in words:
+    if program == "inference" or VLLM in words or tool == "trireme serve" or "--web" in words:
         return "server"
     if program == "python" and words[1].startswith("examples/envs/"):
         return "server"
@@ -134,12 +135,12 @@ def test_a_model_of_adapters_is_exported_and_opened(place: Path) -> None:
         (place / "adapters" / name).symlink_to(ROOT / name)
     for words in KINDS["adapter"]:
         run(place / "adapters", *of_a_short_run(words))
-    (served,) = [words for words in KINDS["server"] if words[0] == "vllm"]
+    (served,) = [words for words in KINDS["server"] if VLLM in words]
     serve_until_it_listens(served, place / "adapters")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("words", [words for words in KINDS["server"] if words[0] != "vllm"], ids=" ".join)
+@pytest.mark.parametrize("words", [words for words in KINDS["server"] if VLLM not in words], ids=" ".join)
 def test_a_command_that_serves(words: list[str], place: Path) -> None:
     serve_until_it_listens(words, place)
 
@@ -162,7 +163,7 @@ def serve_until_it_listens(words: list[str], directory: Path) -> None:
         )
     deadline = time.monotonic() + DEADLINE_S
     try:
-        while not listens(port):
+        while not (listens(port) and (program != "trireme serve" or "TINKER_BASE_URL" in log.read_text())):
             assert served.poll() is None, log.read_text()[-3000:]
             assert time.monotonic() < deadline, f"waited {DEADLINE_S} s for `{shlex.join(given)}` at its port"
             time.sleep(0.2)

@@ -99,7 +99,7 @@ def try_command(words: Sequence[str]) -> None:
         try_request(rest)
     elif program == "ssh":
         try_commands(Fence("", "bash", rest[-1].removeprefix("cd trireme && "), ""))
-    elif words[:2] in (["ray", "job"], ["vllm", "serve"]):
+    elif words[:2] == ["ray", "job"]:
         if "--" in rest:
             try_command(words_of(shlex.join(rest[rest.index("--") + 1 :]))[0])
     elif words[:3] == ["uv", "pip", "install"]:
