@@ -18,6 +18,7 @@ from trireme.core.errors import RoomFailed, TriremeError
 from trireme.core.types import WeightIdentity
 from trireme.process import waits
 from trireme.process.ray_cluster import on_node
+from trireme.supervision.roster import PartHealth, Roster
 
 if TYPE_CHECKING:
     from service.actor import ReplicaSampler
@@ -29,6 +30,7 @@ ANSWER_S = 20.0
 still, so this is less than the time after which a silent replica is given up."""
 STOP_S = 10.0
 WHO = "the service"
+PART = "service_0"
 log = logging.getLogger(__name__)
 
 
@@ -43,10 +45,12 @@ class ServiceHandle:
         log_file: Path | None,
         say: Callable[[str], None],
         starts: list[AttemptStart],
+        roster: Roster,
     ) -> None:
-        """`make` makes its actor, with `starts`. `say` is told where it listens, and when it was lost."""
+        """`make` makes its actor, with `starts`. `say` is told where it listens, and when it was lost; `roster` has its
+        health."""
         self._config, self._make, self._log, self._say = config, make, log_file, say
-        self._starts = starts
+        self._starts, self._roster = starts, roster
         self._lock = threading.Lock()
         self._clients: dict[int, Any] = {}
         self._ending = threading.Event()
@@ -67,6 +71,7 @@ class ServiceHandle:
         sessions: Path,
         log_dir: Path | None,
         say: Callable[[str], None],
+        roster: Roster,
         starts: Sequence[AttemptStart] = (),
     ) -> ServiceHandle:
         """Starts the service on the driver's node, without waiting for it. `adopt`, `sessions`, `starts`: see
@@ -80,7 +85,7 @@ class ServiceHandle:
             actor = ray.remote(ServiceActor).options(**options)
             return actor.remote(config, sampler_factory, models, keys, adopt, sessions, log_dir, known)
 
-        return cls(config, make, log_dir and log_dir / "service_0.log", say, known)
+        return cls(config, make, log_dir and log_dir / f"{PART}.log", say, known, roster)
 
     def attempt_begins(self, attempt: int, version: int) -> None:
         """Says that the run begins an attempt with a version: sessions with weights that it gives up are closed."""
@@ -131,6 +136,7 @@ class ServiceHandle:
                 if self._ending.is_set():
                     return
                 lost += 1
+                self._roster.set(PART, PartHealth.DEAD, str(failure))
                 if lost > self._config.cluster.max_restarts:
                     self.failure = failure
                     self._say(f"{WHO} is given up: {failure}")
@@ -146,13 +152,17 @@ class ServiceHandle:
         """Starts the actor, tells it of the replicas if there was one before it, and looks after it. Raises RoomFailed
         when it is lost."""
         limit_s = self._config.timeouts.start_s
+        self._roster.set(PART, PartHealth.STARTING, pids=(), successor=again)
         url = waits.get(self._actor.start.remote(), who=WHO, timeout_s=limit_s, log=self._log)
         with self._lock:
             for index, client in self._clients.items() if again else ():
                 self._actor.join.remote(index, client, [])
         self._say(f"{WHO} answers at {url}")
-        while not self._ending.wait(LOOK_S):
-            waits.get(self._actor.heartbeat.remote(), who=WHO, timeout_s=ANSWER_S, log=self._log)
+        while True:
+            beat = waits.get(self._actor.heartbeat.remote(), who=WHO, timeout_s=ANSWER_S, log=self._log)
+            self._roster.set(PART, PartHealth.HEALTHY, pids=beat.pids, node=beat.node)
+            if self._ending.wait(LOOK_S):
+                return
 
     def check(self) -> None:
         """Raises the error with which it was given up, if it was."""

@@ -30,6 +30,7 @@ from trireme.plan.base import Plan
 from trireme.process.ray_cluster import PlacePool
 from trireme.run.metrics import Journal, step_line
 from trireme.run.rundir import RunDir
+from trireme.supervision.roster import Roster
 from trireme.supervision.status import ScaleRequests
 from trireme.supervision.supervisor import ElasticReplicas
 from trireme.train.guards import Guard
@@ -61,7 +62,7 @@ class RlRun(TrainingRun):
             check_port(self.config)
             self._keys = keys_of(self.config, run.root, self._say)
 
-    def start_lasting(self, run: RunDir, ending: ExitStack) -> ElasticReplicas:
+    def start_lasting(self, run: RunDir, roster: Roster, ending: ExitStack) -> ElasticReplicas:
         """Starts the replicas, which take longest."""
         config, places = self.plan.resolved(self.config), PlacePool(self.plan.added_replica_options, ending)
         self.inference = InferenceHandle.start(config, self.places["inference"], run.logs)
@@ -79,6 +80,7 @@ class RlRun(TrainingRun):
                 run.root,
                 run.logs,
                 self._say,
+                roster,
                 attempts_before(run.root, run.start.step),
             )
             ending.callback(self._service.stop)

@@ -80,8 +80,9 @@ class TrainingRun(ABC):
     def enter(self, run: RunDir) -> None:  # noqa: B027  most commands need nothing here
         """Prepares the run before Ray starts, and takes over from `run` what the configuration depends on."""
 
-    def start_lasting(self, run: RunDir, ending: ExitStack) -> ElasticReplicas | None:
-        """Starts the actors that outlive attempts, if there are any. `ending` gets their stops."""
+    def start_lasting(self, run: RunDir, roster: Roster, ending: ExitStack) -> ElasticReplicas | None:
+        """Starts the actors that outlive attempts, if there are any. `roster` gets the health of those that the
+        supervisor does not watch, `ending` their stops."""
         return None
 
     @abstractmethod
@@ -197,7 +198,7 @@ def supervised(
     with ExitStack() as ending:
         places = reserve_places(training.plan, StartProgress(console), console, ending)
         training.places = places.rooms
-        elastic = training.start_lasting(run, ending)
+        elastic = training.start_lasting(run, roster, ending)
         config = training.plan.resolved(training.config)
         with Supervisor(config, roster, training.core, elastic) as supervisor:
             yield supervisor, places.text

@@ -81,13 +81,14 @@ def start_service(
     root: Path,
     log_dir: Path,
     say: Callable[[str], None],
+    roster: Roster,
     starts: Sequence[AttemptStart] = (),
 ) -> ServiceHandle:
     """Starts the service, without waiting for it. `root` has the journal of sessions, `starts` the attempts of the run
     so far. Raises BadInput if no limit of the model's sequences is known."""
     models = served_models(config, facts, names)
     factory, sessions = inference.chat_router_factory(), (root / SESSIONS).absolute()
-    return ServiceHandle.start(config, factory, models, keys, adopt, sessions, log_dir, say, starts)
+    return ServiceHandle.start(config, factory, models, keys, adopt, sessions, log_dir, say, roster, starts)
 
 
 def sessions_factory(config: Config, facts: ModelFacts | None) -> Callable[[], AgentSessions] | None:
@@ -156,7 +157,7 @@ def serve(
         reserved = reserve_places(plan, progress, console, ending).rooms
         inference = InferenceHandle.start(config, reserved["inference"], directory)
         ending.callback(inference.stop)
-        service = start_service(config, facts, inference, names, keys, identity, directory, directory, say)
+        service = start_service(config, facts, inference, names, keys, identity, directory, directory, say, roster)
         ending.callback(service.stop)
         places = PlacePool(plan.added_replica_options, ending)
         elastic = ElasticReplicas(config, inference, ScaleRequests(directory), places, plan.check_replicas)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import pytest
 from service import handle
 from service.handle import ServiceHandle
 from trireme.core.errors import RoomFailed
+from trireme.core.sampler import Heartbeat
+from trireme.supervision.roster import Roster
 
 
 class Actor:
@@ -29,7 +32,7 @@ class Actor:
 def test_replicas_that_were_removed_between_attempts_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ServiceHandle, "_keep", lambda _self: None)
     actor, config = Actor(), Any
-    own = ServiceHandle(config, lambda: actor, None, print, [])  # type: ignore[arg-type]
+    own = ServiceHandle(config, lambda: actor, None, print, [], Roster(lambda: 0.0))  # type: ignore[arg-type]
     own.join(0, "a", reserved=False)
     own.join(1, "b", reserved=False)
     own.keep([0, 2])
@@ -47,7 +50,7 @@ def test_a_service_that_is_lost_as_the_run_ends_has_no_successor(monkeypatch: py
     with monkeypatch.context() as first:
         first.setattr(ServiceHandle, "_keep", lambda _self: None)
         config: Any = type("Config", (), {"cluster": type("Cluster", (), {"max_restarts": 3})})
-        own = ServiceHandle(config, make, None, print, [])
+        own = ServiceHandle(config, make, None, print, [], Roster(lambda: 0.0))
 
     def lost(_self: ServiceHandle, again: bool) -> None:
         raise RoomFailed("it died")
@@ -57,12 +60,44 @@ def test_a_service_that_is_lost_as_the_run_ends_has_no_successor(monkeypatch: py
     assert len(made) == 1
 
 
+def test_a_service_is_a_part_of_the_run_whose_health_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found at first, then lost once more often than it may be."""
+    ended = RoomFailed("the server has ended")
+    outcomes: Iterator[Any] = iter(["its url", Heartbeat((7,), "here"), ended, "its url", ended])
+    seen: list[tuple[str, tuple[int, ...], int]] = []
+    roster = Roster(lambda: 0.0)
+
+    def note(_roster: Roster, _incident: object) -> None:
+        (part,) = roster.parts
+        seen.append((part.health, part.pids, part.restarts))
+
+    def get(_ref: None, **_given: Any) -> Any:
+        outcome = next(outcomes)
+        if isinstance(outcome, RoomFailed):
+            raise outcome
+        return outcome
+
+    roster.listen(note)
+
+    monkeypatch.setattr(handle, "LOOK_S", 0.0)
+    monkeypatch.setattr(handle.waits, "get", get)
+    monkeypatch.setattr(handle.ray, "kill", lambda _actor: None)
+    timeouts = type("Timeouts", (), {"start_s": 1.0})
+    config: Any = type("Config", (), {"cluster": type("Cluster", (), {"max_restarts": 1}), "timeouts": timeouts})
+    own = ServiceHandle(config, Actor, None, print, [], roster)  # type: ignore[arg-type]
+    own._thread.join(10)
+    assert [health for health, _, _ in seen] == ["starting", "healthy", "dead", "starting", "dead"]
+    assert seen[1][1:] == ((7,), 0)
+    assert seen[-1][2] == 1
+    assert roster.parts[0].why == "the server has ended"
+
+
 def test_a_service_is_told_of_all_attempts_also_one_that_takes_the_place_of_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(ServiceHandle, "_keep", lambda _self: None)
     actor, starts, config = Actor(), [(1, 0)], Any
-    own = ServiceHandle(config, lambda: actor, None, print, starts)  # type: ignore[arg-type]
+    own = ServiceHandle(config, lambda: actor, None, print, starts, Roster(lambda: 0.0))  # type: ignore[arg-type]
     own.attempt_begins(2, 10)
     assert actor.told == [("attempt_begins", 2, 10)]
     assert starts == [(1, 0), (2, 10)], "with which another one is made"
