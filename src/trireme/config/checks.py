@@ -39,7 +39,7 @@ def check(config: CommonConfig, facts: ModelFacts | None) -> list[str]:
         own += [*_ranks(config, facts), *_service(config), *_fewest_replicas(config)]
         warnings = [*_distribution_warnings(config), *_staleness_warnings(config), *_timeout_warnings(config)]
         warnings += [*_size_warnings(config)]
-        warnings += hidden_modules(place for env in (*config.env, *config.eval_envs) for place in env.path)
+        warnings += hidden_modules([place for env in (*config.env, *config.eval_envs) for place in env.path])
     key = "model.tokenizer" if config.model.tokenizer else "model.name"
     common = [*_within_model("model.max_seq_len", config.model.max_seq_len, facts), *trainer_refusals(config, facts)]
     common += without_tokenizer(key, config.tokenizer_name)

@@ -39,18 +39,18 @@ def search(directories: Iterable[str]) -> None:
     sys.path[:0] = [directory for directory in directories if directory not in sys.path]
 
 
-def hidden_modules(directories: Iterable[str]) -> list[str]:
+def hidden_modules(directories: Sequence[str]) -> list[str]:
     """Says which modules in `directories` are hidden by the project's packages, and what to do."""
-    places = sorted({Path(directory).resolve() for directory in directories} - {ROOT})
-    files = [
-        (name, file)
-        for place in places
-        for name in OWN
-        for file in (place / f"{name}.py", place / name / "__init__.py")
-        if file.is_file()
-    ]
     return [
         f"{file} is hidden, as `import {name}` finds Trireme's package: to import yours, give it another name, or put "
         "it into a package of your own"
-        for name, file in files
+        for name in OWN
+        for file in modules_of(name, directories)
     ]
+
+
+def modules_of(name: str, directories: Iterable[str]) -> list[Path]:
+    """Returns a user's modules and packages of a name in `directories`."""
+    places = sorted({Path(directory).resolve() for directory in directories} - {ROOT})
+    files = [file for place in places for file in (place / f"{name}.py", place / name / "__init__.py")]
+    return [file for file in files if file.is_file()]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from trireme.core.errors import EXIT_BAD_INPUT
 from trireme.core.own_packages import OWN, ROOT, hidden_modules, search
 
 REPOSITORY = ROOT.parent
@@ -43,6 +44,18 @@ def test_a_command_finds_its_own(theirs: Path, by: str) -> None:
     assert ended.returncode == 0, ended.stderr
     assert f"{theirs}/trainer.py is hidden" in ended.stderr
     assert "another name" in ended.stderr
+
+
+@pytest.mark.parametrize("name", ["trireme.py", "trireme/__init__.py"])
+def test_a_module_that_would_hide_all_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    """Processes that are started by `python -m` in this directory would find it."""
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).touch()
+    start = "import sys; from trireme.cli.start import rl; sys.argv[1:] = ['--dry-run']; sys.exit(rl())"
+    ended = subprocess.run([sys.executable, "-P", "-c", start], cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == EXIT_BAD_INPUT
+    assert f"given: {tmp_path / name}" in ended.stderr
+    assert "give it another name" in ended.stderr
 
 
 def test_a_worker_finds_its_own(theirs: Path) -> None:
