@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from page_fences import ALL
 
 from trainer.losses import monitors, resolve_loss, surrogate
 from trireme.config.losses import LOSSES
@@ -281,6 +282,16 @@ def test_custom_equals_built_in(name, config):
     torch.testing.assert_close(q.grad, p.grad)
     assert metrics == {"datums:sum": 3.0, "loss:sum": pytest.approx(value.item())}
     assert set(weighted.columns) == {"target_tokens", "weights"}
+
+
+def test_the_loss_of_the_page_is_the_policy_gradient():
+    (fence,) = [fence for fence in ALL if "def reinforce(" in fence.text]
+    made = {}
+    exec(fence.text, made)
+    data = batch()
+    weighted, metrics = surrogate(data, np.full(sum(CUSTOM_LENGTHS), -1.0, np.float32), made["reinforce"])
+    np.testing.assert_allclose(weighted.columns["weights"], data.columns["advantages"])
+    assert metrics == {"datums:sum": 3.0, "loss:sum": pytest.approx(data.columns["advantages"].sum(), rel=1e-5)}
 
 
 def test_a_gradient_that_is_not_finite_names_its_datum():
