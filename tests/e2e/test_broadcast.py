@@ -1,7 +1,8 @@
 """Runs whose weights travel by broadcasts: real Ray, gloo between two shards and two vLLM engines.
 
 That each run learns, publishes the same weights as with the object store, and loses no more than a lost replica. What a
-sender and receivers do when one of them is lost: unit/transports/test_broadcast.py.
+sender and receivers do when one of them is lost: unit/transports/test_broadcast.py; what shards keep for commits:
+unit/transports/test_kept.py.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ def test_two_shards_send_every_version_to_two_replicas(tmp_path: Path) -> None:
     ended.assert_nothing_left()
 
 
+@pytest.mark.long  # after another transport, with commits that are waited for: test_resume.py
 def test_a_run_is_the_same_bit_for_bit_as_with_the_object_store(tmp_path: Path, deterministic: Ended) -> None:
     """With commits that are written beside training from what the shards keep."""
     ended = run_rl(tmp_path, *DETERMINISTIC, *BROADCAST)
