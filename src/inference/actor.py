@@ -123,7 +123,6 @@ class ReplicaActor(UpdatingEngine):
         assert self.engine.logger_manager is not None
         (self.engine_stats,) = cast("list[EngineStats]", self.engine.logger_manager.stat_loggers)
         self.engine_stats.places = self.engine.vllm_config.scheduler_config.max_num_seqs
-        self.engine_stats.kv_tokens = self.engine.vllm_config.cache_config.kv_cache_size_tokens
         self.end_ids = end_of_sequence_ids(self.engine)
         self.vocab_size = self.engine.model_config.get_vocab_size()
         if self.config.trainer.lora.on:

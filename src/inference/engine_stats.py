@@ -26,8 +26,6 @@ class EngineStats(PrometheusStatLogger):
         self.running = 0
         self.places: int | None = None
         """Sequences that the engine decodes at the same time."""
-        self.kv_tokens: int | None = None
-        """Tokens whose KV its cache holds."""
         self.kv_used = 0.0
         self.preemptions = 0
         self._excused = 0
@@ -71,7 +69,7 @@ class EngineStats(PrometheusStatLogger):
         """`unfinished`: number of sequences that the engine was given and has not answered."""
         running = min(self.running, unfinished)
         waiting = unfinished - running
-        return ReplicaStats(running, waiting, self.kv_used, self.preemptions, self.places, self.kv_tokens)
+        return ReplicaStats(running, waiting, self.kv_used, self.preemptions, self.places)
 
     def log_engine_initialized(self) -> None:
         pass

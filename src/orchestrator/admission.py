@@ -1,9 +1,9 @@
 """Limits how many rollouts are in flight. No Ray, no clock.
 
     dispatch loop --a group--+
-                             +--enter--> Gate --Permit--> rollouts in flight --each that ends gives its place back,
-    evaluation ----a group---+             ^                                   one that waits for a tool lends it
-                                           | limit, and KV that is free, when max_concurrent = "auto"
+                             +--enter--> Gate --Permit--> rollouts in flight --each that ends gives its place back
+    evaluation ----a group---+             ^
+                                           | limit, when max_concurrent = "auto"
     replicas --load, each second--> Backpressure
 
 The ledger's slots bound how far sampling runs ahead of training; the gate bounds the replicas' load at any moment.
@@ -19,11 +19,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from orchestrator.tool_waits import Place, ToolWaits
 from trireme.config import Config
 from trireme.core.sampler import ReplicaStats
 
@@ -38,18 +37,12 @@ BACK_OFF = 0.8
 
 
 class Gate:
-    """Lets in as many rollouts as `limit` allows; None: all of them.
-
-    Those that wait for a tool do not count, as far as the KV of those that come in their place fits beside theirs
-    (`lend`). They come back without asking, so that the limit may be exceeded for a while.
-    """
+    """Lets in as many rollouts as `limit` allows; None: all of them."""
 
     def __init__(self, limit: int | None) -> None:
         self.limit = limit
-        self.waits = ToolWaits()
-        self.most_busy = 0
-        """The most rollouts in flight whose places were not lent, since this was set to 0."""
-        self._free_kv: float | None = None
+        self.peak = 0
+        """The most rollouts in flight since this was set to 0."""
         self._in_flight: dict[Kind, int] = dict.fromkeys(KINDS, 0)
         self._waiting: dict[Kind, deque[tuple[int, asyncio.Future[None]]]] = {kind: deque() for kind in KINDS}
 
@@ -58,26 +51,14 @@ class Gate:
         self.limit = limit
         self._admit()
 
-    def lend(self, free_kv: float | None) -> None:
-        """Lends the places of rollouts that wait for a tool: to as many as `free_kv` tokens of KV have room for, until
-        the next call. None: to none."""
-        self._free_kv = free_kv
-        self._admit()
-
     @property
     def in_flight(self) -> int:
         return sum(self._in_flight.values())
 
     @property
-    def busy(self) -> int:
-        """Rollouts in flight whose places are not lent."""
-        return self.in_flight - (0 if self._free_kv is None else self.waits.count)
-
-    @property
     def is_full(self) -> bool:
-        """True while a request waits because of the limit, not of KV."""
-        first = self._first()
-        return first is not None and self.limit is not None and self.busy + self._waiting[first][0][0] > self.limit
+        """True while a request waits because of the limit."""
+        return self._first() is not None
 
     async def enter(self, kind: Kind, rollouts: int) -> Permit:
         """Waits until `rollouts` fit and returns a permit for them. A request above the limit gets in alone."""
@@ -105,19 +86,11 @@ class Gate:
                 return
             self._waiting[kind].popleft()
             self._in_flight[kind] += rollouts
-            self.most_busy = max(self.most_busy, self.busy)
+            self.peak = max(self.peak, self.in_flight)
             turn.set_result(None)
 
     def _fits(self, rollouts: int) -> bool:
-        if self.limit is None or not self.in_flight or self.in_flight + rollouts <= self.limit:
-            return True
-        if self._free_kv is None:
-            return False
-        needed = rollouts * self.waits.expected_length()
-        if self.busy + rollouts > self.limit or needed > self._free_kv:
-            return False
-        self._free_kv -= needed
-        return True
+        return self.limit is None or not self.in_flight or self.in_flight + rollouts <= self.limit
 
     def _first(self) -> Kind | None:
         """Returns the kind whose turn it is: of those that wait the one with less in flight."""
@@ -140,10 +113,6 @@ class Permit:
         """Gives back all but `rollouts` places."""
         self._give_back(self.left - rollouts)
 
-    def place(self) -> Place:
-        """Returns what a rollout says when it waits for its environment."""
-        return Place(self.gate.waits)
-
     def leave_one(self, *_task: object) -> None:
         self._give_back(min(self.left, 1))
 
@@ -162,7 +131,6 @@ class Backpressure:
     it, first by LEAST_PLACES and then by the most that the replicas report. It falls when a replica has preempted a
     sequence (given up its KV for lack of space), but not again before as many rollouts have ended. It grows by a group
     per replica while it holds back a request, some replica has an empty queue and none is near its KV capacity.
-    The KV of rollouts that wait for a tool counts as used.
     """
 
     def __init__(self, config: Config) -> None:
@@ -175,8 +143,7 @@ class Backpressure:
         # In deterministic mode there is no limit: the load that replicas report, and when, differs between runs.
         self.gate = Gate(None if config.deterministic else limit)
         self._preempted: dict[int, int] = {}
-        self._kv_now = self._kv_used = self._kv_waiting = 0.0
-        self._waiting = 0
+        self._kv_now = self._kv_used = 0.0
         self._preemptions = 0
 
     def look(self, loads: Mapping[int, ReplicaStats]) -> None:
@@ -186,54 +153,34 @@ class Backpressure:
         kv_used = max(load.kv_used for load in loads.values())
         self._kv_now, self._kv_used = kv_used, max(self._kv_used, kv_used)
         self._preemptions += preemptions
-        free_kv = self._look_at_waits(loads.values())
         if self._auto:
-            self.gate.lend(free_kv)
-            self._take_places(loads.values())
+            self._take_places(sum(load.places or 0 for load in loads.values()))
             idle = any(load.waiting == 0 for load in loads.values())
-            has_kv = kv_used < KV_HIGH and (free_kv is None or free_kv > 0)
-            self._adapt(len(loads) * self._group_size, preemptions > 0, idle and has_kv)
+            self._adapt(len(loads) * self._group_size, preemptions > 0, idle and kv_used < KV_HIGH)
 
-    def _look_at_waits(self, loads: Collection[ReplicaStats]) -> float | None:
-        """Returns the tokens of KV that are free below KV_HIGH, beside those of rollouts that sample and of those that
-        wait; None where replicas do not say how many there are."""
-        waits = self.gate.waits
-        waits.tick()
-        tokens = waits.tokens()
-        capacity = sum(load.kv_tokens or 0 for load in loads)
-        self._waiting = max(self._waiting, waits.count)
-        self._kv_waiting = max(self._kv_waiting, tokens / capacity if capacity else 0.0)
-        if not all(load.kv_tokens for load in loads):
-            return None
-        return KV_HIGH * capacity - sum(load.kv_used * (load.kv_tokens or 0) for load in loads) - tokens
-
-    def _take_places(self, loads: Collection[ReplicaStats]) -> None:
+    def _take_places(self, places: int) -> None:
         """Raises the limit to what the replicas say that they decode in parallel, whenever that is more than ever: vLLM
         may decide it by their GPUs, and replicas join later than others."""
-        places = sum(load.places or 0 for load in loads)
         if self._config.inference.max_num_seqs is None and places > self._places:
             self._places = places
             assert self.gate.limit is not None
             self.gate.set_limit(max(self.gate.limit, self._config.enough_rollouts(places)))
 
     def _adapt(self, a_group_each: int, too_many: bool, too_few: bool) -> None:
-        limit, busy = self.gate.limit, self.gate.busy
+        limit = self.gate.limit
         assert limit is not None
-        most, self.gate.most_busy = self.gate.most_busy, busy
-        if too_many and busy <= limit:
-            limit = min(limit, int(BACK_OFF * most))
+        peak = self.gate.peak
+        self.gate.peak = self.gate.in_flight
+        if too_many and self.gate.in_flight <= limit:
+            limit = min(limit, int(BACK_OFF * peak))
         elif not too_many and too_few and self.gate.is_full:
             limit += a_group_each
         self.gate.set_limit(max(limit, a_group_each))
 
     def take(self) -> dict[str, float]:
-        """Returns metrics of a row: the limit now; since the last call the largest share of a KV cache in use, the most
-        rollouts that waited for tools, the largest share of all KV that these had, and the preemptions."""
-        row = {
-            "perf/kv_used": self._kv_used,
-            "perf/kv_waiting": self._kv_waiting,
-            "perf/rollouts_waiting": float(self._waiting),
-            "perf/preemptions": float(self._preemptions),
-        }
-        self._kv_used, self._kv_waiting, self._waiting, self._preemptions = self._kv_now, 0.0, 0, 0
+        """Returns metrics of a row: the limit now; since the last call the largest share of a KV cache in use, and the
+        preemptions."""
+        row = {"perf/kv_used": self._kv_used, "perf/preemptions": float(self._preemptions)}
+        self._kv_used = self._kv_now
+        self._preemptions = 0
         return row | ({} if self.gate.limit is None else {"perf/max_concurrent": float(self.gate.limit)})

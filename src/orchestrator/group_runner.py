@@ -30,7 +30,6 @@ from orchestrator.rollout import (
     check_report,
     run_rollout,
 )
-from orchestrator.tool_waits import Place
 from orchestrator.unfinished import GroupProgress, RolloutProgress
 from orchestrator.waste import GroupTokens, RolloutTokens
 from trireme.config import Config
@@ -179,13 +178,11 @@ class GroupRunner:
             if closing:  # a rollout has one environment at a time
                 await asyncio.wait([closing])
             key = RolloutKey(self.env.label, group.problem, sample, retry, group.problem)
-            place = permit.place()
             deadline = asyncio.timeout_at(due)
             try:
-                play = self._play(group, envs, key, deadline, place, tokens, progress.begin(sample, retry))
+                play = self._play(group, envs, key, deadline, tokens, progress.begin(sample, retry))
                 outcome = await self._attempt(play, deadline, key)
             finally:
-                place.close()
                 closing = envs.close(sample)
             progress.end(sample, outcome)
             due = deadline.when()  # later than before, where requests have waited for their turn
@@ -205,14 +202,13 @@ class GroupRunner:
         envs: GroupEnvs,
         key: RolloutKey,
         deadline: asyncio.Timeout,
-        place: Place,
         tokens: RolloutTokens,
         progress: RolloutProgress,
     ) -> Trajectory:
         with trace.overlapping("make_env", "environment", problem=group.problem):
             env = await envs.make(key.sample)
 
-        sample = _Turns(self, group.index, envs, key, deadline, place, tokens).sample
+        sample = _Turns(self, group.index, envs, key, deadline, tokens).sample
         if isinstance(env, AgentEnv):
             return await play_session(env, sample, key, self.limits, self.sampling, self._seed)
         return await run_rollout(env, sample, key, self.limits, self.sampling, self._seed, progress)
@@ -311,7 +307,6 @@ class _Turns:
     key: RolloutKey
     deadline: asyncio.Timeout
     """Of all tries of the rollout."""
-    place: Place
     tokens: RolloutTokens
 
     async def sample(self, request: SampleRequest) -> SampledSequence:
@@ -320,7 +315,6 @@ class _Turns:
         self.envs.check()
         runner, limit_s = self.runner, self.runner.config.inference.answer_s
         await runner.pace.before_sample(self.index, self.key.sample, self.deadline)
-        self.place.sample()
         self.tokens.request()
         try:
             with TaskOwner(None):
@@ -334,5 +328,4 @@ class _Turns:
                 "(inference.sampling.max_tokens), or raise the limit"
             ) from None
         self.tokens.respond(len(sampled.tokens))
-        self.place.wait(len(request.prompt) + len(sampled.tokens))
         return sampled

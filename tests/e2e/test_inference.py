@@ -274,13 +274,11 @@ async def test_a_replica_says_what_it_has_to_do(pair: dict[str, Room]) -> None:
     load = await load_of()
     assert 0 < load.running <= 70 < CPU_SEQUENCES == load.places
     assert load.kv_used > 0
-    assert load.kv_tokens
-    assert load.kv_tokens > 70
     await asyncio.gather(*running)
     while (await load_of()).running:
         pass
     load = await load_of()
-    assert replace(load, kv_tokens=None, weights=None) == ReplicaStats(0, 0, 0.0, 0, CPU_SEQUENCES)
+    assert replace(load, weights=None) == ReplicaStats(0, 0, 0.0, 0, CPU_SEQUENCES)
 
 
 async def test_a_replica_answers_whoever_asks_however_many_requests_it_has(pair: dict[str, Room]) -> None:

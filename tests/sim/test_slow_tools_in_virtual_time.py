@@ -1,4 +1,4 @@
-"""Tools that take seconds to minutes: all wait together, others decode meanwhile, and their KV has room beside that."""
+"""Tools that take seconds to minutes: all wait together, and others decode meanwhile."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class OneReplica(FakeSampler):
     async def stats(self) -> dict[int, ReplicaStats]:
         used = self._running * PROMPT / self._kv_tokens
         queue = max(self._running - PLACES, 0)
-        return {0: ReplicaStats(self._running, queue, used, 0, PLACES, self._kv_tokens)}
+        return {0: ReplicaStats(self._running, queue, used, 0, PLACES)}
 
 
 def slow_config(batch_size: int, max_steps: int, **options: object) -> Config:
@@ -108,12 +108,14 @@ def test_thousands_of_tools_run_at_the_same_time() -> None:
     assert took_s < LONGEST_S + 10 * ANSWER_S
 
 
-def test_others_decode_while_tools_run_as_far_as_the_cache_has_room() -> None:
-    large, small = (played(slow_config(16, 4), Tools(turns=3, problems=64), kv) for kv in (100_000, 800))
-    (most_at_once, fast_s), (fewer_at_once, slow_s) = large, small
-    assert most_at_once == 64, "all that the ledger dispatches"
-    assert LIMIT < fewer_at_once <= 800 / PROMPT, "with their KV beside that of those that decode"
-    assert fast_s < slow_s
+def test_others_decode_while_tools_run() -> None:
+    """The limit grows, as the replica has nothing to do: the run takes little longer than one without a limit."""
+    times = []
+    for options in ({}, {"max_concurrent": 5000}):
+        most, took_s = played(slow_config(16, 4, **options), Tools(turns=3, problems=64), 100_000)
+        assert most == 64, "all that the ledger dispatches"
+        times.append(took_s)
+    assert times[0] < 1.1 * times[1]
 
 
 @pytest.mark.parametrize("kv_tokens", [100_000, 800])

@@ -26,8 +26,6 @@ class ReplicaStats:
     """How often it dropped a sequence's KV for lack of space since it started."""
     places: int | None = None
     """Sequences that it can decode at the same time; None: it does not say."""
-    kv_tokens: int | None = None
-    """Tokens whose keys and values its cache holds; None: it does not say."""
     weights: WeightIdentity | None = None
     """Its weights; None: it has none yet, or does not say."""
 

@@ -12,7 +12,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from orchestrator_fakes import small_config
 
 from orchestrator.admission import BACK_OFF, KINDS, KV_HIGH, LEAST_PLACES, Backpressure, Gate, Kind, Permit
-from orchestrator.tool_waits import Place, ToolWaits
 from trireme.config import Config
 from trireme.config.inference import CPU_SEQUENCES
 from trireme.core.sampler import ReplicaStats
@@ -265,93 +264,9 @@ async def test_only_new_preemptions_count_and_not_again_before_what_was_too_much
             pressure.look({0: load(waiting=1, preemptions=preemptions)})
             limits.append(pressure.gate.limit)
         assert limits == [256, 256, 256, 204, 204]
-        row = {"perf/kv_used": 0.1, "perf/kv_waiting": 0.0, "perf/rollouts_waiting": 0.0}
+        row = {"perf/kv_used": 0.1}
         assert pressure.take() == row | {"perf/preemptions": 7.0, "perf/max_concurrent": 204.0}
         assert pressure.take() == row | {"perf/preemptions": 0.0, "perf/max_concurrent": 204.0}
-
-
-class WaitingForTools:
-    """A run whose gate is full of rollouts of 100 tokens, all of which wait for a tool, and a group of 2 that wants in
-    for each of `groups`."""
-
-    def __init__(self, groups: int, **options: object) -> None:
-        self.pressure = Backpressure(small_config(**options))
-        self.gate, self.groups = self.pressure.gate, groups
-
-    async def __aenter__(self) -> WaitingForTools:
-        assert self.gate.limit
-        permit = await self.gate.enter("train", self.gate.limit)
-        self.places = [permit.place() for _ in range(self.gate.limit)]
-        for place in self.places:
-            place.wait(100)
-        self.tasks = [entered(self.gate, "train", 2) for _ in range(self.groups)]
-        await turns()
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        for task in self.tasks:
-            task.cancel()
-
-    async def looks(self, *kv_tokens: int | None, kv_used: float = 0.0) -> int:
-        """Returns how many rollouts are in flight after a look at each of these capacities of the one replica."""
-        for tokens in kv_tokens:
-            self.pressure.look({0: ReplicaStats(0, 0, kv_used, 0, kv_tokens=tokens)})
-            await turns()
-        return self.gate.in_flight - FIRST
-
-
-LARGE = 1_000_000
-
-
-async def test_who_waits_for_a_tool_lends_its_place_but_not_for_a_moment() -> None:
-    async with WaitingForTools(groups=FIRST) as waiting:
-        assert await waiting.looks(LARGE) <= 2, "nobody has waited for a second"
-        assert await waiting.looks(LARGE) >= FIRST, "as many again decode in their place"
-        assert waiting.gate.busy <= waiting.gate.limit
-        for place in waiting.places[:8]:
-            place.sample()
-        assert waiting.gate.busy > waiting.gate.limit, "they come back without asking"
-        in_flight = waiting.gate.in_flight
-        waiting.pressure.look({0: ReplicaStats(8, 9, 0.0, 0, kv_tokens=LARGE)})
-        assert waiting.gate.in_flight == in_flight, "and nobody follows until there is room"
-
-
-async def test_only_as_many_follow_as_the_kv_of_those_who_wait_leaves_room_for() -> None:
-    async with WaitingForTools(groups=FIRST) as waiting:
-        capacity = int((FIRST + 40) * 100 / KV_HIGH) + 1
-        assert await waiting.looks(capacity) == 2, "the limit grows with each look: nobody waits for long yet"
-        assert await waiting.looks(capacity) == 2 + 40, "100 tokens each, as those who wait have"
-    async with WaitingForTools(groups=FIRST) as waiting:
-        assert await waiting.looks(2 * capacity, 2 * capacity, kv_used=KV_HIGH / 2) == 2 + 40
-    async with WaitingForTools(groups=FIRST) as waiting:
-        assert await waiting.looks(1000) == 2
-        assert await waiting.looks(1000, 1000, 1000) == 2, "no limit grows where KV is what lacks"
-
-
-async def test_places_are_lent_only_where_capacity_is_known_and_no_limit_was_given() -> None:
-    async with WaitingForTools(groups=9) as waiting:
-        assert await waiting.looks(None, None, None) == 3 * 2, "as the limit grows: a group with each look"
-    async with WaitingForTools(groups=9, max_concurrent=FIRST) as waiting:
-        assert await waiting.looks(LARGE, LARGE, LARGE) == 0
-        row = waiting.pressure.take()
-        assert row["perf/rollouts_waiting"] == FIRST
-        assert row["perf/kv_waiting"] == pytest.approx(FIRST * 100 / LARGE)
-
-
-def test_a_place_that_ends_waits_no_more_and_says_how_long_rollouts_become() -> None:
-    waits = ToolWaits()
-    first, second = Place(waits), Place(waits)
-    for place, tokens in ((first, 300), (second, 100)):
-        place.wait(tokens)
-    for _ in range(2):
-        waits.tick()
-    assert (waits.count, waits.tokens(), waits.expected_length()) == (2, 400, 200)
-    first.close()
-    assert (waits.count, waits.tokens(), waits.expected_length()) == (1, 100, 300)
-    second.sample()
-    second.wait(150)
-    waits.tick()
-    assert waits.count == 0, "a new wait begins anew"
 
 
 async def test_after_a_preemption_the_limit_is_a_share_of_the_most_that_was_in_flight() -> None:
@@ -383,5 +298,5 @@ def test_a_fixed_limit_stays_and_a_deterministic_run_has_none() -> None:
     ]:
         pressure.look({0: load(preemptions=3, kv_used=0.5)})
         assert pressure.gate.limit == limit
-        row = {"perf/kv_used": 0.5, "perf/preemptions": 3.0, "perf/kv_waiting": 0.0, "perf/rollouts_waiting": 0.0}
+        row = {"perf/kv_used": 0.5, "perf/preemptions": 3.0}
         assert pressure.take() == row | ({"perf/max_concurrent": 6.0} if limit else {})
