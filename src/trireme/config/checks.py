@@ -170,15 +170,9 @@ def _fewest_replicas(config: Config) -> Iterator[Refusal]:
 
 
 def _rendering(config: Config | SftConfig) -> Iterator[Refusal]:
-    renderer = config.renderer
-    if expected := unknown_renderer(renderer.name):
-        yield Refusal(f"renderer.name = {renderer.name}", expected, "correct it")
-    if renderer.compact_every and not renderer.strip_thinking_from_history:
-        yield Refusal(
-            f"renderer.compact_every = {renderer.compact_every} with renderer.strip_thinking_from_history = false",
-            "either: compact_every says when earlier thinking is stripped, the other that it never is",
-            "leave one of them out",
-        )
+    name = config.renderer.name
+    if expected := unknown_renderer(name):
+        yield Refusal(f"renderer.name = {name}", expected, "correct it")
 
 
 def _lengths(config: Config, facts: ModelFacts | None) -> Iterator[Refusal]:

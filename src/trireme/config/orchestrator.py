@@ -89,8 +89,6 @@ class RendererConfig(Section):
     strip_thinking_from_history: bool = True
     """A query takes the thinking before it out of the prompt, so that it begins a new training sequence; false =
     thinking stays, and all turns are one sequence."""
-    compact_every: PositiveInt | None = None
-    """Thinking goes out of the prompt after this many turns instead of with each query."""
     enable_thinking: bool | None = None
     """false: prompts ask for an answer without thinking, by an empty block of it; for templates with this switch,
     such as Qwen3's. none = as the template does by itself."""

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from trireme.core.stop_strings import first_of
 from trireme.core.tokenizer import encode_text
-from trireme.renderers.history import HistoryRule, without_thinking
+from trireme.renderers.history import last_query, without_thinking
 from trireme.renderers.qwen_tags import THINK, THINK_END, parse_text
 from trireme.renderers.types import Message, Renderer, ToolSpec, TrainOn
 
@@ -47,8 +47,9 @@ PROBE: Sequence[Message] = (
 
 
 class TextRenderer(Renderer):
-    """A renderer that writes a conversation as text. A subclass takes a `transformers` tokenizer, the rule for thinking
-    in the history and `enable_thinking`, and is its module's `RENDERER` (`kinds`)."""
+    """A renderer that writes a conversation as text. A subclass takes a `transformers` tokenizer, `strip` (True: the
+    next question takes earlier thinking out of the prompt) and `enable_thinking`, and is its module's `RENDERER`
+    (`kinds`)."""
 
     thinking_is_open = False
     """The prompt itself opens the assistant's thinking."""
@@ -57,8 +58,8 @@ class TextRenderer(Renderer):
     stop_strings: tuple[str, ...] = ()
     """Strings that end the assistant's message, beside the stop tokens."""
 
-    def __init__(self, tokenizer: Any, stop: Sequence[int], rule: HistoryRule) -> None:
-        self._tokenizer, self._stop, self._rule = tokenizer, tuple(dict.fromkeys(stop)), rule
+    def __init__(self, tokenizer: Any, stop: Sequence[int], strip: bool) -> None:
+        self._tokenizer, self._stop, self._strip = tokenizer, tuple(dict.fromkeys(stop)), strip
         self._think_end = tokenizer.get_added_vocab().get(THINK_END)
 
     @abstractmethod
@@ -75,7 +76,11 @@ class TextRenderer(Renderer):
         """Returns the place before which the text shows no thinking. A conversation that ends with the assistant shows
         what its prompt showed."""
         speaks = bool(messages) and messages[-1]["role"] == "assistant" and not generate
-        return self._rule.boundary(messages[:-1] if speaks else messages)
+        return self._boundary(messages[:-1] if speaks else messages)
+
+    def _boundary(self, messages: Sequence[Message]) -> int:
+        """Returns the place before which the prompt that follows `messages` shows no thinking."""
+        return last_query(messages) if self._strip else 0
 
     def encode(self, text: str) -> list[int]:
         return encode_text(self._tokenizer, text)
@@ -114,7 +119,7 @@ class TextRenderer(Renderer):
     def _cut_turns(self, messages: Sequence[Message]) -> list[int]:
         """Returns the places of the sampled messages whose thinking the next prompt leaves out, or the empty block
         before them."""
-        seen = messages[: self._rule.boundary(messages)]
+        seen = messages[: self._boundary(messages)]
         return [i for i, m in enumerate(seen) if "tokens" in m and (self.no_thinking or "thinking" in m)]
 
     def _sampled_tokens(self, message: Message, cut: bool) -> list[int]:

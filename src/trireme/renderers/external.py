@@ -20,7 +20,6 @@ from trireme.core.errors import BadInput
 from trireme.core.extras import require
 from trireme.core.finite_json import to_json
 from trireme.renderers.base import PROBE, PROBE_TOOL, trained_messages
-from trireme.renderers.history import HistoryRule
 from trireme.renderers.qwen_tags import read_json, tool_schema
 from trireme.renderers.types import Message, Renderer, ToolCall, ToolSpec, TrainOn
 
@@ -39,11 +38,11 @@ class PackageRenderer(Renderer):
     the format's tokens, and for settings that the format does not know.
     """
 
-    def __init__(self, tokenizer: Any, rule: HistoryRule, enable_thinking: bool | None = None, *, name: str) -> None:
-        self._settings = tokenizer, rule, enable_thinking
+    def __init__(self, tokenizer: Any, strip: bool, enable_thinking: bool | None = None, *, name: str) -> None:
+        self._settings = tokenizer, strip, enable_thinking
         self.name = name
-        self._tokenizer, self._strips = tokenizer, rule.strip
-        self._package = _open(tokenizer, rule, enable_thinking, name)
+        self._tokenizer, self._strips = tokenizer, strip
+        self._package = _open(tokenizer, strip, enable_thinking, name)
         self._stop = tuple(self._package.get_stop_token_ids())
         self._special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
         self._asked = self.generation_prompt([{"role": "user", "content": QUESTION}])
@@ -147,20 +146,20 @@ class PackageRenderer(Renderer):
         return message, self.ended(tokens) and parsed.reasoning_complete is not False
 
 
-def suitable(tokenizer: Any, rule: HistoryRule, enable_thinking: bool | None = None) -> PackageRenderer:
+def suitable(tokenizer: Any, strip: bool, enable_thinking: bool | None = None) -> PackageRenderer:
     """Returns the package's renderer for a model: the one that it names for it, else the first that writes what the
     tokenizer's chat template does. Raises BadInput if there is none."""
     if tokenizer.chat_template is None and Path(tokenizer.name_or_path).is_dir():
         raise BadInput(f"{tokenizer.name_or_path} has no chat template to compare a format with")
     known = require(f"{PACKAGE}.base", extra=PACKAGE, what_for="the chat format of a model").MODEL_RENDERER_MAP
     if named := known.get(tokenizer.name_or_path):
-        return PackageRenderer(tokenizer, rule, enable_thinking, name=named)
+        return PackageRenderer(tokenizer, strip, enable_thinking, name=named)
     vocabulary = tokenizer.get_added_vocab()
     for name in dict.fromkeys(known.values()) if tokenizer.chat_template else ():
         if name == "gpt-oss" and "<|channel|>" not in vocabulary:
             continue  # to open this format may take a download, whatever the tokenizer
         with suppress(BadInput):
-            renderer = PackageRenderer(tokenizer, rule, enable_thinking, name=name)
+            renderer = PackageRenderer(tokenizer, strip, enable_thinking, name=name)
             if _writes_template(renderer, tokenizer, enable_thinking):
                 return renderer
     raise BadInput(f"the package {PACKAGE} has no format for {tokenizer.name_or_path or 'this tokenizer'}")
@@ -189,17 +188,12 @@ def _writes_template(renderer: PackageRenderer, tokenizer: Any, enable_thinking:
     return compared > 0
 
 
-def _open(tokenizer: Any, rule: HistoryRule, enable_thinking: bool | None, name: str) -> Any:
+def _open(tokenizer: Any, strip: bool, enable_thinking: bool | None, name: str) -> Any:
     """Makes the package's own renderer. Raises BadInput."""
     package = require(PACKAGE, extra=PACKAGE, what_for=f"renderer.name = {PACKAGE}:{name}")
-    if rule.compact_every is not None:
-        raise BadInput(
-            f"renderer.compact_every = {rule.compact_every} with the format {name} of the package {PACKAGE}; expected "
-            "none: leave it out, or set renderer.name to chat_template"
-        )
     try:
         config = package.config_from_name(name)
-        fields: dict[str, Any] = {} if rule.strip else {"thinking_retention": "all"}
+        fields: dict[str, Any] = {} if strip else {"thinking_retention": "all"}
         if enable_thinking is not None:
             switches = [switch for switch in THINKING_SWITCHES if switch in config.template_field_names()]
             if not switches:

@@ -1,10 +1,9 @@
-"""Decides which earlier thinking a prompt still shows, and cuts thinking out of tokens that were sampled."""
+"""Finds the last question of a conversation, and cuts thinking out of tokens that were sampled."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from trireme.renderers.qwen_tags import THINK_END, TOOL_RESPONSE, TOOL_RESPONSE_END
@@ -22,26 +21,6 @@ def last_query(messages: Sequence[Message]) -> int:
         if m["role"] == "user" and not (m["content"].startswith(wraps[0]) and m["content"].endswith(wraps[1])):
             return i
     return len(messages) - 1
-
-
-@dataclass(frozen=True)
-class HistoryRule:
-    """Says how long thinking stays in the history."""
-
-    strip: bool = True
-    """False: thinking stays. True: until the next question, or as `compact_every` says."""
-    compact_every: int | None = None
-    """Thinking stays until the assistant has spoken a multiple of this many times."""
-
-    def boundary(self, messages: Sequence[Message]) -> int:
-        """Returns the place before which the prompt that follows `messages` shows no thinking."""
-        if not self.strip:
-            return 0
-        if self.compact_every is None:
-            return last_query(messages)
-        turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-        compacted = len(turns) // self.compact_every * self.compact_every
-        return turns[compacted - 1] + 1 if compacted else 0
 
 
 def without_thinking(tokenizer: Any, tokens: Sequence[int], end_token: int | None, opened_by_prompt: bool) -> list[int]:

@@ -14,7 +14,6 @@ from typing import Any
 from trireme.core.errors import BadInput
 from trireme.renderers import external, kinds
 from trireme.renderers.base import PROBE, PROBE_TOOL
-from trireme.renderers.history import HistoryRule
 from trireme.renderers.types import Renderer
 
 _log = logging.getLogger(__name__)
@@ -25,23 +24,21 @@ def make_renderer(
     tokenizer: Any,
     *,
     strip_thinking_from_history: bool = True,
-    compact_every: int | None = None,
     enable_thinking: bool | None = None,
 ) -> Renderer:
     """Makes the renderer `name` for a `transformers` tokenizer.
 
     `auto`: the renderer of `kinds` that writes what the tokenizer's chat template does; else the format of the package
-    `renderers` that does; else the template itself; role_colon without a template. Earlier thinking is stripped from
-    prompts: with the next question, or, with `compact_every` = N, after every N messages of the assistant.
+    `renderers` that does; else the template itself; role_colon without a template. The next question strips
+    earlier thinking from prompts, if it is to be stripped.
     `enable_thinking` false: prompts ask for an answer without any, as Qwen3's template does. Raises BadInput for an
     unknown name, for a tokenizer that does not suit it, and for a format without such a switch.
     """
     if expected := unknown_renderer(name):
         raise BadInput(f"renderer.name = {name!r}; expected {expected}")
-    rule = HistoryRule(strip_thinking_from_history, compact_every)
     if name == "auto":
-        return _suitable(tokenizer, rule, enable_thinking)
-    return _class_of(name)(tokenizer, rule, enable_thinking)
+        return _suitable(tokenizer, strip_thinking_from_history, enable_thinking)
+    return _class_of(name)(tokenizer, strip_thinking_from_history, enable_thinking)
 
 
 def unknown_renderer(name: str) -> str | None:
@@ -69,16 +66,16 @@ def _class_of(name: str) -> Callable[..., Renderer]:
     return made
 
 
-def _suitable(tokenizer: Any, rule: HistoryRule, enable_thinking: bool | None) -> Renderer:
+def _suitable(tokenizer: Any, strip: bool, enable_thinking: bool | None) -> Renderer:
     """Returns the renderer that `auto` stands for, and logs which it is where the choice is not obvious."""
     fallback = "role_colon" if tokenizer.chat_template is None else "chat_template"
-    template = _class_of(fallback)(tokenizer, rule, enable_thinking)
+    template = _class_of(fallback)(tokenizer, strip, enable_thinking)
     if tokenizer.chat_template is not None:
         for name in _built_in():
             if name not in ("chat_template", "role_colon") and _writes_alike(name, tokenizer, enable_thinking):
-                return _class_of(name)(tokenizer, rule, enable_thinking)
+                return _class_of(name)(tokenizer, strip, enable_thinking)
     try:
-        made = external.suitable(tokenizer, rule, enable_thinking)
+        made = external.suitable(tokenizer, strip, enable_thinking)
     except BadInput as error:
         if tokenizer.chat_template is not None:
             _log.warning("renderer.name = auto is the tokenizer's chat template. No other format: %s", error)
@@ -90,9 +87,7 @@ def _suitable(tokenizer: Any, rule: HistoryRule, enable_thinking: bool | None) -
 def _writes_alike(name: str, tokenizer: Any, enable_thinking: bool | None) -> bool:
     """Returns True if the renderer `name` writes the probe as the chat template does."""
     try:
-        both: list[Any] = [
-            _class_of(each)(tokenizer, HistoryRule(), enable_thinking) for each in ("chat_template", name)
-        ]
+        both: list[Any] = [_class_of(each)(tokenizer, True, enable_thinking) for each in ("chat_template", name)]
     except BadInput:
         return False
     cases = product(range(2, len(PROBE) + 1), (False, True))

@@ -51,10 +51,6 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
         {"orchestrator": {"generation_timeout_s": 100}, "timeouts": {"batch_s": 100}},
         ["generation_timeout_s = 100 with timeouts.batch_s = 100", "--timeouts.batch-s"],
     ),
-    (
-        {"renderer": {"compact_every": 3, "strip_thinking_from_history": False}},
-        ["renderer.compact_every = 3 with renderer.strip_thinking_from_history = false"],
-    ),
     ({"deterministic": True}, ["--orchestrator.max-steps-off-policy 0"]),
     ({"deterministic": True, "orchestrator": SYNCHRONOUS, "cluster": {"device": "gpu"}}, ["cluster.device cpu"]),
     ({"clean": True, "resume": {"latest": True}}, ["leave one out"]),
@@ -81,7 +77,6 @@ ACCEPTED: list[dict[str, Any]] = [
     {"orchestrator": {**GROUPS_OF_8, "max_concurrent": 8}},
     {**REPEATABLE, "orchestrator": {**GROUPS_OF_8, **SYNCHRONOUS, "max_concurrent": 128}},
     {"orchestrator": {**GROUPS_OF_8, **SYNCHRONOUS, "max_concurrent": 127}},
-    {"renderer": {"compact_every": 3}},
     {"renderer": {"strip_thinking_from_history": False}},
     {"deterministic": True, "orchestrator": SYNCHRONOUS},
     {"resume": {"latest": "auto"}, "run": {"name": "r"}},

@@ -53,7 +53,7 @@ def test_may_change(flags: tuple[str, str]) -> None:
         (("--orchestrator.advantage", "std"), "loss"),
         (("--seed", "1"), "data"),
         (("--env.args.max-digits", "5"), "data"),
-        (("--renderer.compact-every", "5"), "data"),
+        (("--renderer.strip-thinking-from-history", "false"), "data"),
     ],
 )
 def test_may_not_change(flags: tuple[str, str], room: str) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import json
 import pickle
 from functools import partial
-from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -206,7 +205,7 @@ TEXTS = st.text(alphabet='a <>/\nthinkol_c{}"é🤖', max_size=12)
 THOUGHTS = st.one_of(st.just(""), TEXTS.map(lambda text: f"<think>\n{text}\n</think>\n\n"))
 ANSWERS = st.lists(st.tuples(THOUGHTS, TEXTS, st.booleans(), st.integers(0, 9)), min_size=1, max_size=6)
 RENDERERS = [("qwen3", QWEN3), ("chat_template", QWEN3), ("chat_template", SAYS), ("role_colon", None)]
-OPTIONS: list[dict[str, Any]] = [{}, KEEPING, {"compact_every": 1}, {"compact_every": 2}, {"compact_every": 3}]
+OPTIONS: list[dict[str, Any]] = [{}, KEEPING]
 OPTIONS_OF = st.sampled_from(OPTIONS)
 
 
@@ -225,8 +224,6 @@ def test_any_chat_is_trained_on_token_for_token(
     datums = assert_each_sampled_token_is_trained_once(trajectory)
     if options == KEEPING or (role == "tool" and not options):
         assert datums == 1
-    elif every := options.get("compact_every"):
-        assert datums <= ceil(len(sampled) / every)
 
 
 def test_who_goes_on_as_somebody_else_is_stopped_and_trained_up_to_there() -> None:
@@ -267,15 +264,6 @@ def test_games_without_thinking_are_one_sequence_if_the_empty_block_stays(strips
 
 
 THINKING = "<think>\nhm\n</think>\n\nfour"
-
-
-@pytest.mark.parametrize("vector", VECTORS["compaction"])
-@pytest.mark.parametrize(("name", "template"), [("qwen3", QWEN3), ("chat_template", QWEN3), ("role_colon", None)])
-def test_compaction_vectors(name: str, template: str | None, vector: dict[str, int]) -> None:
-    made = renderer(name, template, compact_every=vector["compact_every"])
-    answers = [ended(THINKING, made, turn) for turn in range(vector["turns"])]
-    trajectory = play(Questions(vector["turns"]), made, Policy(answers))
-    assert assert_each_sampled_token_is_trained_once(trajectory) == vector["num_datums"]
 
 
 def test_stripping_gives_a_datum_for_every_query_and_keeping_one() -> None:

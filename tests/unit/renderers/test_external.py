@@ -261,8 +261,6 @@ def test_what_does_not_suit_is_refused() -> None:
         make_renderer("renderers:llama-4", tokenizer_of("llama-3"))
     with pytest.raises(BadInput, match=r"renderers:llama-3, which does not suit this tokenizer.*begin_of_text"):
         make_renderer("renderers:llama-3", tokenizer_of("kimi-k2"))
-    with pytest.raises(BadInput, match=r"compact_every = 2 with the format llama-3"):
-        renderer_of("llama-3", compact_every=2)
     with pytest.raises(BadInput, match=r"llama-3.*no switch for renderer\.enable_thinking"):
         renderer_of("llama-3", enable_thinking=False)
     prompt = renderer_of("glm-5", enable_thinking=False).generation_prompt([said("user", "Why?")])

@@ -80,7 +80,7 @@ def test_role_colon_parts_messages_by_an_empty_line() -> None:
 
 
 @pytest.mark.parametrize(("name", "template"), [("qwen3", QWEN3), ("chat_template", SAYS), ("role_colon", None)])
-def test_thinking_stays_or_goes_or_goes_every_n_turns(name: str, template: str | None) -> None:
+def test_thinking_stays_or_goes(name: str, template: str | None) -> None:
     turns = [m for n in range(5) for m in (said("user", f"q{n}"), said("assistant", f"a{n}", thinking=f"t{n}"))]
     asked = [*turns, said("user", "last")]
 
@@ -91,9 +91,6 @@ def test_thinking_stays_or_goes_or_goes_every_n_turns(name: str, template: str |
 
     assert shown() == ""
     assert shown(strip_thinking_from_history=False) == "01234"
-    assert shown(compact_every=2) == "4"
-    assert shown(compact_every=3) == "34"
-    assert shown(compact_every=5) == ""
 
 
 # ---- sampled tokens
@@ -149,7 +146,7 @@ def test_with_thinking_kept_each_prompt_goes_on_from_the_sampled_tokens(
 
 
 @pytest.mark.parametrize("enable_thinking", [None, False])
-@pytest.mark.parametrize("rule", [{}, KEEPING, {"compact_every": 2}])
+@pytest.mark.parametrize("rule", [{}, KEEPING])
 def test_what_a_format_writes_behind_a_message_is_the_end_of_the_whole(
     rule: dict[str, Any], enable_thinking: bool | None
 ) -> None:
@@ -186,18 +183,6 @@ def test_thinking_stays_while_tools_are_called() -> None:
     chat.hear([*tokenizer.encode(call), end_of(renderer)], said("tool", "5"))
     chat.hear([*tokenizer.encode(THOUGHT), end_of(renderer)], said("user", "next"))
     assert chat.extends == [True, True, False]
-
-
-@pytest.mark.parametrize("name", ["qwen3", "chat_template", "role_colon"])
-@pytest.mark.parametrize("every", [1, 2, 3, 4])
-@pytest.mark.parametrize("turns", [1, 2, 6, 7])
-def test_compaction_breaks_extension_every_n_turns(name: str, every: int, turns: int) -> None:
-    tokenizer = bpe(None if name == "role_colon" else QWEN3)
-    renderer = make_renderer(name, tokenizer, compact_every=every)
-    chat = Chat(renderer)
-    for turn in range(turns):
-        chat.hear([*scattered(tokenizer, THOUGHT, turn), end_of(renderer)], said("user", f"and {turn}?"))
-    assert chat.extends == [turn % every != 0 for turn in range(1, turns + 1)]
 
 
 @pytest.mark.parametrize(("name", "template"), NAMES)

@@ -8,7 +8,6 @@ from typing import Any
 
 from trireme.core.errors import BadInput
 from trireme.renderers.base import MARK, TextRenderer
-from trireme.renderers.history import HistoryRule
 from trireme.renderers.qwen_tags import CALL, THINK, THINK_END, thinking_block, tool_schema
 from trireme.renderers.types import Message, ToolSpec
 
@@ -27,7 +26,7 @@ class ChatTemplateRenderer(TextRenderer):
     that does not use `enable_thinking` where it is set.
     """
 
-    def __init__(self, tokenizer: Any, rule: HistoryRule, enable_thinking: bool | None = None) -> None:
+    def __init__(self, tokenizer: Any, strip: bool, enable_thinking: bool | None = None) -> None:
         template = tokenizer.chat_template
         if not isinstance(template, str):
             raise BadInput(
@@ -42,7 +41,7 @@ class ChatTemplateRenderer(TextRenderer):
         self._options = {} if enable_thinking is None else {SWITCH: enable_thinking}
         self._writes_thinking = "reasoning_content" in template
         self._reads_calls = CALL in template
-        super().__init__(tokenizer, (), rule)
+        super().__init__(tokenizer, (), strip)
         after = self.encode(self.text([ASKED, ANSWERED], (), False).partition(MARK)[2])
         special = set(tokenizer.get_added_vocab().values())
         found = [*(token for token in after[:1] if token in special), tokenizer.eos_token_id]

@@ -7,7 +7,7 @@ from typing import Any
 
 from trireme.core.errors import BadInput
 from trireme.renderers.base import TextRenderer
-from trireme.renderers.history import HistoryRule, last_query
+from trireme.renderers.history import last_query
 from trireme.renderers.qwen_tags import (
     THINK,
     THINK_END,
@@ -25,7 +25,7 @@ START, END, END_OF_TEXT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 class Qwen3Renderer(TextRenderer):
     """Writes Qwen3's format. Raises BadInput for a tokenizer that lacks one of its tokens."""
 
-    def __init__(self, tokenizer: Any, rule: HistoryRule, enable_thinking: bool | None = None) -> None:
+    def __init__(self, tokenizer: Any, strip: bool, enable_thinking: bool | None = None) -> None:
         known = tokenizer.get_added_vocab()
         missing = [token for token in (START, END) if token not in known]
         if missing:
@@ -34,7 +34,7 @@ class Qwen3Renderer(TextRenderer):
                 "tokenizer of a Qwen3 model: set --renderer.name to chat_template or role_colon, or leave it out"
             )
         ends = [known[END], tokenizer.eos_token_id, known.get(END_OF_TEXT)]  # these models also stop at the last one
-        super().__init__(tokenizer, [end for end in ends if end is not None], rule)
+        super().__init__(tokenizer, [end for end in ends if end is not None], strip)
         self.no_thinking = thinking_block("") if enable_thinking is False else ""
 
     def text(self, messages: Sequence[Message], tools: Sequence[ToolSpec], generate: bool) -> str:

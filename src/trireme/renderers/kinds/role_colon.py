@@ -9,7 +9,6 @@ from typing import Any
 from trireme.core.errors import BadInput
 from trireme.core.stop_strings import first_of
 from trireme.renderers.base import TextRenderer
-from trireme.renderers.history import HistoryRule
 from trireme.renderers.qwen_tags import describe_tools, thinking_block, with_tool_calls
 from trireme.renderers.types import Message, ToolSpec
 
@@ -28,7 +27,7 @@ class RoleColonRenderer(TextRenderer):
 
     stop_strings = tuple(f"\n\n{speaker}:" for speaker in OTHERS)
 
-    def __init__(self, tokenizer: Any, rule: HistoryRule, enable_thinking: bool | None = None) -> None:
+    def __init__(self, tokenizer: Any, strip: bool, enable_thinking: bool | None = None) -> None:
         if enable_thinking is not None:
             raise BadInput(
                 f"renderer.enable_thinking = {str(enable_thinking).lower()} with role_colon, which has no such switch; "
@@ -39,7 +38,7 @@ class RoleColonRenderer(TextRenderer):
                 "renderer.name = role_colon with a tokenizer that has no end-of-sequence token; expected one: it ends "
                 "the assistant's message. Set eos_token in its tokenizer_config.json"
             )
-        super().__init__(tokenizer, [tokenizer.eos_token_id], rule)
+        super().__init__(tokenizer, [tokenizer.eos_token_id], strip)
         self._end = tokenizer.eos_token  # transformers computes it at each access
 
     def text(self, messages: Sequence[Message], tools: Sequence[ToolSpec], generate: bool) -> str:
