@@ -102,8 +102,7 @@ class RayReplica:
 class InferenceHandle:
     """Handle of all replicas: `replicas` {number: actor handle}, `options` {number: Ray's options of the actor}.
 
-    Numbers are never used again. The last `eval.replicas` of those that it starts with are reserved for evaluations;
-    those that are added are not.
+    Numbers are never used again.
     """
 
     def __init__(
@@ -114,7 +113,6 @@ class InferenceHandle:
         self.log_dir = log_dir
         self._options = dict(options)
         self._next = len(replicas)
-        self._reserved = frozenset(self.indices[len(replicas) - config.eval.replicas :])
         self._ready = {index: handle.start.remote() for index, handle in replicas.items()}
 
     @classmethod
@@ -128,10 +126,6 @@ class InferenceHandle:
     @property
     def indices(self) -> list[int]:
         return sorted(self.replicas)
-
-    def is_reserved(self, index: int) -> bool:
-        """Tells whether replica `index` only evaluates."""
-        return index in self._reserved
 
     def options(self, index: int) -> Mapping[str, Any]:
         """Returns Ray's options of the replica's actor."""
@@ -202,11 +196,10 @@ class InferenceHandle:
 
     def router_factory(self, indices: Sequence[int] | None = None) -> Callable[[], Router]:
         """Returns a function that makes the sampler of the replicas `indices`, in the process that will use it;
-        picklable. Others join it later. None: it has all that sample for training, none ever joins, and it waits for
-        none."""
+        picklable. Others join it later. None: it has all, none ever joins, and it waits for none."""
         patience_s = self.config.patience_s if indices is not None else 0.0
         if indices is None:
-            indices = [index for index in self.indices if not self.is_reserved(index)]
+            indices = self.indices
         facts = ModelFacts.of(self.config, required=False)
         return partial(
             Router,

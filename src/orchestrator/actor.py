@@ -41,7 +41,6 @@ class OrchestratorActor:
         self,
         config: Config,
         sampler_factory: Callable[[], Sampler],
-        reserved_factory: Callable[[], Sampler] | None,
         assign: Assign | None,
         log_dir: Path | None,
         sessions_factory: Callable[[], AgentSessions] | None = None,
@@ -54,7 +53,7 @@ class OrchestratorActor:
         redirect_output(log_dir, "orchestrator_0")
         number_process(0)
         trace.start(log_dir, "orchestrator_0", config.trace.max_mb)
-        self._config, self._sampler_factory, self._reserved_factory = config, sampler_factory, reserved_factory
+        self._config, self._sampler_factory = config, sampler_factory
         self._sessions_factory = sessions_factory
         self._layout = LayoutThread(store_parts(assign) if assign else keep_whole)
         self._stopping: asyncio.Task[None] | None = None
@@ -76,14 +75,13 @@ class OrchestratorActor:
             RolloutLimits.of(config, tokenizer.decode),
             held_out,
             tokenizer.decode,
-            self._reserved_factory and self._reserved_factory(),
             self._layout,
         )
         signals.end_after(self.stop)
         spare_collector()
 
     async def offer(self, offer: Offer) -> Session:
-        return await self._pipeline.replicas.offer(offer)
+        return await self._pipeline.sampler.offer(offer)
 
     async def update_weights(self, weights: PublishedWeights) -> None:
         await self._pipeline.update_weights(weights)
@@ -107,17 +105,22 @@ class OrchestratorActor:
 
         return Heartbeat((os.getpid(),), ray.get_runtime_context().get_node_id())
 
-    async def join(self, index: int, client: Any, reserved: bool) -> None:
-        await self._pipeline.replicas.join(index, client, reserved=reserved)
+    async def join(self, index: int, client: Any) -> None:
+        await self._pipeline.sampler.join(index, client)
+        self._pipeline.replicas_changed()
 
     async def leave(self, index: int, reason: str) -> None:
-        self._pipeline.replicas.leave(index, reason)
+        self._pipeline.sampler.leave(index, reason)
+        self._pipeline.replicas_changed()
 
     async def drain(self, index: int, timeout_s: float) -> None:
-        await self._pipeline.replicas.drain(index, timeout_s)
+        await self._pipeline.sampler.drain(index, timeout_s)
+        self._pipeline.replicas_changed()
 
     async def next_failure(self) -> tuple[int, str]:
-        return await self._pipeline.replicas.next_failure()
+        failure = await self._pipeline.sampler.next_failure()
+        self._pipeline.replicas_changed()
+        return failure
 
     async def release(self, step: int) -> StepSummary:
         return self._pipeline.release(step)

@@ -139,7 +139,7 @@ class Backpressure:
         self._config, self._places = config, 0
         if limit == "auto":
             each = config.inference.sequences(on_gpus=config.cluster.device == "gpu") or LEAST_PLACES
-            limit = config.enough_rollouts(config.training_replicas * each)
+            limit = config.enough_rollouts(config.inference.replicas * each)
         # In deterministic mode there is no limit: the load that replicas report, and when, differs between runs.
         self.gate = Gate(None if config.deterministic else limit)
         self._preempted: dict[int, int] = {}

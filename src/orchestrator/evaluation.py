@@ -14,11 +14,6 @@ same version. Each token is checked: another version is a ProvenanceError.
 Beside training. Both get permits at the gate, a group at a time; there neither starves the other. In deterministic mode
 all of an evaluation is sampled in lockstep, and nothing else meanwhile.
 
-Reserved replicas (`eval.replicas`). They take weights only when these are due, and only the next evaluation waits for
-them. An evaluation stands in the row of the step during which it ended; `version` says which weights it was of. When
-none has the bytes of these weights any more, because they came too late or the only one that had taken them was lost,
-the next version is evaluated instead.
-
 Failed rollouts are tried again as in training. Those that fail for good are counted (`failed`) and left out of every
 mean: they are no zeros. A refused prompt fails without another try.
 
@@ -64,9 +59,7 @@ from orchestrator.rollout import RolloutLimits, Sample
 from orchestrator.waste import TokenCounts
 from trireme.config import Config
 from trireme.config.schema import EnvConfig
-from trireme.core.errors import RoomFailed, WeightsGone
-from trireme.core.sampler import Sampler
-from trireme.core.weights import PublishedWeights
+from trireme.core.errors import RoomFailed
 from trireme.process import trace
 from trireme.process.faults import fault_point
 
@@ -110,21 +103,13 @@ class Evaluator:
         sample: Sample,
         limits: RolloutLimits,
         gate: Gate,
-        reserved: Sampler | None = None,
     ) -> None:
-        """`reserved`: the replicas that only evaluate; then `sample` and `gate` are not used."""
-        self._config, self._reserved = config, reserved
+        self._config = config
         self._sample, self._gate = sample, gate
-        if reserved:
-            each = config.inference.sequences(on_gpus=config.cluster.device == "gpu")
-            # Where vLLM decides there is no limit: what it has no place for waits there, and nothing becomes stale.
-            limit = None if each is None else config.enough_rollouts(config.eval.replicas * each)
-            self._sample, self._gate = reserved.sample, Gate(limit)
         self._datasets = list(zip(config.eval_envs, datasets, strict=False))
         self._schedule = Schedule(config.eval.every, config.max_steps)
         self._limits = limits
         self._task: asyncio.Task[None] | None = None
-        self._begun: int | None = None
         self._done: int | None = None
         self._owed = False
         self._rows: dict[int, dict[str, float]] = {}
@@ -139,29 +124,11 @@ class Evaluator:
             for e in self._running
         )
 
-    def begin(self, weights: PublishedWeights, spawn: Spawn) -> None:
-        """Begins the evaluation of `weights`, which all replicas but the reserved ones hold, if it is due."""
-        version = weights.identity.version
-        if self._due(version):
-            self._owed, self._begun = True, version
-            self._task = spawn(self._evaluate(weights), f"evaluation of version {version}")
-
-    async def before_update(self, version: int) -> None:
-        """Waits until replicas may take `version`: not while they evaluate. Where reserved replicas evaluate: not while
-        these are busy and `version` is due too, or the last row is near, which holds one evaluation. Raises the error
-        of an evaluation."""
-        near_end = version >= self._schedule.last - 1
-        if not self._reserved or (self._runs and (near_end or self._due(version))):
-            await self.ended()
-
-    @property
-    def _runs(self) -> bool:
-        return self._task is not None and not self._task.done()
-
-    def _due(self, version: int) -> bool:
-        if self._runs:
-            return self._schedule.due(version, self._begun, owed=False)
-        return self._schedule.due(version, self._done, self._owed)
+    def begin(self, version: int, spawn: Spawn) -> None:
+        """Begins the evaluation of `version`, which all replicas hold, if it is due."""
+        if self._schedule.due(version, self._done, self._owed):
+            self._owed = True
+            self._task = spawn(self._evaluate(version), f"evaluation of version {version}")
 
     async def ended(self) -> None:
         """Waits until no evaluation is running. Raises its error."""
@@ -198,16 +165,10 @@ class Evaluator:
 
     # ---- one evaluation
 
-    async def _evaluate(self, weights: PublishedWeights) -> None:
-        version = weights.identity.version
-        try:
-            if self._reserved:
-                await self._reserved.update_weights(weights)
-            self._rows[self._schedule.row(version)] = await self.evaluate(version)
-        except WeightsGone as gone:
-            log.warning("%s. The next version is evaluated in place of version %d.", gone, version)
-        else:
-            self._done, self._owed = version, False
+    async def _evaluate(self, version: int) -> None:
+        self._rows[self._schedule.row(version)] = await self.evaluate(version)
+        self._done = version
+        self._owed = False
 
     async def evaluate(self, version: int) -> dict[str, float]:
         """Evaluates `version`, which all replicas hold, and returns the metrics. Raises RoomFailed after

@@ -13,7 +13,7 @@ import ray
 
 from orchestrator.actor import OrchestratorActor
 from orchestrator.lifetimes import end_deadline_s
-from orchestrator.replicas import update_deadline_s
+from orchestrator.update import update_deadline_s
 from trireme.checkpoint.parts import CommitSource
 from trireme.config import Config
 from trireme.core.agents import AgentSessions
@@ -49,18 +49,16 @@ class OrchestratorHandle:
         sampler_factory: Callable[[], Sampler],
         options: dict[str, Any],
         log_dir: Path | None,
-        reserved_factory: Callable[[], Sampler] | None = None,
         assign: Assign | None = None,
         sessions_factory: Callable[[], AgentSessions] | None = None,
     ) -> OrchestratorHandle:
-        """Creates the actor without waiting; wait for `ready_refs` before any other call. `reserved_factory` makes
-        the sampler of the replicas that only evaluate, if there are any. `assign` says which datums each process of the
-        trainer computes: minibatches are then references to the parts of these; without it they hold their tokens.
-        `sessions_factory` makes the sessions of agents, where environments are agents."""
+        """Creates the actor without waiting; wait for `ready_refs` before any other call. `assign` says which datums
+        each process of the trainer computes: minibatches are then references to the parts of these; without it they
+        hold their tokens. `sessions_factory` makes the sessions of agents, where environments are agents."""
         actor = (
             ray.remote(OrchestratorActor)
             .options(**options)
-            .remote(config, sampler_factory, reserved_factory, assign, log_dir, sessions_factory)
+            .remote(config, sampler_factory, assign, log_dir, sessions_factory)
         )
         return cls(config, actor, log_dir and log_dir / "orchestrator_0.log")
 
@@ -155,11 +153,10 @@ class OrchestratorHandle:
         """Returns, by the name of the process, a function that gives a reference to its `Heartbeat`."""
         return {"orchestrator_0": self._actor.heartbeat.remote}
 
-    def join(self, index: int, client: Any, *, reserved: bool) -> Any:
-        """Returns a reference that resolves when replica `index` has the newest weights and serves, or raises;
-        `reserved`: for evaluations alone."""
+    def join(self, index: int, client: Any) -> Any:
+        """Returns a reference that resolves when replica `index` has the newest weights and serves, or raises."""
         self._replicas.add(index)
-        return self._actor.join.remote(index, client, reserved)
+        return self._actor.join.remote(index, client)
 
     def leave(self, index: int, reason: str) -> Any:
         """Returns a reference that resolves when the dead replica `index` gets no more requests."""

@@ -23,7 +23,7 @@ the replicas run dry. And the gate (`admission.py`): no more rollouts are in fli
 in any loop is raised by the driver's next call, or by the one that is waiting.
 
 Updates. One at a time, and meanwhile the driver trains on what was sampled before. Its next update waits for the one
-before, and for a running evaluation, which is of one version (`evaluation.py`), unless that has replicas of its own.
+before, and for a running evaluation, which is of one version (`evaluation.py`).
 Where the driver could not continue, and where no later call would raise a failure, the verb returns when the update has
 ended: the first and the last version of a run, and every one when max_steps_off_policy = 0.
 
@@ -58,12 +58,12 @@ from orchestrator.lockstep import Lockstep, OwnPace
 from orchestrator.metrics import StepMeter
 from orchestrator.overdue import missing
 from orchestrator.recorder import Decode, Recorder
-from orchestrator.replicas import Replicas
 from orchestrator.requests import Requests
 from orchestrator.rollout import PromptTooLong, RolloutLimits
 from orchestrator.running import RunningGroups
 from orchestrator.state import OrchestratorState
 from orchestrator.unfinished import GroupProgress
+from orchestrator.update import update_ended
 from orchestrator.waste import TokenCounts
 from orchestrator.watch import watch_lag, watch_load
 from trireme.config import Config
@@ -88,10 +88,9 @@ class Pipeline:
         limits: RolloutLimits,
         held_out: Sequence[RLDataset] = (),
         decode: Decode | None = None,
-        reserved: Sampler | None = None,
         build_on: BuildOn = build_here,
     ) -> None:
-        self._config, self._options, self._sampler = config, config.orchestrator, sampler
+        self._config, self._options, self.sampler = config, config.orchestrator, sampler
         by_env = {env.label: dataset for env, dataset in zip(config.env, datasets, strict=True)}
         self._mix = Mix(by_env, [env.weight for env in config.env], config.seed)
         self._ledger = Ledger(
@@ -101,7 +100,7 @@ class Pipeline:
             max_steps=config.max_steps,
             in_order=config.deterministic,
         )
-        self.replicas = Replicas(config, sampler, reserved, self._replicas_changed)
+        self._update: asyncio.Task[None] | None = None
         self._finished: dict[int, ScoredGroup] = {}
         self._running = RunningGroups(lambda problem: self._runners[self._mix.env_of(problem)])
         self._slots_changed, self._groups_changed = asyncio.Event(), asyncio.Event()
@@ -118,7 +117,7 @@ class Pipeline:
             for env in config.env
         }
         gate = self._pressure.gate
-        self.evaluator = Evaluator(config, held_out, requests.sample_to_evaluate, limits, gate, reserved)
+        self.evaluator = Evaluator(config, held_out, requests.sample_to_evaluate, limits, gate)
         self._run_limits = RunLimits(config)
         self._recorder = Recorder(config, decode)
         self._meter = StepMeter(self._ledger.counts())
@@ -133,29 +132,29 @@ class Pipeline:
         An error of the update is raised by the next verb. Raises RoomFailed when the update before does not end.
         """
         self._background.raise_error(but_limits=True)
-        await self.replicas.update_ended()
-        await self.evaluator.before_update(weights.identity.version)
+        await self._update_ended()
+        await self.evaluator.ended()
         first, self._newest = self._newest < 0, weights.identity.version
         last = self._newest == self._config.max_steps
         if first:
             self._requests.start()
-        self.replicas.update = self._background.spawn(self._update(weights), f"update to version {self._newest}")
+        self._update = self._background.spawn(self._bring(weights), f"update to version {self._newest}")
         if first or last or not self._options.max_steps_off_policy:
-            await self.replicas.update_ended()
+            await self._update_ended()
         if self._config.deterministic or last:
             await self.evaluator.ended()  # else it runs beside training
         if first:
             TaskOwner.watch(asyncio.get_running_loop())
             self._boundary = self._state() if self._config.deterministic else None
             lag = watch_lag(lambda late_s: self._meter.note_lag(late_s))
-            loops = {"dispatch": self._dispatch_loop(), "load": watch_load(self._sampler, self._pressure), "lag": lag}
+            loops = {"dispatch": self._dispatch_loop(), "load": watch_load(self.sampler, self._pressure), "lag": lag}
             for name, loop in loops.items():
                 self._background.spawn(loop, f"{name} loop")
 
     async def evaluate(self, identity: WeightIdentity) -> dict[str, float]:
         """Evaluates weights that the replicas have loaded from disk, without training before or after. Returns the
         metrics."""
-        await self._sampler.adopt(identity)
+        await self.sampler.adopt(identity)
         self._requests.start()
         TaskOwner.watch(asyncio.get_running_loop())
         return await self._background.spawn(self.evaluator.evaluate(identity.version), "evaluation")
@@ -176,7 +175,7 @@ class Pipeline:
                 with trace.span("wait", "minibatches", step=step, groups=least):
                     groups, dropped = await self._take(step, least, most)
         except TimeoutError:
-            lacks = missing(self._ledger, self._requests.in_training, self._sampler)
+            lacks = missing(self._ledger, self._requests.in_training, self.sampler)
             raise RoomFailed(
                 f"waited {self._config.batch_deadline_s:g} s (timeouts.batch_s) for {least} finished groups of batch "
                 f"{step}; {lacks}; first failed rollout: {self._run_limits.first_failure}"
@@ -211,7 +210,7 @@ class Pipeline:
 
     async def stop(self) -> None:
         """Cancels everything and waits for it; all environments are closed."""
-        await asyncio.gather(self._background.stop(), self.replicas.stop())
+        await self._background.stop()
 
     # ---- state
 
@@ -255,16 +254,21 @@ class Pipeline:
 
     # ---- updates and replicas
 
-    async def _update(self, weights: PublishedWeights) -> None:
+    async def _update_ended(self) -> None:
+        if self._update:
+            await update_ended(self._update, self.sampler, self._config)
+
+    async def _bring(self, weights: PublishedWeights) -> None:
         now = asyncio.get_running_loop().time
         started = now()
-        reports = await self._sampler.update_weights(weights)
+        reports = await self.sampler.update_weights(weights)
         self._meter.note_update(weights.identity.version, reports, now() - started)
-        self.evaluator.begin(weights, self._background.spawn)
-        self._replicas_changed()
+        self.evaluator.begin(weights.identity.version, self._background.spawn)
+        self.replicas_changed()
 
-    def _replicas_changed(self) -> None:
-        self._ledger.acknowledge(self._sampler.acknowledged())
+    def replicas_changed(self) -> None:
+        """Call when a replica has joined, left or failed: the slots that it held may be free."""
+        self._ledger.acknowledge(self.sampler.acknowledged())
         self._slots_changed.set()
 
     # ---- taking
@@ -303,10 +307,10 @@ class Pipeline:
         while True:
             await self._slots_changed.wait()
             self._slots_changed.clear()
-            self._ledger.acknowledge(self._sampler.acknowledged())
+            self._ledger.acknowledge(self.sampler.acknowledged())
             while self._ledger.can_dispatch():
                 permit = await self._permit()
-                self._ledger.acknowledge(self._sampler.acknowledged())
+                self._ledger.acknowledge(self.sampler.acknowledged())
                 if self._ledger.can_dispatch():
                     self._start_group(self._ledger.dispatch(self._mix.next_problem), permit)
                 else:  # the last replica was lost while it waited

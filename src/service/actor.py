@@ -167,9 +167,6 @@ class ServiceActor:
                 with suppress(TriremeError):
                     await self._sampler.join(index, client)
 
-    async def nothing(self) -> None:
-        """Answers without doing anything."""
-
     async def join(self, index: int, client: Any, after: list[Any]) -> None:
         """Gives chats to replica `index`, which `client` calls, once the references `after` have resolved."""
         await self._started.wait()

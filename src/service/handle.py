@@ -95,12 +95,10 @@ class ServiceHandle:
 
     # ---- as a user of replicas (`trireme.supervision.replica_manager.ReplicaUser`)
 
-    def join(self, index: int, client: Any, *, reserved: bool, after: Any = None) -> Any:
-        """Returns a reference that resolves when replica `index` gets chats: once `after`, if that is given, resolves.
-        One that is `reserved` for evaluations gets none."""
+    def join(self, index: int, client: Any, *, after: Any = None) -> Any:
+        """Returns a reference that resolves when replica `index` gets chats. `after`: a reference that resolves before
+        that."""
         with self._lock:
-            if reserved:
-                return self._actor.nothing.remote()
             self._clients[index] = client
             return self._actor.join.remote(index, client, [] if after is None else [after])
 

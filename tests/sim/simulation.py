@@ -125,10 +125,6 @@ class Scenario:
     tool_s: float = 0.0
     says_state: bool = False
 
-    def is_reserved(self, index: int) -> bool:
-        """Returns True if replica `index` only evaluates: the last of those at the start do."""
-        return self.replicas - self.evaluation.get("replicas", 0) <= index < self.replicas
-
     @property
     def progress_tick_s(self) -> float:
         """How often replicas are asked what they have made; as `load_tick_s`."""
@@ -309,7 +305,7 @@ class SimReplica:
     async def offer(self, offer: Offer) -> None:
         await self._check_alive()
         assert not self._taking, f"{self.name} would receive beside bytes that it has still to load"
-        if self.received is not None and not self._scenario.is_reserved(self.index):
+        if self.received is not None:
             assert self._identity, f"{self.name} would receive beside bytes that it waits to load"
             assert self._identity.version >= self.received, f"{self.name} would receive beside bytes that it is to load"
         if asyncio.get_running_loop().time() >= self._scenario.hangs_at_offers_from_s.get(self.index, math.inf):
@@ -516,7 +512,7 @@ class SimTrainer:
     async def publish(self, version: int, pipeline: Pipeline, outcome: Outcome) -> PublishedWeights:
         scenario, members = outcome.scenario, []
         if scenario.sessions:
-            session = await pipeline.replicas.offer(Offer(1, version, (64,), ("trainer",), scenario.offer_s))
+            session = await pipeline.sampler.offer(Offer(1, version, (64,), ("trainer",), scenario.offer_s))
             living = {replica.index: replica for replica in outcome.replicas}
             members = [living[index] for index in session.members]
             self.sessions.append((session, members))
@@ -656,16 +652,16 @@ class Supervision:
 
     async def _drain(self, index: int, at_s: float) -> None:
         await asyncio.sleep(at_s)
-        await self.pipeline.replicas.drain(index, self.outcome.scenario.drain_s)
+        await self.pipeline.sampler.drain(index, self.outcome.scenario.drain_s)
+        self.pipeline.replicas_changed()
 
     async def _hang(self, index: int, at_s: float) -> None:
         scenario = self.outcome.scenario
         await asyncio.sleep(at_s)
         self.outcome.replicas[index].hang()
         await asyncio.sleep(scenario.heartbeat_s)
-        self.pipeline.replicas.leave(
-            index, f"simulated replica {index} has not answered for {scenario.heartbeat_s:g} s"
-        )
+        self.pipeline.sampler.leave(index, f"simulated replica {index} has not answered for {scenario.heartbeat_s:g} s")
+        self.pipeline.replicas_changed()
         if scenario.restart_s is not None:
             await self._join(index, scenario.restart_s)
 
@@ -673,12 +669,14 @@ class Supervision:
         await asyncio.sleep(after_s)
         replica = SimReplica(index, self.outcome.scenario, self.outcome.trainer)
         self.outcome.replicas.append(replica)
-        await self.pipeline.replicas.join(index, replica, reserved=self.outcome.scenario.is_reserved(index))
+        await self.pipeline.sampler.join(index, replica)
+        self.pipeline.replicas_changed()
 
     async def _restart(self) -> None:
         assert self.outcome.scenario.restart_s is not None
         while True:
-            index, _ = await self.pipeline.replicas.next_failure()
+            index, _ = await self.pipeline.sampler.next_failure()
+            self.pipeline.replicas_changed()
             await self._join(index, self.outcome.scenario.restart_s)
 
 
@@ -699,16 +697,13 @@ async def attempt(outcome: Outcome, router: type[Router], commits: list[Commit],
     config, limits = scenario.config(), RolloutLimits(VOCABULARY, VOCABULARY)
     options = {"max_updating": scenario.max_updating, "patience_s": scenario.patience_s}
     replicas = outcome.serving()
-    training = {i: replica for i, replica in replicas.items() if not scenario.is_reserved(i)}
-    reserved = {i: replica for i, replica in replicas.items() if scenario.is_reserved(i)}
     held_out = [Problems(replace(scenario, group_size=config.eval.samples))] if config.eval.every else []
     pipeline = Pipeline(
         config,
         [outcome.problems],
-        router(training, **options),
+        router(replicas, **options),
         limits,
         held_out,
-        reserved=router(reserved, **options) if reserved else None,
     )
     if commits:
         outcome.kept.append(pipeline.load(commits[-1].state))
@@ -727,7 +722,7 @@ async def attempt(outcome: Outcome, router: type[Router], commits: list[Commit],
             task.cancel()
         await pipeline.stop()
         for index in replicas:
-            pipeline.replicas.leave(index, "the attempt has ended")
+            pipeline.sampler.leave(index, "the attempt has ended")
 
 
 async def train(pipeline: Pipeline, outcome: Outcome, commits: list[Commit]) -> None:

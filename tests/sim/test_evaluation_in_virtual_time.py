@@ -43,12 +43,3 @@ def test_an_evaluation_outlives_its_replicas_and_has_one_version(loss: str, at_s
     lossy = replace(BUSY, max_concurrent=24, restart_s=5.0, patience_s=60.0, **{loss: {0: at_s, 1: at_s + 60.0}})
     evaluated = evaluations(check(simulate(lossy)))
     assert versions(evaluated) == {0: 0, 4: 4, 8: 8, 12: 12, 15: 16}
-
-
-@pytest.mark.parametrize("at_s", [0.2, 3.0, 60.0])
-def test_so_does_one_on_replicas_of_its_own(at_s: float) -> None:
-    own = replace(BUSY, replicas=3, evaluation={**EVERY_FOURTH, "replicas": 1}, max_concurrent=24)
-    outcome = simulate(replace(own, restart_s=5.0, patience_s=60.0, dies_at_s={2: at_s}))
-    evaluated = evaluations(check(outcome))
-    assert sorted(versions(evaluated).values()) == [0, 4, 8, 12, 16]
-    assert outcome.replicas[3].tokens > 0, "its successor evaluates"

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulation import Outcome, Scenario, simulate
-from test_evaluation_in_virtual_time import EVERY_FOURTH, evaluations, versions
 from test_joins_in_virtual_time import steps_of
 from test_pipeline_in_virtual_time import check
 
@@ -89,19 +88,6 @@ def test_a_joiner_that_fetches_for_much_longer_than_versions_are_kept_serves_nev
     outcome = check_sessions(simulate(replace(SENT, steps=40, joins_at_s={4: 30.0}, fetch_s=100.0)))
     assert outcome.replicas[4].tokens > 0
     assert len(outcome.replicas) == 5, "nobody was replaced"
-
-
-@pytest.mark.parametrize("at_s", [2.0, 20.0, 41.0, 60.0])
-def test_the_only_reserved_replica_is_lost_when_its_version_is_gone(at_s: float) -> None:
-    """What it has evaluated is lost with it; the next version is evaluated instead."""
-    own = Scenario(steps=24, train_s=2.0, replicas=3, max_concurrent=24, sessions=True, restart_s=10.0, patience_s=60.0)
-    own = replace(own, evaluation={**EVERY_FOURTH, "replicas": 1}, dies_at_s={2: at_s})
-    outcome = check_sessions(simulate(own))
-    assert outcome.replicas[3].tokens > 0, "its successor evaluates"
-    evaluated = versions(evaluations(outcome))
-    assert max(evaluated.values()) == own.steps
-    assert len(evaluated) >= 4
-    assert 2 in members(outcome)[-1]
 
 
 times = st.floats(0.0, 150.0)

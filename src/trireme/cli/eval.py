@@ -149,7 +149,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _config(subject: Subject, given: Sequence[str]) -> Config:
     files = ["@", str(subject.run / "config.json")] if subject.run else []
-    own = {"model.name": subject.base or subject.model, **UNUSED, "eval.every": "1", "eval.replicas": "0"}
+    own = {"model.name": subject.base or subject.model, **UNUSED, "eval.every": "1"}
     if subject.run:  # environments are told the model that the run started from
         model = json.loads((subject.run / "config.json").read_text()).get("model", {})
         own |= {"model.start": start} if (start := model.get("start") or model.get("name")) else {}

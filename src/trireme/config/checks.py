@@ -35,7 +35,7 @@ def check(config: CommonConfig, facts: ModelFacts | None) -> list[str]:
         own = [*_held_out_data(config), *_rendering(config)]
     elif isinstance(config, Config):
         own = [*_batch(config), *_groups(config), *_names(config), *_eval_envs(config), *_rendering(config)]
-        own += [*_lengths(config, facts), *_reserved(config), *_concurrency(config), *_timeouts(config)]
+        own += [*_lengths(config, facts), *_concurrency(config), *_timeouts(config)]
         own += [*_ranks(config, facts), *_service(config), *_fewest_replicas(config)]
         warnings = [*_distribution_warnings(config), *_staleness_warnings(config), *_timeout_warnings(config)]
         warnings += [*_size_warnings(config)]
@@ -79,28 +79,6 @@ def _service(config: Config) -> Iterator[Refusal]:
             f"{given} inference.on_update = drain",
             "recompute_kv or keep_kv: an update that drains would wait for the chats in flight, however long they are",
             "--inference.on-update recompute_kv, or leave --service.port out",
-        )
-
-
-def _reserved(config: Config) -> Iterator[Refusal]:
-    reserved = config.eval.replicas
-    if reserved >= config.inference.replicas:
-        yield Refusal(
-            f"eval.replicas = {reserved} of inference.replicas = {config.inference.replicas}",
-            "fewer than all: the others sample what is trained on",
-            f"raise --inference.replicas to {reserved + 1} or more, or lower --eval.replicas",
-        )
-    if reserved and not config.eval.every:
-        yield Refusal(
-            f"eval.replicas = {reserved} with eval.every = 0, which means never",
-            "evaluations for them to make",
-            "set --eval.every, or leave --eval.replicas out",
-        )
-    if reserved and config.deterministic:
-        yield Refusal(
-            f"eval.replicas = {reserved} in deterministic mode",
-            "0: in which row such an evaluation ends depends on how fast it is",
-            "leave --eval.replicas out, or --deterministic",
         )
 
 
@@ -161,11 +139,11 @@ def _eval_envs(config: Config) -> Iterator[Refusal]:
 
 
 def _fewest_replicas(config: Config) -> Iterator[Refusal]:
-    if config.cluster.min_replicas > config.training_replicas:
+    if config.cluster.min_replicas > config.inference.replicas:
         yield Refusal(
-            f"cluster.min_replicas = {config.cluster.min_replicas} with {config.training_replicas} that sample",
-            "at most as many as inference.replicas without those of eval.replicas",
-            f"set --cluster.min-replicas to {config.training_replicas} or less, or ask for more replicas",
+            f"cluster.min_replicas = {config.cluster.min_replicas} with {config.inference.replicas} that sample",
+            "at most as many as inference.replicas",
+            f"set --cluster.min-replicas to {config.inference.replicas} or less, or ask for more replicas",
         )
 
 

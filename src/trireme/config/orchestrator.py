@@ -127,6 +127,3 @@ class EvalConfig(Section):
     """Longest answer in an evaluation, in tokens; none = inference.sampling.max_tokens."""
     temperature: Temperature | None = None
     """Sampling temperature of evaluations; none = inference.sampling.temperature."""
-    replicas: NonNegativeInt = 0
-    """Number of inference.replicas that only evaluate, so that updates and training do not wait for an evaluation;
-    0 = all replicas do both, and the next update waits."""

@@ -14,6 +14,7 @@ REMOVED: dict[str, str] = {
     "inference.spare": "leave it out: a new process succeeds a replica whose actor is lost",
     "cluster.model_cache": "give model.name as an id of the hub, which each node fetches, or as a path that all have",
     "trainer.lora.together": "leave it out: adapters take turns in the trainer, each computes what it would alone",
+    "eval.replicas": "leave it out: all replicas evaluate, and the next update waits; fewer eval.problems shorten that",
     "renderer.compact_every": "leave it out, or set renderer.strip_thinking_from_history = false: thinking then stays",
     "trireme watch --plain": "leave it out: `trireme watch RUN` prints where the run stands, without a terminal too",
 }

@@ -312,11 +312,6 @@ class Config(CommonConfig):
         own = {"max_tokens": self.eval.max_tokens, "temperature": self.eval.temperature}
         return self.inference.sampling.model_copy(update={k: v for k, v in own.items() if v is not None})
 
-    @property
-    def training_replicas(self) -> int:
-        """Number of replicas that sample what is trained on; the others, at the end, are reserved for evaluations."""
-        return self.inference.replicas - self.eval.replicas
-
     def enough_rollouts(self, places: int) -> int:
         """Returns how many rollouts keep replicas busy that decode so many sequences at the same time: a quarter more,
         so that none waits while answers travel. This is `max_concurrent = auto` at the start."""

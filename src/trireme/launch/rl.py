@@ -106,7 +106,6 @@ class RlRun(TrainingRun):
             inference.router_factory(()),  # replicas join as they are ready
             self.places["orchestrator"][0],
             run.logs,
-            inference.router_factory(()) if config.eval.replicas else None,
             RankAssignment(config.trainer.processes, self.facts.attention_length),
             sessions_factory(config, self.facts),
         )

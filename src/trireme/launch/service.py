@@ -119,9 +119,9 @@ class WithChats:
     service: ServiceHandle
     """It is told the same."""
 
-    def join(self, index: int, client: Any, *, reserved: bool) -> Any:
-        joined = self.orchestrator.join(index, client, reserved=reserved)
-        self.service.join(index, client, reserved=reserved, after=joined)
+    def join(self, index: int, client: Any) -> Any:
+        joined = self.orchestrator.join(index, client)
+        self.service.join(index, client, after=joined)
         return joined
 
     def leave(self, index: int, reason: str) -> Any:

@@ -331,12 +331,12 @@ class OrchestratorPart(Part):
             return f"a whole batch together: {slots}"
         if options.max_concurrent != "auto":
             return f"at most {options.max_concurrent} rollouts; at most {slots}"
-        each, replicas = config.inference.sequences(on_gpus=self.on_gpus), count(config.training_replicas, "replica")
+        each, replicas = config.inference.sequences(on_gpus=self.on_gpus), count(config.inference.replicas, "replica")
         if each is None:
             first = f"a quarter more rollouts than {replicas} decode, which vLLM decides by the GPU"
         else:
             first = (
-                f"at most {config.enough_rollouts(config.training_replicas * each)} rollouts ({replicas} x {each} "
+                f"at most {config.enough_rollouts(config.inference.replicas * each)} rollouts ({replicas} x {each} "
                 "sequences and a quarter more)"
             )
         return f"at first {first}, then as the replicas' KV caches allow; at most {slots}"
@@ -344,8 +344,7 @@ class OrchestratorPart(Part):
     def _evaluation_text(self) -> str:
         options, env = self.config.eval, " and of ".join(env.label for env in self.config.eval_envs)
         problems = f"{options.problems or 'all'} held-out problems of {env} x {count(options.samples, 'rollout')}"
-        own = f", by {count(options.replicas, 'replica')} of its own" if options.replicas else ""
-        return f"{problems}: first of all, every {count(options.every, 'step')}, and at the end{own}"
+        return f"{problems}: first of all, every {count(options.every, 'step')}, and at the end"
 
 
 @dataclass(frozen=True)

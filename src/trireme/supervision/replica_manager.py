@@ -37,7 +37,7 @@ REPORTS = "orchestrator_0 (of replicas)"
 class ReplicaUser(Protocol):
     """The orchestrator, which uses the replicas. All calls return references to the answers."""
 
-    def join(self, index: int, client: Any, *, reserved: bool) -> Any: ...
+    def join(self, index: int, client: Any) -> Any: ...
 
     def leave(self, index: int, reason: str) -> Any: ...
 
@@ -67,8 +67,6 @@ class ReplicaActors(Protocol):
     def client(self, index: int) -> Any: ...
 
     def options(self, index: int) -> Mapping[str, Any]: ...
-
-    def is_reserved(self, index: int) -> bool: ...
 
     def abort_all(self) -> None: ...
 
@@ -162,9 +160,8 @@ class ReplicaManager:
         self._replicas.abort_all()
 
     def missing(self, all_of_them: bool) -> list[str]:
-        """Returns the replicas that do not serve yet; none if one that samples for training serves and `all_of_them` is
-        False."""
-        if not all_of_them and any(not self._replicas.is_reserved(index) for index in self._of(ReplicaState.SERVING)):
+        """Returns the replicas that do not serve yet; none if one serves and `all_of_them` is False."""
+        if not all_of_them and self._of(ReplicaState.SERVING):
             return []
         waited_for = self._of(ReplicaState.STARTING, ReplicaState.READY, ReplicaState.JOINING)
         return [f"inference replica {index}" for index in waited_for]
@@ -208,15 +205,15 @@ class ReplicaManager:
             if part and part.node:
                 self._limits.again_on(part.node, failure)
         except TriremeError as refusal:
-            if not self._can_spare(index):
+            if not self._can_spare():
                 raise
             self._leave_out(index, refusal)
             return
         self._starts(index, self._replicas.replace(index, died=died), successor=True)
 
     def scale(self, wanted: int) -> str:
-        """Changes the number of replicas to `wanted`, reserved ones included; places of those that were left out serve
-        others. Returns what happens now. Raises BadInput for more than the machines can hold."""
+        """Changes the number of replicas to `wanted`; places of those that were left out serve others. Returns what
+        happens now. Raises BadInput for more than the machines can hold."""
         staying = [index for index, state in self._states.items() if state is not ReplicaState.DRAINING]
         if wanted > len(staying):
             self._limits.check_number(wanted)
@@ -224,8 +221,7 @@ class ReplicaManager:
             self._places.give_back(self._left_out.pop()[1])
         for _ in range(wanted - len(staying)):
             self._add(self._places.take())
-        leaving = [index for index in reversed(staying) if not self._replicas.is_reserved(index)]
-        for index in leaving[: max(len(staying) - wanted, 0)]:
+        for index in staying[wanted:][::-1]:
             self._leave(index)
         change = wanted - len(staying)
         if not change:
@@ -259,7 +255,7 @@ class ReplicaManager:
 
     def _join(self, index: int, user: ReplicaUser) -> None:
         self._become(index, ReplicaState.JOINING)
-        joined = user.join(index, self._replicas.client(index), reserved=self._replicas.is_reserved(index))
+        joined = user.join(index, self._replicas.client(index))
         self._joins[index] = joined
         self._monitor.wait_for(joined, _part_name(index), partial(self._joined, index, joined))
 
@@ -310,12 +306,12 @@ class ReplicaManager:
         elif now - self._since[index] > limit:
             self._fail(index, f"it did not start within {limit:g} s ({START_LIMIT})")
 
-    def _can_spare(self, index: int) -> bool:
-        """Returns True if more than `cluster.min_replicas` replicas sample for training, so that one can be lost."""
+    def _can_spare(self) -> bool:
+        """Returns True if there are more than `cluster.min_replicas` replicas, so that one can be lost."""
         cluster = self._config.cluster
-        if self._config.deterministic or not cluster.max_restarts or self._replicas.is_reserved(index):
+        if self._config.deterministic or not cluster.max_restarts:
             return False
-        return sum(not self._replicas.is_reserved(other) for other in self._states) > cluster.min_replicas
+        return len(self._states) > cluster.min_replicas
 
     def _leave_out(self, index: int, refusal: TriremeError) -> None:
         retry_s = self._config.cluster.restart_window_s

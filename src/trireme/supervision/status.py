@@ -207,13 +207,12 @@ class DriverProcess:
 
 @dataclass(frozen=True)
 class ScaleRequest:
-    """A request for another number of replicas. The sender has checked that it is more than the reserved ones and that
-    the run is not deterministic."""
+    """A request for another number of replicas. The sender has checked that the run is not deterministic."""
 
     id: str
     at: float  # seconds since 1970
     driver: str  # text of the lock file, which names the driver that is asked
-    replicas: int  # number wanted, those reserved for evaluations included
+    replicas: int  # number wanted
 
 
 class ScaleRequests:

@@ -55,13 +55,11 @@ def _checked(root: Path, replicas: int) -> dict[str, Any]:
     config: dict[str, Any] = json.loads((root / "config.json").read_bytes())
     if command_of(root) != "rl":
         raise Refusal(f"scale for {root}, a run of {command_of(root)}", "a run of rl", "it has no replicas").error()
-    fewest = config["eval"]["replicas"] + 1
-    if replicas < fewest:
-        reserved = f", beside the {fewest - 1} of eval.replicas" if fewest > 1 else ""
+    if replicas < 1:
         raise Refusal(
             f"--replicas {replicas}",
-            f"{fewest} or more: one at least samples what is trained on{reserved}",
-            f"to end the run, send its driver SIGTERM; to keep it going, ask for --replicas {fewest}",
+            "1 or more: one at least samples what is trained on",
+            "to end the run, send its driver SIGTERM; to keep it going, ask for --replicas 1",
         ).error()
     if config["deterministic"]:
         raise Refusal(

@@ -32,7 +32,6 @@ GROUPS_OF_8 = {"batch_size": 16, "group_size": 8}
 REPEATABLE = {"deterministic": True, "orchestrator": {**GROUPS_OF_8, **SYNCHRONOUS}}
 STORE = {"output_dir": "s3://bucket/runs"}
 TWO = {"sampling": {"max_tokens": 8}, "replicas": 2}
-RESERVED = {"every": 5, "replicas": 1}
 REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     (
         {"service": {"port": 0}, "inference": {"on_update": "drain"}},
@@ -62,10 +61,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
         {"trainer": {"kl": {"reference": {"update_every": 3}}}},
         ["trainer.kl.reference.update_every with trainer.kl.coef = 0"],
     ),
-    ({"cluster": {"min_replicas": 2}, "inference": TWO, "eval": RESERVED}, ["cluster.min_replicas = 2 with 1 that"]),
-    ({"eval": RESERVED}, ["raise --inference.replicas to 2"]),
-    ({"eval": {"replicas": 1}, "inference": TWO}, ["set --eval.every"]),
-    ({"eval": RESERVED, "inference": TWO, **REPEATABLE}, ["eval.replicas = 1 in deterministic mode"]),
+    ({"cluster": {"min_replicas": 3}, "inference": TWO}, ["cluster.min_replicas = 3 with 2 that"]),
     (
         {"trainer": {"packing": "packed"}, "model": {"attn": "eager"}},
         ["trainer.packing = packed with model.attn = eager"],
@@ -84,7 +80,6 @@ ACCEPTED: list[dict[str, Any]] = [
     {"resume": {"latest": True}, "run": {**STORE, "name": "r"}},
     {"resume": {"latest": "auto", "step": 3, "dir": "outputs/other"}, "run": {"name": "r"}},
     {"trainer": {"kl": {"coef": 0.1, "reference": {"base_model": "m", "update_every": 3}}}},
-    {"eval": RESERVED, "inference": TWO},
     {"cluster": {"min_replicas": 2}, "inference": TWO},
     {"trainer": {"packing": "packed"}},
     {"trainer": {"packing": "auto"}, "model": {"attn": "eager"}},

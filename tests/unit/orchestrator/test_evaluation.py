@@ -30,7 +30,7 @@ from orchestrator.rollout import RolloutLimits
 from orchestrator.state import OrchestratorState
 from trireme.config import Config
 from trireme.config.schema import EvalConfig
-from trireme.core.errors import ProvenanceError, RoomFailed, WeightsGone
+from trireme.core.errors import ProvenanceError, RoomFailed
 from trireme.core.types import SampledSequence, SampleRequest, WeightIdentity
 
 FIRST = 500
@@ -418,72 +418,3 @@ async def test_a_long_evaluation_says_how_far_it_is() -> None:
     await run.pipeline.evaluate(WeightIdentity(2, 40, "loaded"))
     assert said[0] == "0 of 6 problems of fake are evaluated"
     assert run.pipeline.progress() == "0 groups are finished, and 0 are being sampled"
-
-
-# ---- replicas of its own
-
-
-class OnReserved(EvalRun):
-    """Evaluates every other version on a sampler of its own."""
-
-    def __init__(self, steps: int = 6) -> None:
-        config = with_evaluation(small_config(2, steps), replicas=1)
-        super().__init__(config.model_copy(update={"inference": config.inference.model_copy(update={"replicas": 2})}))
-        self.reserved = Witness()
-        self.pipeline = Pipeline(
-            self.config,
-            [self.dataset],
-            self.sampler,
-            RolloutLimits(1000, 100),
-            [HeldOut(samples=1)],
-            reserved=self.reserved,
-        )
-
-
-def test_reserved_replicas_take_all_of_an_evaluation_and_only_the_versions_that_are_due() -> None:
-    run = asyncio.run(whole_run(OnReserved()))
-    assert run.asked() == [], "the others sample for training alone"
-    assert {r.request_id.partition("/")[0] for r in run.reserved.requests} == {"eval"}
-    assert sorted(set(run.reserved.versions.values())) == [0, 2, 4, 6]
-    assert sorted(run.evaluated.values()) == [0, 2, 4, 6]
-
-
-async def test_training_and_updates_go_on_while_reserved_replicas_evaluate() -> None:
-    run = OnReserved()
-    held = run.reserved.hold_update(0)
-    async with run:
-        await asyncio.wait_for(run.step(0), 10)
-        assert run.sampler.version == 1
-        held.set()
-        for step in range(1, 6):
-            await run.step(step)
-    assert 0 not in run.evaluated
-    assert run.evaluated[1] == 0, "it stands in the row of the step during which it ended"
-    assert sorted(run.evaluated.values()) == [0, 2, 4, 6]
-
-
-def test_the_next_evaluation_waits_for_reserved_replicas_that_are_busy() -> None:
-    async def played() -> int:
-        run = OnReserved()
-        run.reserved.hold_update(0)
-        async with run:
-            await run.step(0)
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(run.step(1), 0.2)
-        return run.sampler.version
-
-    assert asyncio.run(played()) == 1, "version 2 is due, and version 0 is not done"
-
-
-async def test_an_evaluation_is_owed_until_it_was_done() -> None:
-    """Of a version that is not due by itself."""
-    run = OnReserved()
-    run.reserved.update_error = WeightsGone("the trainer no longer keeps version 2")
-    async with run:
-        for step in range(2):
-            await run.step(step)
-        await quiesce()
-        run.reserved.update_error = None
-        for step in range(2, 6):
-            await run.step(step)
-    assert sorted(run.evaluated.values()) == [3, 4, 6]

@@ -305,7 +305,7 @@ async def test_the_next_update_waits_for_the_one_before() -> None:
 
 
 async def test_an_update_that_does_not_end_names_the_replicas_that_lack_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchestrator.replicas.ANSWER_S", 0.0)
+    monkeypatch.setattr("orchestrator.update.ANSWER_S", 0.0)
     monkeypatch.setattr("trireme.config.Config.patience_s", 0.0)
     async with Run(small_config(2, 5, update_s=0.05)) as run:
         run.sampler.hold_update(1)
@@ -563,8 +563,7 @@ def test_the_row_of_a_step() -> None:
 # ---- replicas come and go
 
 
-@pytest.mark.parametrize("verb", ["leave", "drain", "next_failure"])
-async def test_who_has_left_holds_no_slots_any_more(verb: str) -> None:
+async def test_who_has_left_holds_no_slots_any_more() -> None:
     """Replica 1 never takes version 1; so nothing of batch 2 is begun as long as it is there."""
     fleet = Fleet(0, 1)
     async with Run(small_config(2, 5, max_steps_off_policy=0), sampler=fleet) as run:
@@ -572,14 +571,8 @@ async def test_who_has_left_holds_no_slots_any_more(verb: str) -> None:
         await run.step(0)
         await quiesce()
         assert len(fleet.requests) == 4, "batch 0 alone"
-        if verb == "leave":
-            run.pipeline.replicas.leave(1, "killed")
-        elif verb == "drain":
-            await run.pipeline.replicas.drain(1, 5.0)
-        else:
-            fleet.versions.pop(1)
-            fleet.failures.put_nowait((1, "killed"))
-            assert await run.pipeline.replicas.next_failure() == (1, "killed")
+        fleet.leave(1, "killed")
+        run.pipeline.replicas_changed()
         await run.step(1)
 
 
@@ -588,23 +581,8 @@ async def test_a_joiner_counts_from_the_moment_that_it_has_the_newest_weights() 
     async with Run(small_config(2, 5), sampler=fleet) as run:
         await quiesce()
         assert fleet.requests == [], "nobody is there to sample"
-        await run.pipeline.replicas.join(7, "its client", reserved=False)
+        await fleet.join(7, "its client")
+        run.pipeline.replicas_changed()
         assert fleet.said == [("join", 7, "its client")]
         await run.step(0)
         assert run.rows[0]["off_policy/max"] == 0
-
-
-async def test_reserved_replicas_join_and_fail_apart_from_the_others() -> None:
-    fleet, reserved = Fleet(0), Fleet()
-    pipeline = Pipeline(small_config(2, 5), [Problems()], fleet, RolloutLimits(1000, 100), reserved=reserved)
-    await pipeline.replicas.join(3, "its client", reserved=True)
-    assert (fleet.said, reserved.said) == ([], [("join", 3, "its client")])
-    waiting = asyncio.create_task(pipeline.replicas.next_failure())
-    await quiesce()
-    reserved.failures.put_nowait((3, "died"))
-    fleet.failures.put_nowait((0, "died too"))
-    assert sorted([await waiting, await pipeline.replicas.next_failure()]) == [(0, "died too"), (3, "died")]
-    pipeline.replicas.leave(3, "died")
-    await pipeline.replicas.drain(0, 5.0)
-    assert [said[:2] for said in reserved.said] == [("join", 3), ("leave", 3), ("drain", 0)]
-    await pipeline.stop()

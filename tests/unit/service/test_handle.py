@@ -33,8 +33,8 @@ def test_replicas_that_were_removed_between_attempts_are_forgotten(monkeypatch: 
     monkeypatch.setattr(ServiceHandle, "_keep", lambda _self: None)
     actor, config = Actor(), Any
     own = ServiceHandle(config, lambda: actor, None, print, [], Roster(lambda: 0.0))  # type: ignore[arg-type]
-    own.join(0, "a", reserved=False)
-    own.join(1, "b", reserved=False)
+    own.join(0, "a")
+    own.join(1, "b")
     own.keep([0, 2])
     assert [told[:2] for told in actor.told] == [("join", 0), ("join", 1), ("leave", 1)]
 

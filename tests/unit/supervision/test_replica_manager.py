@@ -26,7 +26,7 @@ HEARTBEAT_S, ENGINE_S = 30.0, 90.0
 class World:
     """A manager of two replicas, its monitor and its clock."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, indices: list[int], reserved: list[int]) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, indices: list[int]) -> None:
         self.now, self.signals = 0.0, []
         self.pids: list[tuple[int, ...]] = []
         self.refused: TriremeError | None = None
@@ -34,10 +34,10 @@ class World:
         monkeypatch.setattr(manager_module, "time", clock)
         monkeypatch.setattr(heartbeats_module, "time", clock)
         monkeypatch.setattr(heartbeats_module, "send", self._send)
-        self.roster, self.room = Roster(lambda: self.now), Room(indices, reserved)
+        self.roster, self.room = Roster(lambda: self.now), Room(indices)
         places: Any = self.room
         self.monitor = HeartbeatMonitor(self.roster, HEARTBEAT_S, self._lost)
-        config = small(inference={"replicas": len(indices)}, eval={"replicas": len(reserved)})
+        config = small(inference={"replicas": len(indices)})
         self.restarts = Restarts(config.cluster.max_restarts, config.cluster.restart_window_s)
         self.most, self.later = 200, 0.0  # seconds that the restart budget's clock is ahead
         limits = ReplicaLimits(self._again, self._again_on, self._check_number)
@@ -118,12 +118,7 @@ class World:
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    return World(monkeypatch, [0, 1], [])
-
-
-@pytest.fixture
-def evaluating(monkeypatch: pytest.MonkeyPatch) -> World:
-    return World(monkeypatch, [0, 1], [1])
+    return World(monkeypatch, [0, 1])
 
 
 DIED = RoomFailed("inference replica 1 died")
@@ -135,18 +130,11 @@ class TestStart:
         assert world.room.told == []
         world.manager.attach(world.room)
         world.answer("start", 1)
-        assert world.room.told == [("join", 0, "client 0", False), ("join", 1, "client 1", False)]
+        assert world.room.told == [("join", 0, "client 0"), ("join", 1, "client 1")]
         assert world.health() == {"inference_0": PartHealth.CATCHING_UP, "inference_1": PartHealth.CATCHING_UP}
         world.answer("join", 0)
         assert world.manager.missing(all_of_them=False) == []
         assert world.manager.missing(all_of_them=True) == ["inference replica 1"]
-
-    def test_a_replica_that_only_evaluates_is_not_enough(self, evaluating: World) -> None:
-        evaluating.answer("start", 1)
-        evaluating.manager.attach(evaluating.room)
-        evaluating.answer("join", 1)
-        assert evaluating.room.told == [("join", 1, "client 1", True)]
-        assert evaluating.manager.missing(all_of_them=False) == ["inference replica 0"]
 
     def test_one_that_dies_as_it_starts_is_replaced(self, world: World) -> None:
         world.answer("start", 0, value=DIED)
@@ -266,7 +254,7 @@ class TestLoss:
 
     def test_a_bad_node_among_sixteen_costs_its_own_replicas_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """128 replicas, eight on a node. Those of one node fail one after the other, each once."""
-        world = World(monkeypatch, list(range(128)), [])
+        world = World(monkeypatch, list(range(128)))
         world.serve()
         world.look()
         for index in range(128):
@@ -281,7 +269,7 @@ class TestLoss:
         assert len(world.health()) == 123
 
     def test_a_node_that_is_lost_whole_counts_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        world = World(monkeypatch, list(range(16)), [])
+        world = World(monkeypatch, list(range(16)))
         world.serve()
         world.look()
         for index in range(16):
@@ -322,7 +310,7 @@ class TestLoss:
         assert world.room.told == [("abort all",)]
         world.manager.attach(world.room)
         world.look(2 * SECOND_OPINION_S)
-        assert world.room.told[1:] == [("join", 0, "client 0", False), ("join", 1, "client 1", False)]
+        assert world.room.told[1:] == [("join", 0, "client 0"), ("join", 1, "client 1")]
 
     def test_a_late_answer_to_the_join_of_an_earlier_attempt_says_nothing_of_this_one(self, world: World) -> None:
         """It comes when the orchestrator of that attempt is dead."""
@@ -348,7 +336,7 @@ class TestScale:
         assert world.manager.scale(3) == "2 replicas; 1 more to start"
         assert world.room.told == [("take",), ("add", 2)]
         world.answer("start", 2)
-        assert world.room.told[2:] == [("join", 2, "client 2", False)]
+        assert world.room.told[2:] == [("join", 2, "client 2")]
 
     def test_more_than_the_machines_hold_is_refused(self, world: World) -> None:
         world.serve()
@@ -381,15 +369,6 @@ class TestScale:
         world.manager.scale(1)
         assert ("remove", 1) in world.room.told
         assert not world.waits_for("start", 1)
-
-    def test_those_that_are_reserved_for_evaluations_stay(self, evaluating: World) -> None:
-        evaluating.serve()
-        evaluating.manager.scale(3)
-        evaluating.answer("start", 2)
-        evaluating.answer("join", 2)
-        evaluating.manager.scale(2)
-        assert ("drain", 2) in evaluating.room.told
-        assert evaluating.health()["inference_1"] is PartHealth.HEALTHY
 
     def test_as_many_as_there_are(self, world: World) -> None:
         world.serve()

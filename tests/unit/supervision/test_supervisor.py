@@ -53,7 +53,7 @@ class World:
         cfg = small(orchestrator={"batch_size": 4, "max_steps_off_policy": 0}, **config)
         (root / LOCK).touch()
         self.supervised_config = cfg
-        self.roster, self.room = Roster(time.time), Orchestrator([0], [])
+        self.roster, self.room = Roster(time.time), Orchestrator([0])
         places: Any = self.room
         elastic = ElasticReplicas(cfg, self.room, ScaleRequests(root), places, lambda _number: None)
         self.supervisor = Supervisor(cfg, self.roster, "trainer and orchestrator", elastic)
@@ -136,7 +136,7 @@ def test_a_lost_shard_ends_the_attempt_and_the_next_one_begins_with_the_replicas
         world.room.told.clear()
         world.begin()
         supervisor.check()
-        assert world.room.told == [("join", 0, "client 0", False)]
+        assert world.room.told == [("join", 0, "client 0")]
         assert [part.restarts for part in world.roster.parts if part.name == "trainer_0"] == [1]
 
 

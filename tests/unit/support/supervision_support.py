@@ -65,8 +65,8 @@ class Ref:
 class Room:
     """The inference room, places for it, and the orchestrator: write down what they are told, give references."""
 
-    def __init__(self, indices: list[int], reserved: list[int]) -> None:
-        self.indices, self._reserved, self.next = indices, reserved, len(indices)
+    def __init__(self, indices: list[int]) -> None:
+        self.indices, self.next = indices, len(indices)
         self.told: list[tuple[object, ...]] = []
         self.lost_places: set[int] = set()
         self.added: list[int] = []
@@ -117,11 +117,8 @@ class Room:
     def options(self, index: int) -> dict[str, Any]:
         return {"place of": index}
 
-    def is_reserved(self, index: int) -> bool:
-        return index in self._reserved
-
-    def join(self, index: int, client: str, *, reserved: bool) -> Ref:
-        return self._ref("join", index, client, reserved)
+    def join(self, index: int, client: str) -> Ref:
+        return self._ref("join", index, client)
 
     def leave(self, index: int, reason: str) -> Ref:
         self.told.append(("leave", index))

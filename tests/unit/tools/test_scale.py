@@ -53,12 +53,6 @@ def test_less_than_one(run: Path, replicas: int, capsys: pytest.CaptureFixture[s
         assert "1 or more" in refused(capsys, run, f"--replicas={replicas}")
 
 
-def test_none_beside_the_reserved_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = make_run(tmp_path / "run", eval={"replicas": 2})
-    with driven(run):
-        assert "3 or more" in refused(capsys, run, "--replicas", 2)
-
-
 def test_a_deterministic_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "run", deterministic=True)
     with driven(run):
