@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="trireme", description="Looks at runs, and takes models out of them.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
-    looking = commands.add_parser("inspect", help="commits and lineages of a run, what they hold, whether they verify")
+    looking = commands.add_parser("inspect", help="commits and lineages of a run, and whether they verify")
     looking.add_argument("--json", action="store_true", help="for programs")
     looking.add_argument("--quick", action="store_true", help="only whether files are there with their sizes")
     looking.set_defaults(command=_inspect)

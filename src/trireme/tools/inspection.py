@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -13,7 +12,6 @@ from typing import Any
 from rich.console import RenderableType
 from rich.filesize import decimal
 from rich.table import Table
-from rich.tree import Tree
 
 from trireme.checkpoint.manifest import CommitRef, Manifest, step_of
 from trireme.checkpoint.store import CheckpointStore, Head
@@ -21,19 +19,9 @@ from trireme.core.errors import EXIT_OK, CheckpointInvalid
 from trireme.run.rundir import CONFIG, resume_command
 from trireme.supervision.roster import Incident
 from trireme.supervision.status import INCIDENTS, Status, read_incidents
-from trireme.tools.merge import ADAPTER
 
 MOST_INCIDENTS = 10
 """Shown to a person; JSON has all."""
-
-
-@dataclass(frozen=True)
-class CommitPart:
-    """One room's part of a commit."""
-
-    files: int
-    bytes: int
-    holds: Mapping[str, Any]  # what a person may want to know of it, by name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +41,6 @@ class InspectedCommit:
     parent: CommitRef | None = None
     identity: str | None = None
     bytes: int | None = None
-    parts: Mapping[str, CommitPart]  # by room; none if it does not verify
 
 
 @dataclass(frozen=True)
@@ -123,10 +110,9 @@ def inspect(root: Path, on_commit: Callable[[Path], None], quick: bool = False) 
 def _commit(root: Path, path: Path, branch: str | None, quick: bool) -> InspectedCommit:
     step = step_of(path.name)
     assert step is not None
-    manifest, parts, reason = None, dict[str, CommitPart](), None
+    manifest, reason = None, None
     try:
         manifest = Manifest.verified(path, contents=not quick)
-        parts = _parts(path, manifest)
     except (CheckpointInvalid, FileNotFoundError) as error:
         reason = str(error)
         with suppress(CheckpointInvalid):
@@ -136,27 +122,7 @@ def _commit(root: Path, path: Path, branch: str | None, quick: bool) -> Inspecte
         about = {name: getattr(manifest, name) for name in ("lineage", "attempt", "shards", "replicas", "created")}
         about |= {"parent": manifest.parent, "identity": str(manifest.identity), "bytes": manifest.size}
     place = str(path.relative_to(root))
-    return InspectedCommit(
-        path=place, step=step, branch=branch, verifies=reason is None, reason=reason, parts=parts, **about
-    )
-
-
-def _parts(path: Path, manifest: Manifest) -> dict[str, CommitPart]:
-    """Returns each room's part; of a run of `sft`, the place in the data instead of the orchestrator's."""
-    if (path / "data").exists():
-        fed = {"data": json.loads((path / "data" / "state.json").read_bytes())}
-    else:
-        groups = json.loads((path / "orchestrator" / "state.json").read_bytes())["ledger"]["groups"]
-        finished = sum(group["finished"] for group in groups)
-        fed = {"orchestrator": {"groups_finished": finished, "groups_in_flight": len(groups) - finished}}
-    model = path / "inference"
-    if (model / ADAPTER).exists():
-        weights = {"adapter_rank": json.loads((model / ADAPTER).read_bytes())["r"]}
-    else:
-        weights = {"dtype": json.loads((model / "config.json").read_bytes())["dtype"]}
-    holds = {"trainer": {"shards": manifest.shards}, **fed, "inference": {"replicas": manifest.replicas, **weights}}
-    sizes = {room: [file.size for file in manifest.files if file.path.startswith(f"{room}/")] for room in holds}
-    return {room: CommitPart(len(sizes[room]), sum(sizes[room]), told) for room, told in holds.items()}
+    return InspectedCommit(path=place, step=step, branch=branch, verifies=reason is None, reason=reason, **about)
 
 
 def _leftover(root: Path, path: Path) -> Leftover:
@@ -181,7 +147,7 @@ def render(report: Inspection) -> Iterator[RenderableType]:
     if head := report.head:
         logs = ", ".join(f"attempt_{attempt}" for attempt in report.attempts) or "none"
         yield f"HEAD: run id {head.run_id}, lineage {head.lineage}, attempt {head.attempt}; logs: {logs}"
-        yield _lineage_tree(report.lineages)
+        yield from (_lineage_line(lineage, report.lineages) for lineage in report.lineages)
     for branch in dict.fromkeys(commit.branch for commit in report.commits):
         yield _table(branch, [commit for commit in report.commits if commit.branch == branch], report.quick)
     if not report.commits:
@@ -206,45 +172,27 @@ def render(report: Inspection) -> Iterator[RenderableType]:
         yield f"\n{what}\n  {report.resume}"
 
 
-def _lineage_tree(lineages: Sequence[Head]) -> Tree:
-    """Draws which lineage descends from which, and from which step of it."""
-    known = {head.lineage for head in lineages}
-    tree = Tree("lineages")
-
-    def grow(below: Tree, parent: str | None) -> None:
-        for head in lineages:
-            base = head.base.lineage if head.base else None
-            if (base if base in known else None) == parent:
-                grow(below.add(_lineage_label(head, known, current=head == lineages[-1])), head.lineage)
-
-    grow(tree, None)
-    return tree
-
-
-def _lineage_label(head: Head, known: set[str], current: bool) -> str:
-    state = "current" if current else f"left in attempt {head.attempt}, see branches/{head.lineage}"
+def _lineage_line(head: Head, lineages: Sequence[Head]) -> str:
+    """Says which lineage a lineage descends from, and from which step of it."""
+    state = "current" if head == lineages[-1] else f"left in attempt {head.attempt}, see branches/{head.lineage}"
     if head.base is None:
-        return f"{head.lineage} from the beginning ({state})"
-    origin = "" if head.base.lineage in known else f" of lineage {head.base.lineage}, which is not in this run"
-    return f"{head.lineage} from step {head.base.step}{origin} ({state})"
+        return f"lineage {head.lineage} from the beginning ({state})"
+    is_here = head.base.lineage in {lineage.lineage for lineage in lineages}
+    origin = f"of lineage {head.base.lineage}" + ("" if is_here else ", which is not in this run")
+    return f"lineage {head.lineage} from step {head.base.step} {origin} ({state})"
 
 
 def _table(branch: str | None, commits: list[InspectedCommit], quick: bool) -> Table:
     title = "commits" if branch is None else f"superseded commits, in branches/{branch}"
-    table = Table(title=title, title_justify="left", show_lines=True)
+    table = Table(title=title, title_justify="left")
     for column in ("step", "lineage", "attempt", "written", "size", "sizes fit" if quick else "verifies"):
         table.add_column(column, no_wrap=True)
-    table.add_column("holds")
     for commit in commits:
         about = ["?"] * 4
         if commit.lineage and commit.created and commit.bytes is not None:
             written = age(commit.created, datetime.now(UTC))
             about = [commit.lineage, str(commit.attempt), written, decimal(commit.bytes)]
-        holds = [
-            ", ".join([f"{room} {decimal(part.bytes)}", *(f"{k.replace('_', ' ')} {v}" for k, v in part.holds.items())])
-            for room, part in commit.parts.items()
-        ]
-        table.add_row(str(commit.step), *about, "yes" if commit.verifies else "NO", "\n".join(holds))
+        table.add_row(str(commit.step), *about, "yes" if commit.verifies else "NO")
     return table
 
 

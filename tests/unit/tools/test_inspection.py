@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from adapter_support import make_adapter_run, make_base
 from checkpoint_support import flip, truncate
 from supervision_support import roster_of
 from tools_support import commit, make_run
@@ -38,7 +37,7 @@ def store(tmp_path: Path) -> CheckpointStore:
     return make_run(tmp_path / "run", 2, 4, 6)
 
 
-def test_a_commit_with_what_each_room_put_into_it(store: CheckpointStore, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_commit_says(store: CheckpointStore, capsys: pytest.CaptureFixture[str]) -> None:
     head = store.head()
     report = inspected(store.root, capsys)
     assert [c["step"] for c in report["commits"]] == [2, 4, 6]
@@ -49,30 +48,10 @@ def test_a_commit_with_what_each_room_put_into_it(store: CheckpointStore, capsys
     assert last["parent"] == {"lineage": head.lineage, "step": 4}
     files = [file for file in store.commit(6).rglob("*") if file.is_file() and file.name != "manifest.json"]
     assert last["bytes"] == sum(file.stat().st_size for file in files)
-    parts = last["parts"]
-    assert parts["trainer"] == {"files": 1, "bytes": 3000, "holds": {"shards": 2}}
-    assert parts["orchestrator"]["holds"] == {"groups_finished": 2, "groups_in_flight": 1}
-    assert parts["inference"]["holds"] == {"replicas": 1, "dtype": "float32"}
-    assert sum(part["files"] for part in parts.values()) == len(files)
     assert report["newest"] == 6
     text = shown(store.root, capsys)
-    for expected in (
-        head.run_id,
-        head.lineage,
-        "groups finished 2, groups in flight 1",
-        "trainer 3.0 kB, shards 2",
-        "dtype float32",
-    ):
-        assert expected in text
-
-
-def test_a_commit_of_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    store = make_adapter_run(tmp_path / "run", make_base(tmp_path / "base"))
-    capsys.readouterr()
-    (only,) = inspected(store.root, capsys)["commits"]
-    assert only["verifies"]
-    assert only["parts"]["inference"]["holds"] == {"replicas": 1, "adapter_rank": 8}
-    assert "adapter rank 8" in shown(store.root, capsys)
+    assert head.run_id in text
+    assert head.lineage in text
 
 
 def test_the_command_that_goes_on_names_the_run(store: CheckpointStore, capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,11 +125,11 @@ def test_lineages_that_were_left_and_what_they_left(store: CheckpointStore, caps
     assert where == {(2, None, first), (6, first, first), (4, second, first), (8, second, second)}
     assert all((store.root / c["path"]).is_dir() and c["verifies"] for c in report["commits"])
     text = shown(store.root, capsys)
-    assert f"── {first} from the beginning (left in attempt 1, see branches/{first})" in text
-    below = {line[8:] for line in text.splitlines() if line[:7] in ("    ├──", "    └──")}
-    assert below == {
-        f"{second} from step 4 (left in attempt 1, see branches/{second})",
-        f"{third} from step 2 (current)",
+    lines = [line for line in text.splitlines() if line.startswith("lineage ")]
+    assert set(lines) == {
+        f"lineage {first} from the beginning (left in attempt 1, see branches/{first})",
+        f"lineage {second} from step 4 of lineage {first} (left in attempt 1, see branches/{second})",
+        f"lineage {third} from step 2 of lineage {first} (current)",
     }
     assert f"superseded commits, in branches/{second}" in text
 
