@@ -1,0 +1,138 @@
+"""Bodies of requests against the packages `openai` and `anthropic`, field by field: what a client of theirs can send is
+known here, or refused by name because it is listed below, and plain values have the types of theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+
+import pytest
+from anthropic.types import (
+    TextBlockParam,
+    ThinkingBlockParam,
+    ToolParam,
+    ToolResultBlockParam,
+    ToolUseBlockParam,
+    message_create_params,
+)
+from anthropic.types.assistant_message_param import AssistantMessageParam
+from anthropic.types.user_message_param import UserMessageParam
+from openai.types import completion_create_params
+from openai.types.chat import (
+    ChatCompletionAssistantMessageParam,
+    ChatCompletionMessageFunctionToolCallParam,
+    ChatCompletionSystemMessageParam,
+    ChatCompletionToolMessageParam,
+    ChatCompletionUserMessageParam,
+)
+from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.responses import (
+    EasyInputMessageParam,
+    FunctionToolParam,
+    ResponseFunctionToolCallParam,
+    ResponseReasoningItemParam,
+    response_create_params,
+)
+from openai.types.responses.response_input_param import FunctionCallOutput
+from openai.types.shared_params import FunctionDefinition
+from pydantic import TypeAdapter, ValidationError
+
+from service.dialects import chat, completions, messages, responses, wire
+from service.dialects.wire import Body
+
+VLLM = {"top_k", "min_p", "repetition_penalty", "stop_token_ids", "return_token_ids"}
+CACHES = {"prompt_cache_options", "prompt_cache_retention"}
+CHAT_MESSAGES = (
+    ChatCompletionAssistantMessageParam,
+    ChatCompletionSystemMessageParam,
+    ChatCompletionToolMessageParam,
+    ChatCompletionUserMessageParam,
+)
+OLDER_MESSAGES = {"context_management", "mcp_servers", "temperature", "top_k", "top_p"}
+"""Fields that this version of `anthropic` has no more, or only in beta."""
+NEWER_MESSAGES = {"cache_control", "diagnostics", "inference_geo", "speed", "user_profile_id", "workspace_id"}
+BODIES: list[tuple[type[Body], tuple[Any, ...], set[str], set[str]]] = [
+    (chat.ChatRequest, (chat_create_params.CompletionCreateParamsStreaming,), VLLM, {"moderation"} | CACHES),
+    (
+        chat.ChatMessage,
+        CHAT_MESSAGES,
+        {"reasoning_content", "annotations", "token_ids", "prompt_token_ids"},
+        set(),
+    ),
+    (chat.ChatToolCall, (ChatCompletionMessageFunctionToolCallParam,), {"index"}, set()),
+    (wire.FunctionTool, (FunctionDefinition,), set(), set()),
+    (completions.CompletionRequest, (completion_create_params.CompletionCreateParamsStreaming,), VLLM, set()),
+    (
+        responses.ResponseRequest,
+        (response_create_params.ResponseCreateParamsStreaming,),
+        set(),
+        {"context_management", "moderation"} | CACHES,
+    ),
+    (responses.InputMessage, (EasyInputMessageParam,), {"id", "status"}, set()),
+    (responses.InputCall, (ResponseFunctionToolCallParam,), set(), {"caller", "namespace"}),
+    (responses.InputResult, (FunctionCallOutput,), set(), {"caller", "name", "namespace"}),
+    (responses.InputReasoning, (ResponseReasoningItemParam,), set(), set()),
+    (responses.ResponseTool, (FunctionToolParam,), set(), {"allowed_callers", "defer_loading", "output_schema"}),
+    (
+        messages.MessagesRequest,
+        (message_create_params.MessageCreateParamsStreaming,),
+        OLDER_MESSAGES,
+        NEWER_MESSAGES,
+    ),
+    (messages.AnthropicMessage, (UserMessageParam, AssistantMessageParam), set(), set()),
+    (messages.TextBlock, (TextBlockParam,), set(), set()),
+    (messages.ThinkingBlock, (ThinkingBlockParam,), set(), set()),
+    (messages.ToolUseBlock, (ToolUseBlockParam,), set(), set()),
+    (messages.ToolResultBlock, (ToolResultBlockParam,), set(), {"toolset_name"}),
+    (
+        messages.AnthropicTool,
+        (ToolParam,),
+        set(),
+        {"allowed_callers", "defer_loading", "eager_input_streaming", "input_examples"},
+    ),
+]
+"""Each body with the types of the package, the fields that it has beyond them, and those that it refuses by name."""
+PLAIN: Mapping[Any, Any] = {bool: True, int: 1, float: 0.5, str: "auto"}
+
+
+def hints_of(theirs: tuple[Any, ...]) -> dict[str, Any]:
+    """Returns the fields of types of a package, with the type of each."""
+    return {name: hint for each in theirs for name, hint in get_type_hints(each).items()}
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "beyond", "refused"), BODIES, ids=lambda each: getattr(each, "__name__", "")
+)
+def test_a_body_has_the_fields_of_the_package(
+    ours: type[Body], theirs: tuple[Any, ...], beyond: set[str], refused: set[str]
+) -> None:
+    hints = hints_of(theirs)
+    assert set(ours.model_fields) - set(hints) == beyond
+    assert set(hints) - set(ours.model_fields) == refused
+    for name in refused:
+        with pytest.raises(ValidationError) as error:
+            ours.model_validate({name: 1})
+        assert "extra_forbidden" in {each["type"] for each in error.value.errors() if each["loc"] == (name,)}
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "beyond", "refused"), BODIES, ids=lambda each: getattr(each, "__name__", "")
+)
+def test_a_plain_value_of_the_package_has_the_type_that_is_read_here(
+    ours: type[Body], theirs: tuple[Any, ...], beyond: set[str], refused: set[str]
+) -> None:
+    """It may be refused for its value, as what is not supported here is, but not for its type."""
+    for name, hint in hints_of(theirs).items():
+        if name in refused:
+            continue
+        field = ours.model_fields[name]
+        adapter: TypeAdapter[Any] = TypeAdapter(Annotated[field.annotation, *field.metadata, None])
+        kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        for kind in [kind for kind in kinds if kind in PLAIN]:
+            kinds_of_errors = set()
+            try:
+                adapter.validate_python(PLAIN[kind], strict=True)
+            except ValidationError as error:
+                kinds_of_errors = {each["type"] for each in error.errors()}
+            assert kinds_of_errors <= {"value_error"}, (name, kind)
