@@ -13,7 +13,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from service.tinker.adapter_turns import AdapterTurns
 from service.tinker.asked import Creation, Unusable, Work, origin_of
 from service.tinker.catalog import Catalog
 from service.tinker.costs import tokens_of
@@ -25,7 +24,7 @@ from service.tinker.records import Record
 from service.tinker.replaying import Histories, records_of, replay
 from service.tinker.shelf import BASE, WeightShelf
 from service.tinker.state import ProtocolState
-from service.tinker.turns import WeightTurns
+from service.tinker.turns import SampleTurns
 from trireme.core.datum import ModelInput
 from trireme.process.faults import fault_point
 
@@ -51,9 +50,8 @@ class TinkerDesk:
         """The rooms have what they had; before that nobody knows which weights they hold."""
 
     def _replay(self, records: Sequence[Record]) -> tuple[ProtocolState, Histories]:
-        turns = partial(AdapterTurns[Promise], slots, BASE) if (slots := self.offer.slots) else WeightTurns[Promise]
         state = ProtocolState(
-            make_turns=turns,
+            make_turns=partial(SampleTurns[Promise], self.offer.slots, BASE),
             adapters=self.offer.lora is not None,
             places=self.offer.places,
             cost=tokens_of,

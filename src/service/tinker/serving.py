@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from service.tinker.adapter_turns import DropWeights
 from service.tinker.asked import Saving
 from service.tinker.catalog import Catalog
 from service.tinker.codec import encode_sample
@@ -28,7 +27,7 @@ from service.tinker.offer import TinkerOffer
 from service.tinker.promises import ClientModel, Failure, Promise, SampleWork, Success
 from service.tinker.records import ModelCommitted
 from service.tinker.shelf import BASE, WeightShelf, following, target_of
-from service.tinker.turns import LoadWeights, StartSample
+from service.tinker.turns import DropWeights, LoadWeights, StartSample
 from service.tinker.verbs import SamplerVerbs
 from service.tinker.work import Done, NotRestored, TrainingWorker
 from trireme.core.errors import RoomFailed, StorageFailed, TriremeError

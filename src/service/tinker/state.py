@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from service.tinker.adapter_turns import AdapterTurns
 from service.tinker.promise_book import CLONE, KEPT_S, UNASKED_S, PromiseBook
 from service.tinker.promises import (
     ClientModel,
@@ -41,7 +40,7 @@ from service.tinker.records import (
     TrainingAsked,
 )
 from service.tinker.shares import TokenShares
-from service.tinker.turns import WeightTurns
+from service.tinker.turns import SampleTurns
 
 SESSION_S = 120.0
 """Seconds of silence after which a session has ended. A client beats every 10 s."""
@@ -59,7 +58,7 @@ GAP_S = 300.0
 class ProtocolState(PromiseBook):
     """All of it. Times are seconds of a clock that does not go back."""
 
-    make_turns: Callable[[], WeightTurns[Promise] | AdapterTurns[Promise]] = WeightTurns
+    make_turns: Callable[[], SampleTurns[Promise]] = SampleTurns
     """Decides in which order samples run."""
     adapters: bool = False
     """The models are adapters: many have places, and none ends for another of its session."""
@@ -74,7 +73,7 @@ class ProtocolState(PromiseBook):
     shares: TokenShares = field(default_factory=TokenShares)
     running: Promise | None = None
     """The request that the trainer works on."""
-    turns: WeightTurns[Promise] | AdapterTurns[Promise] = field(init=False)
+    turns: SampleTurns[Promise] = field(init=False)
     """The samples that wait, and those that run."""
     _line: deque[ClientModel] = field(default_factory=deque)
     _ended: list[str] = field(default_factory=list)

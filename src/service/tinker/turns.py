@@ -1,17 +1,23 @@
-"""Decides which samples run: replicas hold one set of weights at a time, and samplers may want several.
+"""Decides which samples run: replicas hold few sets of weights at a time, and samplers may want more.
 
-Weights have names. A turn begins with the weights of the sample that has waited longest; all that wait for the same
-weights then go along, and later ones too as long as nothing else waits. So no sampler starves, and weights change no
-more often than needed.
+Weights have names. Each set that replicas hold is in a slot. A sample starts as soon as a slot has its weights. Weights
+that no slot has take a free slot, or the one that has been idle for the longest time. Where all are busy, one accepts
+no new samples until it is idle, so that no sampler waits for ever; it is the one whose samples began the longest time
+ago. What waits when weights are loaded goes along with them, so that weights change no more often than needed.
+
+Adapters have several slots beside the base, which needs none. The values in such a slot never change: when the weights
+of a name are renewed, the samples that run end with the old ones, the slot is emptied, and later samples start with the
+new ones. Whole models have one slot. Its values are replaced in place, also under samples that run.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-Item = TypeVar("Item")
+Item = TypeVar("Item", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -20,7 +26,14 @@ class LoadWeights:
 
     name: str
     slot: str = ""
-    """Where they hold several: the name of the slot that gets them; "": they are all that replicas hold."""
+    """The name of the slot that gets them; "": they are all that replicas hold."""
+
+
+@dataclass(frozen=True)
+class DropWeights:
+    """The replicas are to empty a slot now."""
+
+    slot: str
 
 
 @dataclass(frozen=True)
@@ -32,59 +45,120 @@ class StartSample(Generic[Item]):
     """The slot that has its weights; "": those that all replicas hold."""
 
 
-class WeightTurns(Generic[Item]):
-    """The samples that wait and those that run, by the names of their weights."""
+@dataclass(eq=False)
+class Slot(Generic[Item]):
+    """A place for one set of weights."""
 
-    def __init__(self) -> None:
-        self.current: str | None = None
-        """The name of the weights that the replicas hold; None: none of these."""
-        self._stale = False
-        self._going: deque[tuple[str, Item]] = deque()
-        self._waiting: deque[tuple[str, Item]] = deque()
-        self._running = 0
+    slot: str
+    name: str
+    """Of the weights in it; "" once they are no longer needed."""
+    ready: deque[Item] = field(default_factory=deque)
+    """The samples that may start."""
+    running: int = 0
+    closing: bool = False
+    """It accepts no new samples: another set of weights is to have its place."""
+    stale: bool = False
+    """Newer weights of its name are to be loaded in place."""
+    used: int = 0
+    """When its last sample began, as a count of samples."""
+
+    @property
+    def busy(self) -> bool:
+        """True: samples run, or may start."""
+        return bool(self.ready or self.running)
+
+
+class SampleTurns(Generic[Item]):
+    """The samples that wait and those that run, by the names of their weights, and the slots."""
+
+    def __init__(self, adapters: int = 0, base: str = "") -> None:
+        """`adapters`: the number of slots for adapters; 0: replicas hold one whole model. `base`: the name of the
+        weights that all replicas hold beside adapters."""
+        self._in_place = adapters == 0
+        self._capacity = max(adapters, 1)
+        self._base = Slot[Item]("", base if adapters else "")
+        self._slots: list[Slot[Item]] = []
+        self._waiting: deque[tuple[str, Item]] = deque()  # samples whose weights are in no slot that accepts them
+        self._running: dict[Item, Slot[Item]] = {}
+        self._loads = 0
+        self._starts = 0
 
     def add(self, name: str, item: Item) -> None:
         """Adds a sample from the weights `name`."""
-        self._waiting.append((name, item))
+        if not self._accept(name, item):
+            self._waiting.append((name, item))
+            self._close_one()
 
     def renew(self, name: str) -> None:
-        """Notes that the weights of this name have changed: running samples continue under the new ones."""
-        self._stale = self._stale or name == self.current
+        """Notes that the weights of this name have changed."""
+        for slot in [slot for slot in self._slots if slot.name == name]:
+            if self._in_place:
+                slot.stale = True
+                continue
+            slot.name = ""
+            self._waiting.extendleft((name, item) for item in reversed(slot.ready))
+            slot.ready.clear()
 
-    def ended(self, _item: Item) -> None:
+    def ended(self, item: Item) -> None:
         """Notes that a sample has ended."""
-        self._running -= 1
+        self._running.pop(item).running -= 1
 
     @property
     def wanted(self) -> set[str]:
         """The names of weights that are held or waited for."""
-        names = {name for name, _ in (*self._going, *self._waiting)}
-        return names | ({self.current} if self.current is not None else set())
+        return {name for name, _ in self._waiting} | {slot.name for slot in self._slots if slot.name}
 
-    def next(self) -> LoadWeights | StartSample[Item] | None:
+    def next(self) -> LoadWeights | DropWeights | StartSample[Item] | None:
         """Returns what is to be done now, as if it were done; None: nothing before something else ends or comes."""
-        if self._stale:
-            self._stale = False
-            assert self.current is not None, "only held weights are stale"
-            return LoadWeights(self.current)
-        if not self._going:
-            if (name := self._turn()) is None:
-                return None
-            if name != self.current:
-                self.current = name
-                return LoadWeights(name)
-        self._running += 1
-        return StartSample(self._going.popleft()[1])
+        for slot in self._slots:
+            if slot.stale:
+                slot.stale = False
+                return LoadWeights(slot.name, slot.slot)
+            if not (slot.name or slot.busy):
+                self._slots.remove(slot)
+                return DropWeights(slot.slot)
+        for slot in (self._base, *self._slots):
+            if slot.ready:
+                return self._start(slot)
+        return self._make_room(self._waiting[0][0]) if self._waiting else None
 
-    def _turn(self) -> str | None:
-        """Lets those go who may; returns the name of their weights, None if none may."""
-        if not self._waiting:
-            return None
-        name = self._waiting[0][0]
-        if name != self.current and self._running:
-            return None
-        self._going.extend(entry for entry in self._waiting if entry[0] == name)
-        others = [entry for entry in self._waiting if entry[0] != name]
-        self._waiting.clear()
-        self._waiting.extend(others)
-        return name
+    def _start(self, slot: Slot[Item]) -> StartSample[Item]:
+        item = slot.ready.popleft()
+        self._running[item] = slot
+        self._starts += 1
+        slot.running += 1
+        slot.used = self._starts
+        return StartSample(item, slot.slot)
+
+    def _make_room(self, name: str) -> LoadWeights | DropWeights | None:
+        """Returns the next step towards a slot with these weights; None if one has to become idle first."""
+        if len(self._slots) == self._capacity:
+            idle = [slot for slot in self._slots if not slot.busy]
+            if not idle:
+                return None
+            oldest = min(idle, key=lambda slot: slot.used)
+            self._slots.remove(oldest)
+            if not self._in_place:
+                return DropWeights(oldest.slot)
+        self._loads += 1
+        slot = Slot[Item]("" if self._in_place else f"{name}@{self._loads}", name, used=self._starts)
+        self._slots.append(slot)
+        for each in self._slots:
+            each.closing = False  # the one for which it closed has a slot now
+        self._waiting = deque(entry for entry in self._waiting if not self._accept(*entry))
+        self._close_one()
+        return LoadWeights(name, slot.slot)
+
+    def _accept(self, name: str, item: Item) -> bool:
+        """Lets a sample go if a slot has its weights; returns False if none does."""
+        for slot in (self._base, *self._slots):
+            if slot.name == name and not slot.closing:
+                slot.ready.append(item)
+                return True
+        return False
+
+    def _close_one(self) -> None:
+        """Closes a slot if samples wait for one, and none is free or becomes free."""
+        leaving = any(slot.closing or not slot.name for slot in self._slots)
+        if self._waiting and len(self._slots) == self._capacity and not leaving:
+            min(self._slots, key=lambda slot: (slot.busy, slot.used)).closing = True
