@@ -60,7 +60,7 @@ def test_a_replica_that_leaves_gives_its_place_back(monkeypatch: pytest.MonkeyPa
         group = InferenceHandle.start(config, options, None)
         roster = Roster(time.time)
         monitor = HeartbeatMonitor(roster, 30.0, lambda *_: None)
-        limits = ReplicaLimits(lambda *_: None, lambda *_: None, lambda _: None)
+        limits = ReplicaLimits(lambda *_: None, lambda *_: None)
         manager = ReplicaManager(config, group, roster, monitor, limits, PlacePool(RESOURCES, ending))
         manager.begin()
         for _ in range(2):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from trireme.config.resume_compat import fixed_parts
 from trireme.launch.common import StartProgress
 from trireme.launch.run import Core, TrainingRun
 from trireme.launch.service import POLICY, WithChats, check_port, keys_of, sessions_factory, start_service
-from trireme.launch.starting import await_ready, reserve_places
+from trireme.launch.starting import await_ready, check_replicas, reserve_places
 from trireme.plan.base import Plan
 from trireme.process.ray_cluster import PlacePool
 from trireme.run.metrics import Journal, step_line
@@ -84,7 +85,8 @@ class RlRun(TrainingRun):
                 attempts_before(run.root, run.start.step),
             )
             ending.callback(self._service.stop)
-        return ElasticReplicas(config, self.inference, ScaleRequests(run.root), places, self.plan.check_replicas)
+        check_number = partial(check_replicas, self.plan)
+        return ElasticReplicas(config, self.inference, ScaleRequests(run.root), places, check_number)
 
     def start(self, run: RunDir, ending: ExitStack) -> Core:
         config = self.plan.resolved(self.config)

@@ -26,7 +26,7 @@ from trireme.core.errors import BadInput
 from trireme.core.refusals import Refusal
 from trireme.core.types import WeightIdentity
 from trireme.launch.common import StartProgress
-from trireme.launch.starting import reserve_places
+from trireme.launch.starting import check_replicas, reserve_places
 from trireme.plan.base import Plan
 from trireme.process import signals
 from trireme.process.ray_cluster import PlacePool, Progress
@@ -160,7 +160,8 @@ def serve(
         service = start_service(config, facts, inference, names, keys, identity, directory, directory, say, roster)
         ending.callback(service.stop)
         places = PlacePool(plan.added_replica_options, ending)
-        elastic = ElasticReplicas(config, inference, ScaleRequests(directory), places, plan.check_replicas)
+        check_number = partial(check_replicas, plan)
+        elastic = ElasticReplicas(config, inference, ScaleRequests(directory), places, check_number)
         with Supervisor(config, roster, "service", elastic) as supervisor:
             supervisor.expect()
             supervisor.attach(serving=service)

@@ -25,7 +25,10 @@ from trireme.launch.doctor import check_nodes
 from trireme.plan.base import Plan
 from trireme.process import waits
 from trireme.process.environ import cluster_address
-from trireme.process.ray_cluster import Progress, nodes_of, ray_cluster, reserve
+from trireme.process.ray_cluster import Progress, cluster_resources, nodes_of, ray_cluster, reserve
+
+NODES_S = 30.0
+"""Seconds for which nodes of a cluster are asked what they have, before more replicas start."""
 
 
 @contextmanager
@@ -36,6 +39,14 @@ def joined(plan: Plan) -> Iterator[Plan]:
         plan = replace(plan, resources=resources)
         plan.check_resources()
         yield plan
+
+
+def check_replicas(plan: Plan, wanted: int) -> None:
+    """Raises BadInput where the machines that there are now cannot hold `wanted` replicas, RoomFailed for nodes of a
+    cluster that do not say what they have."""
+    if cluster_address(plan.config) is not None:
+        plan = replace(plan, resources=cluster_resources(NODES_S))
+    plan.check_replicas(wanted)
 
 
 @dataclass(frozen=True)

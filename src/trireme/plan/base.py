@@ -201,10 +201,8 @@ class Plan:
             ).error()
 
     def check_replicas(self, wanted: int) -> None:
-        """Raises BadInput where this machine alone cannot hold `wanted` replicas, by the estimates of memory. Nodes may
-        join a cluster: there, replicas wait for a place."""
-        if cluster_address(self.config) is not None:
-            return
+        """Raises BadInput where the machines cannot hold `wanted` replicas, by the estimates of memory and by the GPUs.
+        Replicas for which only cores are missing wait for a node."""
         inference = getattr(self.config, "inference")  # noqa: B009  only runs with replicas are scaled
         config = self.config.model_copy(update={"inference": inference.model_copy(update={"replicas": wanted})})
         larger = replace(self, config=config)
@@ -212,8 +210,8 @@ class Plan:
         if short := larger.shortages(hopeless=False):
             raise Refusal(
                 f"{count(wanted, 'replica')}: {'; '.join(short)}",
-                "a number that fits into the memory of this machine, by the estimates of the plan",
-                "ask for fewer, lower --inference.memory-gb in another run, or run on a cluster",
+                f"a number that fits into the memory of {self.resources.source}, by the estimates of the plan",
+                "ask for fewer, lower --inference.memory-gb in another run, or add nodes to a cluster",
             ).error()
 
     def _check_places(self) -> None:

@@ -69,7 +69,12 @@ def ray_cluster(config: CommonConfig, here: Resources) -> Iterator[Resources]:
             yield here
         return
     with connected(address, config):
-        yield Resources(_nodes(config.timeouts.start_s), "the Ray cluster")
+        yield cluster_resources(config.timeouts.start_s)
+
+
+def cluster_resources(timeout_s: float) -> Resources:
+    """Returns the nodes of the cluster that this process has joined. Raises RoomFailed."""
+    return Resources(_nodes(timeout_s), "the Ray cluster")
 
 
 @contextmanager

@@ -73,14 +73,12 @@ class ReplicaActors(Protocol):
 
 @dataclass(frozen=True)
 class ReplicaLimits:
-    """Says how many replicas there may be, and how often they are started again."""
+    """Says how often replicas are started again."""
 
     again: Lost
     """Called with a replica's name before a successor is started; raises if there must be none."""
     again_on: Callable[[str, TriremeError], None]
     """The same, called with the Ray id of the node where the replica was."""
-    check_number: Callable[[int], None]
-    """Raises BadInput for a number of replicas that the machines cannot hold."""
 
 
 class ReplicaState(Enum):
@@ -211,12 +209,16 @@ class ReplicaManager:
             return
         self._starts(index, self._replicas.replace(index, died=died), successor=True)
 
+    def most_at_once(self, wanted: int) -> int | None:
+        """Returns how many replicas there are at once while their number becomes `wanted`, with those that leave; None
+        where none is added."""
+        leaving = len(self._of(ReplicaState.DRAINING))
+        return wanted + leaving if wanted > len(self._states) - leaving else None
+
     def scale(self, wanted: int) -> str:
         """Changes the number of replicas to `wanted`; places of those that were left out serve others. Returns what
-        happens now. Raises BadInput for more than the machines can hold."""
+        happens now."""
         staying = [index for index, state in self._states.items() if state is not ReplicaState.DRAINING]
-        if wanted > len(staying):
-            self._limits.check_number(wanted)
         while self._left_out:
             self._places.give_back(self._left_out.pop()[1])
         for _ in range(wanted - len(staying)):

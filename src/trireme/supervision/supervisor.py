@@ -61,7 +61,8 @@ class ElasticReplicas:
     requests: ScaleRequests  # for more or fewer replicas
     places: PlacePool  # for added replicas
     check_number: Callable[[int], None]
-    """Raises BadInput for a number of replicas that the machines cannot hold."""
+    """Raises BadInput for a number of replicas that the machines cannot hold, RoomFailed where that is unknown. It
+    may ask nodes."""
 
 
 class Supervisor:
@@ -78,7 +79,7 @@ class Supervisor:
         self._manager: ReplicaManager | None = None
         if elastic:
             replicas, places = elastic.replicas, elastic.places
-            limits = ReplicaLimits(self._again, self._again_on, elastic.check_number)
+            limits = ReplicaLimits(self._again, self._again_on)
             self._manager = ReplicaManager(elastic.config, replicas, roster, self._monitor, limits, places)
         self._lock = threading.Lock()
         self._ending = threading.Event()
@@ -215,7 +216,8 @@ class Supervisor:
             silent = self._monitor.look()
             if self._manager and self._elastic:
                 self._guarded(self._manager.look)
-                self._guarded(partial(self._scale, self._manager, self._elastic.requests))
+        if self._manager and self._elastic:
+            self._guarded(partial(self._scale, self._manager, self._elastic))
         if silent:
             kill(silent)  # without the lock: it takes seconds when their nodes do not answer
             with self._lock:
@@ -241,12 +243,18 @@ class Supervisor:
     def _again_on(self, node: str, failure: TriremeError) -> None:
         self._restarts.take_on(node, failure, now=time.monotonic())
 
-    @staticmethod
-    def _scale(manager: ReplicaManager, requests: ScaleRequests) -> None:
-        if request := requests.poll():
-            try:
+    def _scale(self, manager: ReplicaManager, elastic: ElasticReplicas) -> None:
+        request = elastic.requests.poll()
+        if request is None:
+            return
+        try:
+            with self._lock:
+                number = manager.most_at_once(request.replicas)
+            if number is not None:
+                elastic.check_number(number)  # without the lock: it takes seconds when nodes do not answer
+            with self._lock:
                 accepted, what = True, manager.scale(request.replicas)
-            except BadInput as refusal:
-                accepted, what = False, str(refusal)
-            with suppress(OSError):  # the disk is full: the request comes again, and finds as many replicas
-                requests.answer(request, what, accepted=accepted)
+        except (BadInput, RoomFailed) as refusal:
+            accepted, what = False, str(refusal)
+        with suppress(OSError):  # the disk is full: the request comes again, and finds as many replicas
+            elastic.requests.answer(request, what, accepted=accepted)

@@ -8,11 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from plan_support import plan
+from plan_support import GIB, machines, plan
 
 from trireme.core.errors import BadInput
 from trireme.launch import starting
-from trireme.launch.starting import ReservedPlaces, joined, reserve_places
+from trireme.launch.starting import ReservedPlaces, check_replicas, joined, reserve_places
+from trireme.process.environ import Resources
 
 
 def test_a_plan_gets_the_machines_of_the_cluster_and_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,6 +29,21 @@ def test_a_plan_gets_the_machines_of_the_cluster_and_is_checked(monkeypatch: pyt
     monkeypatch.setattr(type(ready), "check_resources", lambda _: (_ for _ in ()).throw(BadInput("too small")))
     with pytest.raises(BadInput, match="too small"), joined(plan()):
         pytest.fail("the plan does not fit")
+
+
+@pytest.mark.parametrize(("nodes", "holds"), [(1, 13), (2, 25)])
+def test_a_cluster_is_asked_anew_what_it_has_before_more_replicas_start(
+    nodes: int, holds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that has joined since the start counts."""
+    (node,) = machines(cpus=2, memory_bytes=24 * GIB).nodes
+    now = Resources((node,) * nodes, "the Ray cluster")
+    monkeypatch.setattr(starting, "cluster_address", lambda _: "10.0.0.1:6379")
+    monkeypatch.setattr(starting, "cluster_resources", lambda _timeout_s: now)
+    at_start = plan(replicas=2, resources=Resources((node,), "the Ray cluster"))
+    check_replicas(at_start, holds)
+    with pytest.raises(BadInput, match=rf"{holds + 1} replicas: this machine has 24\.00 GiB(.|\n)*of the Ray cluster"):
+        check_replicas(at_start, holds + 1)
 
 
 @pytest.mark.parametrize("address", [None, "10.0.0.1:6379"])

@@ -39,8 +39,8 @@ class World:
         self.monitor = HeartbeatMonitor(self.roster, HEARTBEAT_S, self._lost)
         config = small(inference={"replicas": len(indices)})
         self.restarts = Restarts(config.cluster.max_restarts, config.cluster.restart_window_s)
-        self.most, self.later = 200, 0.0  # seconds that the restart budget's clock is ahead
-        limits = ReplicaLimits(self._again, self._again_on, self._check_number)
+        self.later = 0.0  # seconds that the restart budget's clock is ahead
+        limits = ReplicaLimits(self._again, self._again_on)
         self.manager = ReplicaManager(config, self.room, self.roster, self.monitor, limits, places)
         self.manager.begin()
 
@@ -60,10 +60,6 @@ class World:
 
     def _again_on(self, node: str, failure: TriremeError) -> None:
         self.restarts.take_on(node, failure, now=self.now + self.later)
-
-    def _check_number(self, number: int) -> None:
-        if number > self.most:
-            raise BadInput(f"{number} replicas need 48 GiB; expected at most 24")
 
     def dies(self, index: int, how: str) -> None:
         """Replica `index` dies, and its successor, if there is one, joins."""
@@ -338,13 +334,15 @@ class TestScale:
         world.answer("start", 2)
         assert world.room.told[2:] == [("join", 2, "client 2")]
 
-    def test_more_than_the_machines_hold_is_refused(self, world: World) -> None:
+    def test_those_that_start_and_those_that_still_leave_count_at_once(self, world: World) -> None:
         world.serve()
-        world.most = 3
-        with pytest.raises(BadInput, match="48 GiB"):
-            world.manager.scale(4)
-        assert world.room.told == []
-        assert "1 more to start" in world.manager.scale(3)
+        assert (world.manager.most_at_once(2), world.manager.most_at_once(3)) == (None, 3)
+        world.manager.scale(4)
+        assert (world.manager.most_at_once(4), world.manager.most_at_once(5)) == (None, 5), "two are not up yet"
+        world.answer("start")
+        world.answer("join")
+        world.manager.scale(1)
+        assert (world.manager.most_at_once(1), world.manager.most_at_once(2)) == (None, 5), "three are still there"
 
     def test_the_youngest_leave_when_they_are_drained(self, world: World) -> None:
         world.serve()

@@ -14,13 +14,13 @@ from config_support import small
 from ray.exceptions import ActorUnavailableError
 from supervision_support import Ref, Room
 
-from trireme.core.errors import LimitReached, RoomFailed, TriremeError
+from trireme.core.errors import BadInput, LimitReached, RoomFailed, TriremeError
 from trireme.core.sampler import Heartbeat
 from trireme.process import waits
 from trireme.supervision import heartbeats as heartbeats_module
 from trireme.supervision import supervisor as supervisor_module
 from trireme.supervision.roster import PartHealth, Roster, RunPart
-from trireme.supervision.status import LOCK, ScaleRequests
+from trireme.supervision.status import LOCK, ScaleRequests, request_scale
 from trireme.supervision.supervisor import ElasticReplicas, Supervisor
 
 DEADLINE_S = 20.0
@@ -55,7 +55,9 @@ class World:
         self.supervised_config = cfg
         self.roster, self.room = Roster(time.time), Orchestrator([0])
         places: Any = self.room
-        elastic = ElasticReplicas(cfg, self.room, ScaleRequests(root), places, lambda _number: None)
+        self.check_number: Callable[[int], None] = lambda _number: None
+        checked = lambda number: self.check_number(number)  # noqa: E731
+        elastic = ElasticReplicas(cfg, self.room, ScaleRequests(root), places, checked)
         self.supervisor = Supervisor(cfg, self.roster, "trainer and orchestrator", elastic)
 
     def _send(self, parts: Sequence[RunPart], _number: int) -> None:
@@ -124,6 +126,28 @@ def test_all_is_well(world: World) -> None:
             "trainer_0": PartHealth.HEALTHY,
             "orchestrator_0": PartHealth.HEALTHY,
         }
+
+
+@pytest.mark.parametrize("failure", [BadInput("4 replicas need 48 GiB"), RoomFailed("4 nodes do not answer")])
+def test_more_replicas_than_fit_are_refused_while_all_else_goes_on(
+    failure: TriremeError, world: World, tmp_path: Path
+) -> None:
+    """Whoever is asked for the machines may take long: others get the supervisor's lock meanwhile."""
+    asked: list[int] = []
+
+    def check(number: int) -> None:
+        asked.append(number)
+        assert world.supervisor._lock.acquire(timeout=DEADLINE_S)
+        world.supervisor._lock.release()
+        raise failure
+
+    world.check_number = check
+    with world.serving() as supervisor:
+        with request_scale(tmp_path, 4) as answered, pytest.raises(BadInput, match=str(failure)):
+            world.until(lambda: answered() is not None)
+        assert asked == [4]
+        assert not any(told[0] in ("add", "take") for told in world.room.told)
+        supervisor.check()
 
 
 def test_a_lost_shard_ends_the_attempt_and_the_next_one_begins_with_the_replicas_that_are_there(world: World) -> None:
