@@ -71,8 +71,8 @@ class User:
     def __init__(self) -> None:
         self._never = ray.remote(Never).options(num_cpus=0).remote()
 
-    def join(self, _index: int, _client: Any, *, reserved: bool) -> Any:
-        return ray.put(reserved)
+    def join(self, _index: int, _client: Any) -> Any:
+        return ray.put(None)
 
     def leave(self, _index: int, _reason: str) -> Any:
         return ray.put(None)
