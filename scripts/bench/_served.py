@@ -24,17 +24,18 @@ import numpy as np
 import uvloop
 from turns import ANSWER, LONG
 
+from service.answering import TurnAnswering
 from service.app import make_app
-from service.asked import Made
-from service.front import Front, ServedModels
+from service.asked import ServedModels
+from service.front import Front
 from service.guard import Limits
 from service.keys import ServiceKey, ServiceKeys
 from service.places import Places
 from service.ports import http_server
-from service.sessions.door import PlacedSampler, SessionDoor
 from service.sessions.journal import SessionJournal
 from service.sessions.registry import SessionRegistry
 from service.sessions.session import SessionLimits
+from trireme.core.sampler import OnProgress
 from trireme.core.tokenizer import one_text_at_a_time
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, VersionSpan, WeightIdentity
 from trireme.process.collector import spare_collector
@@ -106,7 +107,7 @@ class ReadySampler:
             logprobs = np.full(ANSWER, -1.25, np.float32)
             self._answers.append(SampledSequence(np.asarray(tokens, np.int32), logprobs, "stop", spans))
 
-    async def sample(self, request: SampleRequest, told: Callable[[Made], None] | None = None) -> SampledSequence:
+    async def sample(self, request: SampleRequest, told: OnProgress | None = None) -> SampledSequence:
         """Samples one sequence."""
         self._given += 1
         whole = self._answers[self._given % DISTINCT]
@@ -123,33 +124,18 @@ def make_service(directory: Path, seconds: float, places: int) -> Any:
     tokenizer = make_tokenizer()
     renderer = make_renderer("qwen3", tokenizer)
     sampler = ReadySampler(tokenizer, seconds)
-    front = Front(
-        sampler,
-        ServedModels(("policy",), 2 * LONG.context, len(tokenizer)),
-        tokenizer,
-        renderer,
-        Places(places, PLACES, 300.0),
-    )
+    models = ServedModels(("policy",), 2 * LONG.context, len(tokenizer))
+    turns = TurnAnswering(sampler, models, tokenizer, renderer, Places(places, PLACES, 300.0))
     keys = ServiceKeys([ServiceKey("client", CLIENT), ServiceKey("admin", ADMIN)])
     sampling = SamplingParams(max_tokens=ANSWER)
-    registry = SessionRegistry(
-        PlacedSampler(sampler, front.places),
-        renderer,
-        SessionJournal(directory),
-        SessionLimits(1000, 10**6, 7200.0, 900.0, 3600.0),
-        sampling,
-        front.models.max_len,
-        time.time,
-        None,
-        tokenizer,
-        front.vocabulary,
-    )
+    limits = SessionLimits(1000, 10**6, 7200.0, 900.0, 3600.0)
+    registry = SessionRegistry(turns, SessionJournal(directory), limits, sampling, time.time)
 
     async def floor() -> WeightIdentity:
         return WeightIdentity(1, 1, "d")
 
     registry.restore()
-    return make_app(front, SessionDoor(registry, front, keys, sampling, floor, 10**6), keys, LIMITS)
+    return make_app(Front(turns, registry, keys, floor, 10**6), keys, LIMITS)
 
 
 async def _serve(app: Any, port: Callable[[int], None]) -> None:

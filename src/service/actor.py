@@ -13,29 +13,29 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 
+from service.answering import TurnAnswering
 from service.app import make_app
-from service.asked import Made
+from service.asked import ServedModels
 from service.chats import BoundedSampler
 from service.console.reading import RunReader
-from service.front import Front, ServedModels
+from service.front import Front
 from service.guard import Limits
 from service.keys import ServiceKey, ServiceKeys
 from service.places import Places
 from service.ports import http_server
-from service.sessions.door import PlacedSampler, SessionDoor
 from service.sessions.history import AttemptStart, RunHistory
 from service.sessions.journal import SessionJournal
 from service.sessions.registry import SessionRegistry
 from service.sessions.session import SessionLimits
 from trireme.config import Config
 from trireme.core.errors import RoomFailed, TriremeError
-from trireme.core.sampler import Heartbeat, ReplicaStats
+from trireme.core.sampler import Heartbeat, Sampler
 from trireme.core.tokenizer import load_tokenizer, one_text_at_a_time
-from trireme.core.types import SampledSequence, SampleRequest, WeightIdentity
+from trireme.core.types import WeightIdentity
 from trireme.process.collector import spare_collector
 from trireme.process.environ import redirect_output
 from trireme.process.waits import get_async
@@ -47,31 +47,13 @@ AGAIN_S = 10.0
 log = logging.getLogger(__name__)
 
 
-class ReplicaSampler(Protocol):
-    """The router of the service: `trireme.core.sampler.Sampler` without weights."""
-
-    async def sample(self, request: SampleRequest, told: Callable[[Made], None] | None = None) -> SampledSequence: ...
-
-    async def adopt(self, identity: WeightIdentity) -> None: ...
-
-    async def stats(self) -> dict[int, ReplicaStats]: ...
-
-    async def join(self, index: int, client: Any) -> None: ...
-
-    def leave(self, index: int, reason: str) -> None: ...
-
-    async def drain(self, index: int, timeout_s: float) -> None: ...
-
-    async def next_failure(self) -> tuple[int, str]: ...
-
-
 class ServiceActor:
     """An async actor. `start` comes first; then replicas join."""
 
     def __init__(
         self,
         config: Config,
-        sampler_factory: Callable[[], ReplicaSampler],
+        sampler_factory: Callable[[], Sampler],
         models: ServedModels,
         keys: list[ServiceKey],
         adopt: WeightIdentity | None,
@@ -100,40 +82,36 @@ class ServiceActor:
         tokenizer = load_tokenizer(self._config.tokenizer_name)
         renderer = make_renderer(**own.model_dump(), tokenizer=tokenizer)
         self._places = Places(1, options.max_waiting, options.wait_s)
-        self._chats = BoundedSampler(self._sampler, self._config.inference.answer_s)
-        front = self._front = Front(self._chats, self._models, tokenizer, renderer, self._places)
+        chats = BoundedSampler(self._sampler, self._config.inference.answer_s)
+        turns = TurnAnswering(chats, self._models, tokenizer, renderer, self._places)
         keys = ServiceKeys(self._keys)
-        self._door = await asyncio.to_thread(self._open_door, front, keys)
+        self._front = await asyncio.to_thread(self._make_front, turns, keys)
         run = RunReader(self._directory.parent, lambda: tokenizer)
-        app = make_app(front, self._door, keys, Limits.of(options), run)
+        app = make_app(self._front, keys, Limits.of(options), run)
         self._server = http_server(app, options.host, options.port or 0)
         await self._server.open()
-        beside = (self._fit_places(), self._bring_back(), self._door.keep_swept())
+        beside = (self._fit_places(), self._bring_back(), self._front.keep_swept())
         self._tasks = [self._server.serving, *(asyncio.create_task(each) for each in beside)]
         self._started.set()
         spare_collector()  # requests and sessions are many objects too
         return self._server.address_at(options.host)
 
-    def _open_door(self, front: Front, keys: ServiceKeys) -> SessionDoor:
-        """Opens the sessions that the journal has. Raises StorageFailed."""
+    def _make_front(self, turns: TurnAnswering, keys: ServiceKeys) -> Front:
+        """Continues the sessions that the journal has. Raises StorageFailed."""
         options, own = self._config.service.sessions, self._config.inference.sampling
         sampling = replace(own.params(0, tuple(own.stop), self._models.max_len), seed=None)
         registry = SessionRegistry(
-            PlacedSampler(self._chats, self._places),
-            front.renderer,
+            turns,
             SessionJournal(self._directory),
             SessionLimits(options.turns, options.tokens, options.seconds, options.idle_s, options.kept_s),
             sampling,
-            self._models.max_len,
             time.time,  # it continues over a restart
             None if self._adopt else self._config.orchestrator.max_steps_off_policy,
-            front.tokenizer,
-            front.vocabulary,
             self._history,
         )
         if known := registry.restore():
             log.info("%d sessions are continued from %s", known, self._directory)
-        return SessionDoor(registry, front, keys, sampling, self._floor, options.max_open)
+        return Front(turns, registry, keys, self._floor, options.max_open)
 
     async def _floor(self) -> WeightIdentity:
         """Returns the oldest weights that a replica has. Raises RoomFailed before the first weights."""
@@ -180,7 +158,7 @@ class ServiceActor:
     async def attempt_begins(self, attempt: int, version: int) -> None:
         """Closes the sessions whose weights the run gives up, as it begins an attempt with a version."""
         await self._started.wait()
-        await self._door.registry.attempt_begins(attempt, version)
+        await self._front.registry.attempt_begins(attempt, version)
 
     async def leave(self, index: int, reason: str) -> None:
         """Gives no more chats to replica `index`, which is dead."""
@@ -209,6 +187,5 @@ class ServiceActor:
         for task in self._tasks[1:]:
             task.cancel()
         if self._tasks:
-            self._front.end("the run has ended, and its service with it")
-            await self._door.close()
+            await self._front.close("the run has ended, and its service with it")
             await self._server.close()

@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from math import inf
 
+from service.answering import TurnAnswering
 from service.app import make_app
-from service.asked import Made
-from service.front import Front, ServedModels
+from service.asked import ServedModels
+from service.front import Front
 from service.guard import Limits
 from service.keys import ServiceKey, ServiceKeys
 from service.places import Places
 from service.ports import http_server
-from service.sessions.door import SessionDoor
 from service.sessions.journal import Replayed
 from service.sessions.records import SessionRecord
 from service.sessions.registry import SessionRegistry
@@ -29,6 +28,7 @@ from service.sessions.session import SessionLimits
 from trireme.config import Config
 from trireme.core.agents import AgentAccess, PlayedSession, SampleTurn
 from trireme.core.errors import RoomFailed, TriremeError
+from trireme.core.sampler import OnProgress
 from trireme.core.tokenizer import load_tokenizer
 from trireme.core.types import SampledSequence, SampleRequest, WeightIdentity
 from trireme.renderers import make_renderer
@@ -57,9 +57,9 @@ class RolloutSampler:
     def __init__(self) -> None:
         self.rollouts: dict[str, SampleTurn] = {}
 
-    async def sample(self, request: SampleRequest, told: Callable[[Made], None] | None = None) -> SampledSequence:
-        """Samples one sequence. Raises TriremeError: that of the rollout, RoomFailed for its other errors, which the
-        agent is told, and once it has ended."""
+    async def sample(self, request: SampleRequest, on_progress: OnProgress | None = None, /) -> SampledSequence:
+        """Samples one sequence; a stream of it comes whole. Raises the rollout's TriremeError, RoomFailed for its other
+        errors, and once it has ended."""
         if (sample := self.rollouts.get(request.route_key)) is None:
             raise RoomFailed("the rollout of this session has ended")
         try:
@@ -82,30 +82,20 @@ class LoopbackSessions:
         options, own = self._config.service, self._config.inference.sampling
         tokenizer = load_tokenizer(self._config.tokenizer_name)
         renderer = make_renderer(**self._config.renderer.model_dump(), tokenizer=tokenizer)
-        front = Front(self._sampler, self._models, tokenizer, renderer, Places(MANY, MANY, MANY))
+        turns = TurnAnswering(self._sampler, self._models, tokenizer, renderer, Places(MANY, MANY, MANY))
         limits = SessionLimits(options.sessions.turns, options.sessions.tokens, inf, inf, inf)
         sampling = replace(own.params(0, tuple(own.stop), self._models.max_len), seed=None, max_tokens=None)
-        self._registry = SessionRegistry(
-            self._sampler,
-            renderer,
-            NoJournal(),
-            limits,
-            sampling,
-            self._models.max_len,
-            time.monotonic,
-            None,  # the ledger evicts a group that has become too old, and with it its sessions
-            tokenizer,
-            front.vocabulary,
-        )
+        # The ledger evicts a group that has become too old, and with it its sessions.
+        self._registry = SessionRegistry(turns, NoJournal(), limits, sampling, time.monotonic)
         keys = ServiceKeys([ServiceKey("admin", secrets.token_urlsafe())])  # which only signs
-        self._door = SessionDoor(self._registry, front, keys, sampling, _no_floor, MANY)
+        self._front = Front(turns, self._registry, keys, _no_floor, MANY)
         bounds = replace(Limits.of(options), per_minute=None)
-        self._server = http_server(make_app(front, self._door, keys, bounds, owners=False), HOST, 0)
+        self._server = http_server(make_app(self._front, keys, bounds, owners=False), HOST, 0)
         await self._server.open()
 
     async def open(self, sample: SampleTurn) -> tuple[str, AgentAccess]:
         """Opens a session for one rollout."""
-        opened = await self._door.open()
+        opened = await self._front.open()
         self._sampler.rollouts[opened.name] = sample
         base = f"{self._server.address_at(HOST)}/sessions/{opened.name}"
         return opened.name, AgentAccess(f"{base}/v1", base, opened.key)
@@ -120,7 +110,7 @@ class LoopbackSessions:
 
     async def stop(self) -> None:
         """Closes the port; turns that are being sampled end."""
-        await self._door.close()
+        await self._front.close("the run has ended")
         await self._server.close()
 
 

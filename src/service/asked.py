@@ -1,6 +1,6 @@
 """The form that a request of every dialect takes inside the service, and that of its answer.
 
-body --dialect--> Asked --front--> Delta, Delta, ..., ServiceAnswer --dialect--> body, or server-sent events
+body --dialect--> ServiceRequest --front--> Delta, Delta, ..., Delta with its ServiceAnswer --dialect--> body, or events
 """
 
 from __future__ import annotations
@@ -8,16 +8,19 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from trireme.core.types import SampledSequence, SamplingParams, VersionSpan
+from service.sessions.tree import SampledAnswer
+from trireme.core.finite_json import to_json
+from trireme.core.types import SamplingParams
 from trireme.renderers import Message, ToolCall, ToolSpec
 
 COUNT = re.compile("[0-9]{1,18}")
 Finish = Literal["stop", "length", "tool_calls"]
+USUAL = SamplingParams()
 
 
 class RequestRefused(Exception):
@@ -46,42 +49,120 @@ def count_of(text: str) -> int | None:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """One request: a conversation to continue, or prompts."""
+class ServedModels:
+    """The model behind the service, under its names."""
+
+    names: tuple[str, ...]
+    """The names under which it can be asked for: `policy`, and that of its commit."""
+    max_len: int
+    """Longest sequence of prompt and answer, in tokens."""
+    vocab_size: int
+    """Number of token ids that the model can read; its tokenizer may have more."""
+
+    def check(self, name: str) -> None:
+        """Raises RequestRefused for a model that is not there."""
+        if name not in self.names:
+            there = ", ".join(self.names)
+            raise RequestRefused(
+                f"the model `{name}` is not loaded; there is {there}", status=404, param="model", code="model_not_found"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class TurnRequest:
+    """One prompt to answer: a conversation, or a text, or token ids."""
+
+    messages: tuple[Message, ...] = ()
+    """The whole conversation, as the client has it; empty for a prompt."""
+    tools: tuple[ToolSpec, ...] = ()
+    """The tools that the model may call."""
+    text: str | None = None
+    """A prompt as text."""
+    ids: npt.NDArray[np.int32] | None = None
+    """A prompt as token ids; of one that is text, they are found in its session."""
+    params: SamplingParams = USUAL
+    """How to sample; the seed is that of the first answer. Clients do not see the strings of `stop`. A session is
+    sampled as its run says, as training has to know that: it takes `max_tokens`, `stop` and `seed` alone."""
+    n: int = 1
+    """Number of answers."""
+    retry: bool = False
+    """The client has sent the same before, and has seen no answer (`x-stainless-retry-count` above 0)."""
+
+    @property
+    def is_prompt(self) -> bool:
+        """True: it is no conversation, but a prompt (`/v1/completions`)."""
+        return self.text is not None or self.ids is not None
+
+    @property
+    def param(self) -> str:
+        """The part of a body that has it."""
+        return "prompt" if self.is_prompt else "messages"
+
+    @property
+    def options(self) -> str:
+        """How its answers are to be sampled; a retry says the same."""
+        return to_json([self.n, self.params.max_tokens, self.params.stop, self.params.seed])
+
+    def is_same(self, other: TurnRequest) -> bool:
+        """Returns True if a retry of `other` may be this one."""
+        if (self.messages, self.tools, self.options) != (other.messages, other.tools, other.options):
+            return False
+        if self.text is not None and other.text is not None:
+            return self.text == other.text
+        if self.ids is None or other.ids is None:
+            return self.ids is other.ids
+        return np.array_equal(self.ids, other.ids)
+
+
+@dataclass(frozen=True)
+class ServiceRequest:
+    """One request: the turns that it wants to be answered."""
 
     model: str
-    """The name of the model that was asked for."""
-    params: SamplingParams
-    """How to sample; its `stop` has token ids alone, its seed is that of the first answer."""
-    messages: Sequence[Message] = ()
-    """The conversation; empty for prompts."""
-    tools: Sequence[ToolSpec] = ()
-    """The tools that the model may call."""
-    prompts: Sequence[str | Sequence[int]] = ()
-    """Texts, or token ids; empty for a conversation."""
-    stop: tuple[str, ...] = ()
-    """Strings that end an answer, and are no part of it."""
-    n: int = 1
-    """Number of answers to each prompt."""
-    logprobs: bool = False
-    """The answer tells the log-probability of each of its tokens."""
-    token_ids: bool = False
-    """The answer tells the token ids of prompts and answers, and the weights of each token."""
+    """The name of the model."""
+    turns: Sequence[TurnRequest]
+    """A conversation, or one prompt or several."""
     stream: bool = False
     """The answer comes in pieces."""
 
 
-class Made(Protocol):
-    """All that a replica has sampled of an answer so far."""
+@dataclass(frozen=True)
+class ServiceAnswer:
+    """A whole answer."""
+
+    choice: int
+    """Its number."""
+    prompt: npt.NDArray[np.int32]
+    """The token ids of its prompt."""
+    sequence: SampledAnswer
+    """The tokens that were sampled, with the weights of each, and the message that they are."""
+    finish: Finish
+    """Why it ended."""
+    stopped_by: str | None = None
+    """The string of the request that ended it, if one did."""
+    node: int | None = None
+    """Its name in its session, if it is a session's."""
 
     @property
-    def tokens(self) -> npt.NDArray[np.int32]: ...
+    def content(self) -> str:
+        """Its text without thinking and tool calls."""
+        return self.sequence.message["content"]
 
     @property
-    def logprobs(self) -> npt.NDArray[np.float32]: ...
+    def thinking(self) -> str:
+        """Its thinking."""
+        return self.sequence.message.get("thinking", "")
 
     @property
-    def spans(self) -> tuple[VersionSpan, ...]: ...
+    def tool_calls(self) -> Sequence[ToolCall]:
+        """The tools that it calls."""
+        return self.sequence.message.get("tool_calls", ())
+
+    @property
+    def versions(self) -> tuple[int, int]:
+        """The oldest and the newest version that sampled a token of it."""
+        versions = [span.identity.version for span in self.sequence.spans]
+        return min(versions, default=0), max(versions, default=0)
 
 
 @dataclass(frozen=True)
@@ -102,35 +183,5 @@ class Delta:
     """The weights that sampled the last of them."""
     prompt_tokens: int
     """Number of tokens of the prompt."""
-
-
-@dataclass(frozen=True)
-class ServiceAnswer:
-    """A whole answer."""
-
-    choice: int
-    """Its number."""
-    prompt: npt.NDArray[np.int32]
-    """The token ids of its prompt."""
-    sequence: SampledSequence
-    """The tokens that were sampled, with the weights of each."""
-    content: str
-    """Its text without thinking and tool calls."""
-    finish: Finish
-    """Why it ended."""
-    thinking: str = ""
-    """Its thinking."""
-    tool_calls: Sequence[ToolCall] = ()
-    """The tools that it calls."""
-    stopped_by: str | None = None
-    """The string of the request that ended it, if one did."""
-    rest: Delta | None = field(default=None, repr=False)
-    """The last piece, in a stream."""
-    node: int | None = None
-    """Its name in its session, if it is a session's."""
-
-    @property
-    def versions(self) -> tuple[int, int]:
-        """The oldest and the newest version that sampled a token of it."""
-        found = [span.identity.version for span in self.sequence.spans]
-        return min(found, default=0), max(found, default=0)
+    answer: ServiceAnswer | None = field(default=None, repr=False)
+    """The whole answer, with its last piece."""

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import replace
 
 from service.asked import RequestRefused
-from service.front import ChatSampler, Told
+from trireme.core.sampler import OnProgress, SequenceSampler
 from trireme.core.types import SampledSequence, SampleRequest
 
 
@@ -14,16 +14,16 @@ class BoundedSampler:
     """Marks each request as a chat, so that an engine takes the run's requests first, and ends it after `answer_s`
     seconds."""
 
-    def __init__(self, sampler: ChatSampler, answer_s: float) -> None:
+    def __init__(self, sampler: SequenceSampler, answer_s: float) -> None:
         self._sampler = sampler
         self._answer_s = answer_s
 
-    async def sample(self, request: SampleRequest, told: Told | None = None) -> SampledSequence:
+    async def sample(self, request: SampleRequest, on_progress: OnProgress | None = None, /) -> SampledSequence:
         """Samples one sequence. Raises RequestRefused when it takes too long, and what the sampler raises."""
         chat = replace(request, chat=True)
         try:
             async with asyncio.timeout(self._answer_s) as limit:
-                return await self._sampler.sample(chat, told)
+                return await self._sampler.sample(chat, on_progress)
         except TimeoutError:
             if not limit.expired():
                 raise

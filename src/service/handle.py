@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from service.front import ServedModels
+from service.asked import ServedModels
 from service.keys import ServiceKey
 from trireme.config import Config
 from trireme.core.errors import RoomFailed, TriremeError
+from trireme.core.sampler import Sampler
 from trireme.core.types import WeightIdentity
 from trireme.process import waits
 from trireme.process.ray_cluster import on_node
 from trireme.supervision.roster import PartHealth, Roster
 
 if TYPE_CHECKING:
-    from service.actor import ReplicaSampler
     from service.sessions.history import AttemptStart
 
 LOOK_S = 2.0
@@ -64,7 +64,7 @@ class ServiceHandle:
     def start(
         cls,
         config: Config,
-        sampler_factory: Callable[[], ReplicaSampler],
+        sampler_factory: Callable[[], Sampler],
         models: ServedModels,
         keys: list[ServiceKey],
         adopt: WeightIdentity | None,

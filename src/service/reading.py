@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from service.asked import RequestRefused
+from service.asked import Delta, RequestRefused, ServiceAnswer
+from trireme.core.sampler import SampledPart
 from trireme.core.stop_strings import first_of
 from trireme.renderers import Renderer, ToolCall, ToolSpec
 from trireme.renderers.base import TextRenderer
@@ -97,6 +98,40 @@ def settled(text: str, ends: Sequence[str]) -> str:
         if any(end.startswith(text[-length:]) for end in ends):
             return text[:-length]
     return text
+
+
+class AnswerPieces:
+    """The pieces of one answer, as one client gets them. `choice`: the number of the answer."""
+
+    def __init__(self, reader: AnswerReader, choice: int, prompt_tokens: int) -> None:
+        self._reader, self._choice, self._prompt_tokens = reader, choice, prompt_tokens
+        self._thinking = self._content = ""
+        self._tokens: list[int] = []
+
+    def next(self, part: SampledPart) -> Delta | None:
+        """Returns what is new, None if nothing is. Raises RequestRefused if it is another answer than was sent."""
+        if len(part.tokens) <= len(self._tokens):
+            return None
+        reading = self._reader.read(part.tokens.tolist(), False)
+        return self._delta(part, reading.thinking, reading.content, None)
+
+    def last(self, answer: ServiceAnswer) -> Delta:
+        """Returns what is new in the whole answer. Raises RequestRefused if it is another one than was sent."""
+        return self._delta(answer.sequence, answer.thinking, answer.content, answer)
+
+    def _delta(self, part: SampledPart, thinking: str, content: str, answer: ServiceAnswer | None) -> Delta:
+        tokens, known = part.tokens.tolist(), len(self._tokens)
+        if tokens[:known] != self._tokens:
+            raise changed()
+        whole = answer is not None
+        thinking = more_of(self._thinking, thinking, whole)
+        content = more_of(self._content, content, whole)
+        self._thinking += thinking
+        self._content += content
+        self._tokens = tokens
+        version = part.spans[-1].identity.version if part.spans else 0
+        logprobs = part.logprobs[known:].tolist()
+        return Delta(self._choice, thinking, content, tokens[known:], logprobs, version, self._prompt_tokens, answer)
 
 
 def more_of(sent: str, now: str, whole: bool) -> str:

@@ -10,8 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from service.asked import Asked, RequestRefused, ServiceAnswer
-from service.front import Event
+from service.asked import Delta, RequestRefused, ServiceAnswer, ServiceRequest
 
 VERSION = "x-trireme-version"
 T = TypeVar("T")
@@ -20,7 +19,7 @@ T = TypeVar("T")
 class AskingBody(Protocol):
     """A body that asks for answers."""
 
-    def asked(self) -> Asked:
+    def service_request(self) -> ServiceRequest:
         """Returns what it asks for."""
 
 
@@ -29,13 +28,13 @@ class Dialect(Protocol):
 
     def whole(self, body: Any, answers: Sequence[ServiceAnswer], tokenizer: Any) -> dict[str, Any]: ...
 
-    def stream(self, body: Any, events: AsyncIterator[Event], tokenizer: Any) -> AsyncIterator[str]: ...
+    def stream(self, body: Any, pieces: AsyncIterator[Delta], tokenizer: Any) -> AsyncIterator[str]: ...
 
 
 class EventReply(StreamingResponse):
     """Server-sent events. However it ends, what is still sampled for it is ended."""
 
-    def __init__(self, texts: AsyncIterator[str], source: AsyncGenerator[Event, None], headers: dict[str, str]) -> None:
+    def __init__(self, texts: AsyncIterator[str], source: AsyncGenerator[Delta, None], headers: dict[str, str]) -> None:
         super().__init__(texts, media_type="text/event-stream", headers={**headers, "cache-control": "no-cache"})
         self._source = source
 
@@ -59,12 +58,13 @@ class DeliveredReply(Response):
 
         async def noted(message: Message) -> None:
             nonlocal here
-            last = message["type"] == "http.response.body" and not message.get("more_body", False)
-            if message["type"] == "http.response.body":
+            is_body = message["type"] == "http.response.body"
+            if is_body and message.get("body"):  # the end of a stream is empty: its client may have left, with all
                 await asyncio.sleep(0)  # the watcher of the connection runs
                 here = here and not gone.done()
             await send(message)
-            if last and here:  # now: the client may have the answer, and its session be exported, in the next moment
+            # Now: the client may have the answer, and its session be exported, in the next moment.
+            if is_body and here and not message.get("more_body", False):
                 self._delivered()
 
         try:

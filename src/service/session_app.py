@@ -1,28 +1,20 @@
-"""The routes of sessions: turns of agents, and the verbs of those who own a session."""
+"""The routes of sessions beside turns: what agents and those who own a session do with it."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict
-from functools import partial
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Request
 from pydantic import Field
-from starlette.responses import Response
 
-from service.asked import RequestRefused, ServiceAnswer
-from service.dialects.wire import Body, Used, spans_of
+from service.asked import RequestRefused
+from service.dialects.wire import Body, spans_of
 from service.errors import JsonReply
-from service.front import Event
+from service.front import Front
 from service.guard import SESSION
-from service.replies import VERSION, AskingBody, DeliveredReply, Dialect
-from service.sessions.door import SessionDoor, refused
 from service.sessions.session import AgentSession, ExportedTurn
-from trireme.core.errors import TriremeError
 
-RETRIES = "x-stainless-retry-count"
-"""OpenAI's and Anthropic's clients say with it how often they have asked before."""
 Metrics = Annotated[dict[str, float], Field(max_length=256)]
 
 
@@ -51,8 +43,8 @@ class EndBody(Body):
 class SessionRoutes:
     """The routes of sessions."""
 
-    def __init__(self, door: SessionDoor, tokenizer: Any) -> None:
-        self._door, self._tokenizer = door, tokenizer
+    def __init__(self, front: Front) -> None:
+        self._front, self._registry = front, front.registry
 
     def routes(self, app: FastAPI, owners: bool) -> None:
         """Adds the routes that the agent of a session may call. `owners` adds the routes for the admin key too."""
@@ -66,64 +58,38 @@ class SessionRoutes:
         app.get("/sessions/{session}/export")(self.export)
         app.delete("/sessions/{session}")(self.forget)
 
-    async def reply(
-        self, request: Request, session: str, body: AskingBody, dialect: Dialect
-    ) -> tuple[Response, list[ServiceAnswer]]:
-        """Answers a turn, and returns its answers too. What is sampled is kept for a retry if the client leaves."""
-        asked = body.asked()
-        retry = request.headers.get(RETRIES, "0").strip() not in ("", "0")
-        turns, answers = await self._door.turns(session, asked, retry)
-        headers = {VERSION: str(Used.of(answers, asked.n).version)}
-        if asked.stream:
-            # The whole answer is there, as the journal has it before a client does.
-            texts = [text async for text in dialect.stream(body, _each(answers), self._tokenizer)]
-            headers["cache-control"] = "no-cache"
-            reply = Response("".join(texts), media_type="text/event-stream", headers=headers)
-        else:
-            reply = JsonReply(dialect.whole(body, answers, self._tokenizer), headers=headers)
-        return DeliveredReply(reply, partial(self._door.delivered, session, turns)), answers
-
     async def open(self, request: Request, body: OpenBody | None = None) -> JsonReply:
         """Opens a session."""
-        opened = await self._door.open(body.problem if body else "")
+        opened = await self._front.open(body.problem if body else "")
         base = str(request.base_url).rstrip("/") + f"/sessions/{opened.name}"
         found = {"session": opened.name, "key": opened.key, "floor": opened.floor}
         return JsonReply({**found, "openai_base_url": f"{base}/v1", "anthropic_base_url": base})
 
     async def list(self) -> JsonReply:
         """Lists the sessions that are there."""
-        sessions = self._door.registry.book.sessions
+        sessions = self._registry.book.sessions
         return JsonReply({"sessions": [_state(name, each) for name, each in sessions.items()]})
 
     async def state(self, session: str) -> JsonReply:
         """Tells what a session has so far."""
-        known = self._door.registry.book.sessions.get(session)
+        known = self._registry.book.sessions.get(session)
         if known is None:
             raise RequestRefused(f"there is no session {session}", status=410, code="session_closed")
         return JsonReply(_state(session, known))
 
     async def reward(self, session: str, body: RewardBody) -> JsonReply:
         """Stores a reward. The route needs the admin key."""
-        try:
-            self._door.registry.reward(session, body.value, body.answer, body.metrics)
-        except TriremeError as error:
-            raise refused(error) from error
+        self._registry.reward(session, body.value, body.answer, body.metrics)
         return JsonReply({"session": session, "reward": body.value})
 
     async def end(self, session: str, body: EndBody | None = None) -> JsonReply:
         """Ends a session."""
-        try:
-            await self._door.registry.end(session, (body or EndBody()).reason)
-        except TriremeError as error:
-            raise refused(error) from error
+        await self._registry.end(session, (body or EndBody()).reason)
         return await self.state(session)
 
     async def export(self, session: str) -> JsonReply:
         """Returns what a session is worth to training."""
-        try:
-            export = self._door.registry.export(session)
-        except TriremeError as error:
-            raise refused(error) from error
+        export = self._registry.export(session)
         return JsonReply(
             {
                 "session": session,
@@ -137,10 +103,7 @@ class SessionRoutes:
 
     async def forget(self, session: str) -> JsonReply:
         """Forgets a session that has ended."""
-        try:
-            self._door.registry.forget(session)
-        except TriremeError as error:
-            raise refused(error) from error
+        self._registry.forget(session)
         return JsonReply({"session": session, "forgotten": True})
 
 
@@ -174,8 +137,3 @@ def _exported(turn: ExportedTurn) -> dict[str, Any]:
         "reward": turn.reward,
         "in_loss": turn.delivered and turn.in_bound,
     }
-
-
-async def _each(answers: Sequence[ServiceAnswer]) -> AsyncIterator[Event]:
-    for answer in answers:
-        yield answer

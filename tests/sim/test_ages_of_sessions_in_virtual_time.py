@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_rollback_of_sessions_in_virtual_time import TOKENIZER, service_of, turn
 
-from service.asked import Made, RequestRefused
-from trireme.core.sampler import ReplicaStats
+from service.asked import RequestRefused
+from trireme.core.sampler import OnProgress, ReplicaStats
 from trireme.core.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity
 
 TURNS = 30
@@ -35,7 +34,7 @@ class TrainedReplica:
     async def stats(self) -> dict[int, ReplicaStats]:
         return {0: ReplicaStats(0, 0, 0.0, 0, 8, weights=self._weights(self.version))}
 
-    async def sample(self, request: SampleRequest, told: Callable[[Made], None] | None = None) -> SampledSequence:
+    async def sample(self, request: SampleRequest, told: OnProgress | None = None) -> SampledSequence:
         tokens = [*TOKENIZER.encode("yes and no"), TOKENIZER.eos_token_id]
         versions = []
         for _ in tokens:
@@ -72,7 +71,7 @@ def test_a_turn_begins_within_the_bound_and_later_tokens_are_not_in_the_loss(
         service = service_of(replica, directory, bound=bound)
         tasks = [asyncio.create_task(replica.train(step_s)), asyncio.create_task(service._fit_places())]
         await asyncio.sleep(opens_s)
-        opened = await service._door.open()
+        opened = await service._front.open()
         newest = opened.floor + bound
         refused: Any = None
         for _ in range(TURNS):
@@ -87,15 +86,15 @@ def test_a_turn_begins_within_the_bound_and_later_tokens_are_not_in_the_loss(
             assert refused.status == 410
             assert replica.record[-1][0] > newest, "it was refused by the version that sampled it"
             answered = replica.record[:-1]
-        await service._door.registry.end(opened.name, "done")
-        turns = service._door.registry.export(opened.name).turns
+        await service._front.registry.end(opened.name, "done")
+        turns = service._front.registry.export(opened.name).turns
         assert len(turns) == len(answered)
         for versions, exported in zip(answered, turns, strict=True):
             assert opened.floor <= versions[0] <= newest
             assert exported.in_bound == (max(versions) <= newest)
         for task in tasks:
             task.cancel()
-        await service._door.close()
+        await service._front.close("the run has ended")
 
     with tempfile.TemporaryDirectory() as directory:
         virtual_time.run(scenario(Path(directory)))

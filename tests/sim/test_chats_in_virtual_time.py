@@ -14,7 +14,7 @@ from test_pipeline_in_virtual_time import check
 
 from inference.router import Router
 from service.actor import ServiceActor
-from service.front import ServedModels
+from service.asked import ServedModels
 from service.places import Places
 from trireme.core.sampler import ReplicaStats
 from trireme.core.types import SampleRequest, SamplingParams

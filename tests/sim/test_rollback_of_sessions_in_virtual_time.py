@@ -15,12 +15,12 @@ from renderer_support import QWEN3, bpe
 from service_support import KEYS, MAX_LEN
 
 from service.actor import ServiceActor
-from service.asked import Asked, Made, RequestRefused
-from service.front import Front, ServedModels
+from service.answering import TurnAnswering
+from service.asked import RequestRefused, ServedModels, ServiceRequest, TurnRequest
 from service.places import Places
 from trireme.config import Config
-from trireme.core.sampler import ReplicaStats
-from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, VersionSpan, WeightIdentity
+from trireme.core.sampler import OnProgress, ReplicaStats
+from trireme.core.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity
 from trireme.renderers import make_renderer
 
 STEP_S = 10.0
@@ -39,7 +39,7 @@ class Replica:
     async def stats(self) -> dict[int, ReplicaStats]:
         return {0: ReplicaStats(0, 0, 0.0, 0, 8, weights=self.weights)}
 
-    async def sample(self, request: SampleRequest, told: Callable[[Made], None] | None = None) -> SampledSequence:
+    async def sample(self, request: SampleRequest, told: OnProgress | None = None) -> SampledSequence:
         await asyncio.sleep(1.0)
         tokens = np.asarray([*TOKENIZER.encode("yes"), TOKENIZER.eos_token_id], np.int32)
         span = VersionSpan(self.weights, 0, len(tokens))
@@ -73,24 +73,25 @@ def service_of(replica: Any, directory: Path, starts: Any = (), bound: int = 100
     )
     models = ServedModels(("policy",), MAX_LEN, len(TOKENIZER))
     made: Any = ServiceActor(config, lambda: replica, models, [], None, directory, None, starts)  # type: ignore[arg-type, return-value]
-    made._sampler = made._chats = replica
+    made._sampler = replica
     made._places = Places(8, 8, 1000.0)
-    front = Front(replica, models, TOKENIZER, make_renderer("auto", TOKENIZER), made._places)
-    made._door = made._open_door(front, KEYS)
+    turns = TurnAnswering(replica, models, TOKENIZER, make_renderer("auto", TOKENIZER), made._places)
+    made._front = made._make_front(turns, KEYS)
     made._started.set()
     return made  # type: ignore[no-any-return]
 
 
 async def turn(service: ServiceActor, session: str, words: str) -> None:
     message: Any = {"role": "user", "content": words}
-    await service._door.turns(session, Asked("policy", SamplingParams(), [message]), retry=False)
+    async for _ in service._front.pieces(ServiceRequest("policy", [TurnRequest((message,))]), session):
+        pass
 
 
 async def one_agent(service: ServiceActor, opens_s: float, turns_s: list[float]) -> str:
     """Opens a session, and takes its turns at these times. Returns the reason why it was closed; "": it was not."""
     loop = asyncio.get_running_loop()
     await asyncio.sleep(opens_s)
-    session = (await service._door.open()).name
+    session = (await service._front.open()).name
     for number, at in enumerate(turns_s):
         await asyncio.sleep(at - loop.time())
         try:
@@ -129,7 +130,7 @@ def test_a_session_is_closed_by_its_weights_whenever_its_next_turn_comes(
             return await one_agent(service, opens_s, [at for at in (first_s, next_s) if at is not None])
         finally:
             running.cancel()
-            await service._door.close()
+            await service._front.close("the run has ended")
 
     why = virtual_time.run(scenario())
     assert bool(why) == closed
@@ -143,9 +144,9 @@ def test_a_service_that_starts_later_closes_them_too(tmp_path: Path) -> None:
         replica = Replica()
         replica.weights = WeightIdentity(1, 12, "a12")
         service = service_of(replica, tmp_path, [(1, 0)])
-        session = (await service._door.open()).name
+        session = (await service._front.open()).name
         await turn(service, session, "q0")
-        await service._door.close()
+        await service._front.close("the run has ended")
         return session
 
     async def second(session: str) -> None:
@@ -155,8 +156,8 @@ def test_a_service_that_starts_later_closes_them_too(tmp_path: Path) -> None:
         with pytest.raises(RequestRefused, match="attempt 2 of the run began with version 10") as refused:
             await turn(service, session, "q1")
         assert refused.value.status == 410
-        export = service._door.registry.export(session)
+        export = service._front.registry.export(session)
         assert len(export.turns) == 1, "what was sampled until then is there"
-        await service._door.close()
+        await service._front.close("the run has ended")
 
     virtual_time.run(second(virtual_time.run(first())))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from service.asked import Asked, Delta, RequestRefused, ServiceAnswer
+from service.asked import Delta, RequestRefused, ServiceAnswer, ServiceRequest, TurnRequest
 from service.dialects.wire import (
     Absent,
     Answers,
@@ -38,11 +38,9 @@ from service.dialects.wire import (
     new_id,
     now_s,
     only,
-    piece_of,
     spans_of,
     text_of,
 )
-from service.front import Event
 from service.reading import UNFINISHED
 from trireme.core.types import SamplingParams
 from trireme.renderers import Message, ToolCall
@@ -139,13 +137,11 @@ class StreamOptions(Body):
     include_obfuscation: Annotated[bool | None, only(False)] = None
 
 
-class ChatRequest(Body):
-    """The body of a request."""
+class SampledBody(Body):
+    """The fields that OpenAI's chat completions and completions share, with vLLM's behind them."""
 
     model: str
-    messages: Annotated[Many[ChatMessage], Field(min_length=1)]
     max_tokens: Tokens | None = None
-    max_completion_tokens: Tokens | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
     n: Answers | None = None
@@ -153,17 +149,43 @@ class ChatRequest(Body):
     stop: Stop | Stops | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    user: str | None = None
+    frequency_penalty: NoPenalty = None
+    presence_penalty: NoPenalty = None
+    logit_bias: Annotated[dict[str, float] | None, Few, only({})] = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    repetition_penalty: Penalty | None = None
+    stop_token_ids: StopIds | None = None
+    return_token_ids: bool | None = None
+
+    def sampling_params(self, max_tokens: int | None) -> SamplingParams:
+        """Returns how to sample; what a body leaves out is that of the model's own distribution."""
+        strings = [self.stop] if isinstance(self.stop, str) else self.stop or ()
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=self.top_p or 1.0,
+            top_k=self.top_k or -1,
+            min_p=self.min_p or 0.0,
+            repetition_penalty=self.repetition_penalty or 1.0,
+            stop=(*(self.stop_token_ids or ()), *strings),
+            seed=self.seed,
+        )
+
+
+class ChatRequest(SampledBody):
+    """The body of a request."""
+
+    messages: Annotated[Many[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: Tokens | None = None
     tools: Many[ChatTool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: Annotated[bool | None, only(True)] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, only(0)] = None
-    user: str | None = None
     metadata: Annotated[dict[str, str] | None, Few] = None
     store: Annotated[bool | None, only(False)] = None
-    frequency_penalty: NoPenalty = None
-    presence_penalty: NoPenalty = None
-    logit_bias: Annotated[dict[str, float] | None, Few, only({})] = None
     response_format: ResponseFormat | None = None
     service_tier: Annotated[str | None, only("auto", "default")] = None
     modalities: Annotated[Many[str] | None, only(["text"])] = None
@@ -176,26 +198,13 @@ class ChatRequest(Body):
     function_call: Absent = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
-    top_k: TopK | None = None
-    min_p: MinP | None = None
-    repetition_penalty: Penalty | None = None
-    stop_token_ids: StopIds | None = None
-    return_token_ids: bool | None = None
 
-    def asked(self) -> Asked:
+    def service_request(self) -> ServiceRequest:
         """Returns the request as the service takes it. Raises RequestRefused."""
-        tools = [each.function.spec() for each in self.tools or ()]
-        return Asked(
-            model=self.model,
-            params=sampling_params(self, self.max_completion_tokens or self.max_tokens),
-            messages=self._messages(),
-            tools=check_tool_choice(self.tool_choice, tools),
-            stop=stop_strings(self.stop),
-            n=self.n or 1,
-            logprobs=bool(self.logprobs),
-            token_ids=bool(self.return_token_ids),
-            stream=bool(self.stream),
-        )
+        tools = check_tool_choice(self.tool_choice, [tool.function.spec() for tool in self.tools or ()])
+        params = self.sampling_params(self.max_completion_tokens or self.max_tokens)
+        turn = TurnRequest(tuple(self._messages()), tuple(tools), params=params, n=self.n or 1)
+        return ServiceRequest(self.model, [turn], bool(self.stream))
 
     def _messages(self) -> Sequence[Message]:
         calls = {call.id: call.function.name for each in self.messages for call in each.tool_calls or ()}
@@ -203,26 +212,6 @@ class ChatRequest(Body):
             i: each.tool_call_id for i, each in enumerate(self.messages) if each.role == "tool" and each.tool_call_id
         }
         return named_answers([each.message() for each in self.messages], calls, ids)
-
-
-def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
-    """Returns the strings of a field `stop`."""
-    return (stop,) if isinstance(stop, str) else tuple(stop or ())
-
-
-def sampling_params(body: Any, max_tokens: int | None) -> SamplingParams:
-    """Returns the sampling parameters of a body of OpenAI's dialects; those that it leaves out sample the model's own
-    distribution."""
-    return SamplingParams(
-        max_tokens=max_tokens,
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_p=body.top_p or 1.0,
-        top_k=body.top_k or -1,
-        min_p=body.min_p or 0.0,
-        repetition_penalty=body.repetition_penalty or 1.0,
-        stop=tuple(body.stop_token_ids or ()),
-        seed=body.seed,
-    )
 
 
 # ----------------------------------------------------------------------------------------------------------- answers
@@ -277,27 +266,42 @@ def _logprobs(tokenizer: Any, tokens: Sequence[int], logprobs: Sequence[float]) 
     return {"content": rows}
 
 
-async def stream(body: ChatRequest, events: AsyncIterator[Event], tokenizer: Any) -> AsyncIterator[str]:
+async def stream(body: ChatRequest, pieces: AsyncIterator[Delta], tokenizer: Any) -> AsyncIterator[str]:
     """Yields the answer as server-sent events."""
-    head, used = _head(body, new_id("chatcmpl-"), "chat.completion.chunk"), Used()
     begun: set[int] = set()
 
-    def chunk(choice: int, delta: dict[str, Any], finish: str | None = None, **more: Any) -> str:
-        return event({**head, "choices": [{"index": choice, "delta": delta, "finish_reason": finish, **more}]})
+    def choice(piece: Delta, delta: dict[str, Any], **more: Any) -> dict[str, Any]:
+        return {"index": piece.choice, "delta": delta, "finish_reason": None, **more}
 
-    async for each in events:
-        if each.choice not in begun:
-            begun.add(each.choice)
-            yield chunk(each.choice, {"role": "assistant", "content": ""})
-        piece = piece_of(each) if isinstance(each, ServiceAnswer) else each
+    def choices(piece: Delta) -> Iterator[dict[str, Any]]:
+        if piece.choice not in begun:
+            begun.add(piece.choice)
+            yield choice(piece, {"role": "assistant", "content": ""})
         if (delta := _delta(piece)) or body.logprobs or body.return_token_ids:
-            yield chunk(each.choice, delta, **_extras(body, piece, tokenizer))
-        if isinstance(each, ServiceAnswer):
-            for i, call in enumerate(_calls(each.tool_calls)):
-                yield chunk(each.choice, {"tool_calls": [{"index": i, **call}]})
-            used.add(each, body.n or 1)
-            more = {"prompt_token_ids": each.prompt.tolist(), "version_spans": spans_of(each.sequence.spans)}
-            yield chunk(each.choice, {}, each.finish, **(more if body.return_token_ids else {}))
+            yield choice(piece, delta, **_extras(body, piece, tokenizer))
+        if answer := piece.answer:
+            for i, call in enumerate(_calls(answer.tool_calls)):
+                yield choice(piece, {"tool_calls": [{"index": i, **call}]})
+            more = {"prompt_token_ids": answer.prompt.tolist(), "version_spans": spans_of(answer.sequence.spans)}
+            yield choice(piece, {}, **({"finish_reason": answer.finish} | (more if body.return_token_ids else {})))
+
+    async for text in chunks(body, _head(body, new_id("chatcmpl-"), "chat.completion.chunk"), pieces, choices):
+        yield text
+
+
+async def chunks(
+    body: SampledBody,
+    head: dict[str, Any],
+    pieces: AsyncIterator[Delta],
+    choices: Callable[[Delta], Iterator[dict[str, Any]]],
+) -> AsyncIterator[str]:
+    """Yields the events of a stream, one for each of the `choices` of each piece, and its end."""
+    used = Used()
+    async for piece in pieces:
+        for choice in choices(piece):
+            yield event({**head, "choices": [choice]})
+        if piece.answer:
+            used.add(piece.answer, body.n or 1)
     if body.stream_options and body.stream_options.include_usage:
         yield event({**head, "choices": [], "usage": used.openai()})
     yield DONE

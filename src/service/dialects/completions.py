@@ -2,97 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Annotated, Any
 
+import numpy as np
 from pydantic import Field
 
-from service.asked import Asked, ServiceAnswer
-from service.dialects.chat import DONE, StreamOptions, sampling_params, stop_strings
-from service.dialects.wire import (
-    Absent,
-    Answers,
-    Body,
-    Few,
-    Many,
-    MinP,
-    NoPenalty,
-    Penalty,
-    Seed,
-    Stop,
-    StopIds,
-    Stops,
-    Temperature,
-    TokenId,
-    Tokens,
-    TopK,
-    TopP,
-    Used,
-    event,
-    new_id,
-    now_s,
-    only,
-    piece_of,
-    spans_of,
-)
-from service.front import Event
+from service.asked import Delta, ServiceAnswer, ServiceRequest, TurnRequest
+from service.dialects.chat import SampledBody, chunks
+from service.dialects.wire import Absent, Many, TokenId, Used, new_id, now_s, only, spans_of
 
 DEFAULT_TOKENS = 16
 """As OpenAI's, when `max_tokens` is left out."""
 MOST_PROMPTS = 1024
 
 
-class CompletionRequest(Body):
+class CompletionRequest(SampledBody):
     """The body of a request."""
 
-    model: str
     prompt: (
         str
         | Annotated[Many[TokenId], Field(min_length=1)]
         | Annotated[Many[str], Field(min_length=1, max_length=MOST_PROMPTS)]
         | Annotated[Many[Many[TokenId]], Field(min_length=1, max_length=MOST_PROMPTS)]
     )
-    max_tokens: Tokens | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    n: Answers | None = None
-    seed: Seed | None = None
-    stop: Stop | Stops | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     logprobs: Annotated[int | None, only(0)] = None
     echo: Annotated[bool | None, only(False)] = None
     best_of: Annotated[int | None, only(1)] = None
     suffix: Absent = None
-    user: str | None = None
-    frequency_penalty: NoPenalty = None
-    presence_penalty: NoPenalty = None
-    logit_bias: Annotated[dict[str, float] | None, Few, only({})] = None
-    top_k: TopK | None = None
-    min_p: MinP | None = None
-    repetition_penalty: Penalty | None = None
-    stop_token_ids: StopIds | None = None
-    return_token_ids: bool | None = None
 
-    def asked(self) -> Asked:
+    def service_request(self) -> ServiceRequest:
         """Returns the request as the service takes it."""
-        return Asked(
-            model=self.model,
-            params=sampling_params(self, self.max_tokens or DEFAULT_TOKENS),
-            prompts=self._prompts(),
-            stop=stop_strings(self.stop),
-            n=self.n or 1,
-            logprobs=self.logprobs is not None,
-            token_ids=bool(self.return_token_ids),
-            stream=bool(self.stream),
-        )
-
-    def _prompts(self) -> Sequence[str | Sequence[int]]:
-        prompt = self.prompt
-        if isinstance(prompt, str):
-            return [prompt]
-        ids = [each for each in prompt if isinstance(each, int)]
-        return [ids] if ids else [each for each in prompt if not isinstance(each, int)]
+        params, prompt = self.sampling_params(self.max_tokens or DEFAULT_TOKENS), self.prompt
+        several = isinstance(prompt, list) and not isinstance(prompt[0], int)
+        turns = [
+            TurnRequest(text=one, params=params, n=self.n or 1)
+            if isinstance(one, str)
+            else TurnRequest(ids=np.asarray(one, np.int32), params=params, n=self.n or 1)
+            for one in (prompt if several else [prompt])
+        ]
+        return ServiceRequest(self.model, turns, bool(self.stream))
 
 
 def whole(body: CompletionRequest, answers: Sequence[ServiceAnswer], tokenizer: Any) -> dict[str, Any]:
@@ -130,28 +79,25 @@ def _logprobs(tokenizer: Any, tokens: Sequence[int], logprobs: Sequence[float], 
     }
 
 
-async def stream(body: CompletionRequest, events: AsyncIterator[Event], tokenizer: Any) -> AsyncIterator[str]:
+async def stream(body: CompletionRequest, pieces: AsyncIterator[Delta], tokenizer: Any) -> AsyncIterator[str]:
     """Yields the answer as server-sent events."""
-    head = {"id": new_id("cmpl-"), "object": "text_completion", "created": now_s(), "model": body.model}
-    used, offsets = Used(), dict[int, int]()
-    async for each in events:
-        ends = isinstance(each, ServiceAnswer)
-        piece = piece_of(each) if isinstance(each, ServiceAnswer) else each
-        choice: dict[str, Any] = {"index": each.choice, "text": piece.content, "finish_reason": None, "logprobs": None}
+    offsets: dict[int, int] = {}
+
+    def choices(piece: Delta) -> Iterator[dict[str, Any]]:
+        answer, logprobs = piece.answer, None
         if body.logprobs is not None:
-            offset = offsets.get(each.choice, 0)
-            found = _logprobs(tokenizer, piece.tokens, piece.logprobs, offset)
-            choice["logprobs"] = found
-            offsets[each.choice] = offset + sum(map(len, found["tokens"]))
+            offset = offsets.get(piece.choice, 0)
+            logprobs = _logprobs(tokenizer, piece.tokens, piece.logprobs, offset)
+            offsets[piece.choice] = offset + sum(map(len, logprobs["tokens"]))
+        finish = answer.finish if answer else None
+        choice = {"index": piece.choice, "text": piece.content, "finish_reason": finish, "logprobs": logprobs}
         if body.return_token_ids:
             choice["token_ids"] = list(piece.tokens)
-        if isinstance(each, ServiceAnswer):
-            used.add(each, body.n or 1)
-            choice["finish_reason"] = each.finish
-            if body.return_token_ids:
-                choice |= {"prompt_token_ids": each.prompt.tolist(), "version_spans": spans_of(each.sequence.spans)}
-        if ends or piece.content or body.logprobs is not None or body.return_token_ids:
-            yield event({**head, "choices": [choice]})
-    if body.stream_options and body.stream_options.include_usage:
-        yield event({**head, "choices": [], "usage": used.openai()})
-    yield DONE
+            if answer:
+                choice |= {"prompt_token_ids": answer.prompt.tolist(), "version_spans": spans_of(answer.sequence.spans)}
+        if answer or piece.content or logprobs or body.return_token_ids:
+            yield choice
+
+    head = {"id": new_id("cmpl-"), "object": "text_completion", "created": now_s(), "model": body.model}
+    async for text in chunks(body, head, pieces, choices):
+        yield text

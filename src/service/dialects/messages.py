@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from service.asked import Asked, RequestRefused, ServiceAnswer
+from service.asked import Delta, RequestRefused, ServiceAnswer, ServiceRequest, TurnRequest
 from service.dialects.wire import (
     Absent,
     Body,
@@ -24,9 +24,7 @@ from service.dialects.wire import (
     named_answers,
     new_id,
     only,
-    piece_of,
 )
-from service.front import Event
 from trireme.core.types import SamplingParams
 from trireme.renderers import Message, ToolCall, ToolSpec
 
@@ -132,21 +130,19 @@ class MessagesRequest(Body):
     context_management: Absent = None
     output_config: Absent = None
 
-    def asked(self) -> Asked:
+    def service_request(self) -> ServiceRequest:
         """Returns the request as the service takes it. Raises RequestRefused."""
         silent = self.tool_choice is not None and self.tool_choice.type == "none"
-        return Asked(
-            model=self.model,
-            params=SamplingParams(
-                max_tokens=self.max_tokens,
-                temperature=1.0 if self.temperature is None else self.temperature,
-                top_p=self.top_p or 1.0,
-                top_k=self.top_k or -1,
-            ),
-            messages=self._messages(),
-            tools=() if silent else [each.spec() for each in self.tools or ()],
+        params = SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=self.top_p or 1.0,
+            top_k=self.top_k or -1,
             stop=tuple(self.stop_sequences or ()),
-            stream=bool(self.stream),
+        )
+        tools = () if silent else tuple(tool.spec() for tool in self.tools or ())
+        return ServiceRequest(
+            self.model, [TurnRequest(tuple(self._messages()), tools, params=params)], bool(self.stream)
         )
 
     def _messages(self) -> Sequence[Message]:
@@ -241,11 +237,10 @@ def _end(answer: ServiceAnswer) -> dict[str, Any]:
     return {"stop_reason": reason, "stop_sequence": answer.stopped_by}
 
 
-async def stream(body: MessagesRequest, events: AsyncIterator[Event], tokenizer: Any) -> AsyncIterator[str]:
+async def stream(body: MessagesRequest, pieces: AsyncIterator[Delta], tokenizer: Any) -> AsyncIterator[str]:
     """Yields the answer as server-sent events."""
     blocks, begun = _Blocks(), False
-    async for each in events:
-        piece = piece_of(each) if isinstance(each, ServiceAnswer) else each
+    async for piece in pieces:
         if not begun:
             head, begun = _head(body, Used()), True
             usage = {"input_tokens": piece.prompt_tokens, "output_tokens": 0, "version": piece.version}
@@ -255,10 +250,10 @@ async def stream(body: MessagesRequest, events: AsyncIterator[Event], tokenizer:
             *blocks.add("text", piece.content, {"text": ""}, "text_delta"),
         ):
             yield text
-        if isinstance(each, ServiceAnswer):
-            for text in blocks.finish(each):
+        if answer := piece.answer:
+            for text in blocks.finish(answer):
                 yield text
-            yield _event("message_delta", delta=_end(each), usage=_usage(Used.of([each], 1)))
+            yield _event("message_delta", delta=_end(answer), usage=_usage(Used.of([answer], 1)))
     yield _event("message_stop")
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from service.asked import Asked, Delta, ServiceAnswer
+from service.asked import Delta, ServiceAnswer, ServiceRequest, TurnRequest
 from service.dialects.wire import (
     Absent,
     Body,
@@ -28,10 +28,8 @@ from service.dialects.wire import (
     new_id,
     now_s,
     only,
-    piece_of,
     text_of,
 )
-from service.front import Event
 from trireme.core.types import SamplingParams
 from trireme.renderers import Message, ToolCall
 
@@ -137,19 +135,16 @@ class ResponseRequest(Body):
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
 
-    def asked(self) -> Asked:
+    def service_request(self) -> ServiceRequest:
         """Returns the request as the service takes it. Raises RequestRefused."""
-        return Asked(
-            model=self.model,
-            params=SamplingParams(
-                max_tokens=self.max_output_tokens,
-                temperature=1.0 if self.temperature is None else self.temperature,
-                top_p=self.top_p or 1.0,
-            ),
-            messages=self._messages(),
-            tools=check_tool_choice(self.tool_choice, [each.spec() for each in self.tools or ()]),
-            stream=bool(self.stream),
+        params = SamplingParams(
+            max_tokens=self.max_output_tokens,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=self.top_p or 1.0,
         )
+        tools = check_tool_choice(self.tool_choice, [tool.spec() for tool in self.tools or ()])
+        turn = TurnRequest(tuple(self._messages()), tuple(tools), params=params)
+        return ServiceRequest(self.model, [turn], bool(self.stream))
 
     def _messages(self) -> Sequence[Message]:
         found: list[Message] = [{"role": "system", "content": self.instructions}] if self.instructions else []
@@ -266,19 +261,19 @@ def _call(call: ToolCall) -> dict[str, Any]:
     return {**head, "name": call["name"], "arguments": arguments_text(call)}
 
 
-async def stream(body: ResponseRequest, events: AsyncIterator[Event], tokenizer: Any) -> AsyncIterator[str]:
+async def stream(body: ResponseRequest, pieces: AsyncIterator[Delta], tokenizer: Any) -> AsyncIterator[str]:
     """Yields the answer as server-sent events."""
     head, items = _head(body), _Items()
     yield items.event("response.created", response=head)
     yield items.event("response.in_progress", response=head)
-    async for each in events:
-        for text in items.add(piece_of(each) if isinstance(each, ServiceAnswer) else each):
+    async for piece in pieces:
+        for text in items.add(piece):
             yield text
-        if isinstance(each, ServiceAnswer):
-            for text in items.finish(each):
+        if answer := piece.answer:
+            for text in items.finish(answer):
                 yield text
-            kind = "response.incomplete" if each.finish == "length" else "response.completed"
-            yield items.event(kind, response=_ended(head, each, items.done))
+            kind = "response.incomplete" if answer.finish == "length" else "response.completed"
+            yield items.event(kind, response=_ended(head, answer, items.done))
 
 
 class _Items:

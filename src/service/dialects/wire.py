@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from service.asked import Delta, RequestRefused, ServiceAnswer
+from service.asked import RequestRefused, ServiceAnswer
 from trireme.core.finite_json import to_json
 from trireme.core.sampling_bounds import BOUNDS, LONGEST_STOP, MOST_ANSWERS, MOST_STOP_IDS, MOST_STOPS
 from trireme.core.types import VersionSpan
@@ -281,12 +281,6 @@ class Used:
             "total_tokens": total,
             **self.versions,
         }
-
-
-def piece_of(answer: ServiceAnswer) -> Delta:
-    """Returns the last piece of an answer that was streamed."""
-    assert answer.rest is not None, "it was asked for in pieces"
-    return answer.rest
 
 
 def event(data: Any, name: str | None = None) -> str:

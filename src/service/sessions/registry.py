@@ -1,6 +1,6 @@
 """The verbs of sessions, for the front door, for environments and for an administrator.
 
-    open -> turn: match, render, sample, check, journal, apply -> delivered -> reward -> end -> export -> forget
+    open -> turn: place, sample, check, journal, apply -> delivered -> reward -> end -> export -> forget
               |                    |
               | limit or age       | the caller is gone: the answer is kept for its retry
               v                    v
@@ -14,21 +14,16 @@ connection ask again, and mean the same answer.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
-from service.reading import MessageReader, Reading, TextReader
+from service.answering import AnsweredTurn, OnPart, PlacedTurn, TurnAnswering
+from service.asked import USUAL, TurnRequest
 from service.sessions.ages import too_old
 from service.sessions.history import RunHistory
 from service.sessions.journal import Replayed
-from service.sessions.placing import TurnPlaces
-from service.sessions.prompts import TextTokens
 from service.sessions.records import (
     AnswersDelivered,
     RewardGiven,
@@ -39,21 +34,13 @@ from service.sessions.records import (
     TurnAnswered,
 )
 from service.sessions.session import AgentSession, SessionBook, SessionExport, SessionLimits
-from service.sessions.tree import ROOT, Match, SampledAnswer, TurnGiven
-from service.sessions.turns import (
-    PolicySampler,
-    ServedAnswer,
-    ServedTurn,
-    SessionClosed,
-    TurnRequest,
-    all_of,
-    asked_as,
-    check_request,
-    check_sample,
-)
+from service.sessions.tree import ROOT, Match, SampledAnswer
+from service.sessions.turns import SessionClosed, check_request, check_sample
 from trireme.core.errors import BadInput, ProvenanceError
-from trireme.core.types import SampledSequence, SampleRequest, SamplingParams
-from trireme.renderers import Message, Renderer
+from trireme.core.sampler import SampledPart
+from trireme.core.types import SamplingParams, VersionSpan
+
+DISTRIBUTION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class RecordKeeper(Protocol):
@@ -74,38 +61,31 @@ class _Running:
     """A turn that is being sampled."""
 
     request: TurnRequest
-    task: asyncio.Task[tuple[int, ...]]
-    callers: int = 0
+    task: asyncio.Task[tuple[int, ...]] | None = None
+    callers: list[OnPart | None] = field(default_factory=list)
+    """Those who wait for it, and what each of them calls with its parts."""
 
 
 class SessionRegistry:
     """All sessions of one service. `sampling`: how all answers are sampled. `clock`: seconds that continue over a
-    restart. `max_steps_off_policy`: the bound on the age of tokens (None: nothing is trained)."""
+    restart. `max_steps_off_policy`: the bound on the age of tokens (None: nothing is trained). `history`: that of the
+    run's weights (None: nothing is ever given up)."""
 
     def __init__(
         self,
-        sampler: PolicySampler,
-        renderer: Renderer,
+        turns: TurnAnswering,
         journal: RecordKeeper,
         limits: SessionLimits,
         sampling: SamplingParams,
-        max_seq_len: int,
         clock: Callable[[], float],
-        max_steps_off_policy: int | None,
-        tokenizer: TextTokens,
-        vocabulary: int | None = None,
+        max_steps_off_policy: int | None = None,
         history: RunHistory | None = None,
     ) -> None:
-        """`vocabulary`: the number of tokens that the model can read (None: any). `history`: that of the run's weights
-        (None: nothing is ever given up)."""
-        self._sampler, self._renderer, self._journal, self._limits = sampler, renderer, journal, limits
-        self._sampling, self._max_seq_len = sampling, max_seq_len
-        self._clock, self._max_steps_off_policy = clock, max_steps_off_policy
-        self._tokenizer, self._history = tokenizer, history or RunHistory()
-        self._places = TurnPlaces(renderer, tokenizer, max_seq_len, vocabulary)
+        self._turns, self._journal, self._limits = turns, journal, limits
+        self._sampling, self._clock, self._history = sampling, clock, history or RunHistory()
+        self._max_steps_off_policy = max_steps_off_policy
         self.book = SessionBook()
         self._running: dict[str, list[_Running]] = {}
-        self._numbers = itertools.count()
 
     def restore(self) -> int:
         """Continues the sessions of the journal; called once, before any other verb. Returns how many there are. Raises
@@ -205,30 +185,33 @@ class SessionRegistry:
 
     # ---- verbs of agents
 
-    async def turn(self, session: str, request: TurnRequest) -> ServedTurn:
-        """Answers a request. Raises SessionClosed, BadTurn, and what the sampler and the journal raise."""
+    async def turn(self, session: str, request: TurnRequest, on_part: OnPart | None = None) -> AnsweredTurn:
+        """Answers a request, and calls `on_part` meanwhile. Raises SessionClosed, RequestRefused, and what the sampler
+        and the journal raise."""
         known = self._known(session)
         known.heard = self._clock()
         check_request(request)
-        request, match = self._places.match(known.tree, request)
-        self._note_echo(known, match)
+        request, match = self._turns.match(known.tree, request)
+        if match.echo != ROOT:  # the client has an answer that it sends back
+            self._deliver(known, [match.echo])
+        known.requests.overruled += self._overrules(request.params)
         running = self._running_retry(session, request) if request.retry else None
-        stored = known.stored(match, asked_as(request)) if request.retry else None
+        stored = known.stored(match, request.options) if request.retry else None
         known.requests.retries += bool(stored or running)
         left = running is not None and not running.callers  # its connection broke just now
         if stored and not left and (running is None or not known.tree.has_any(stored)):
-            return self._served(known, stored)
+            return self._answered(known, request, stored)
         if running is None:
             self._admit(known)
-            running = self._begin(known, match, request)
-        return self._served(known, await self._wait(known, running))
+            running = self._begin(known, match, request, on_part is not None)
+        return self._answered(known, request, await self._wait(known, running, on_part))
 
-    def delivered(self, session: str, turn: ServedTurn) -> None:
-        """Takes note that the client has the answers of a turn. Does nothing where there is no such session any more:
-        it was exported before this was known."""
+    def delivered(self, session: str, nodes: Sequence[int]) -> None:
+        """Takes note that the client has these answers. Does nothing where there is no such session any more: it was
+        exported before this was known."""
         known = self.book.sessions.get(session)
         if known is not None:
-            self._deliver(known, [answer.node for answer in turn.answers])
+            self._deliver(known, nodes)
 
     # ---- a turn, step by step
 
@@ -245,85 +228,72 @@ class SessionRegistry:
             session.requests.refused += 1
             raise SessionClosed(name, session.ended.reason)
 
-    def _begin(self, session: AgentSession, match: Match, request: TurnRequest) -> _Running:
-        """Renders the prompt of a request, and starts to sample its answers. Raises BadTurn."""
-        given, prompt = self._places.given(session.tree, match, request)
-        requests = [self._request(session, given.parent, prompt, request, n) for n in range(request.n)]
-        name = session.opened.session
-        running = _Running(request, asyncio.ensure_future(self._sample(session, given, requests, request)))
+    def _begin(self, session: AgentSession, match: Match, request: TurnRequest, stream: bool) -> _Running:
+        """Renders the prompt of a request, and starts to sample its answers. Raises RequestRefused."""
+        placed = self._turns.place(session.tree, match, request, self._params(session, request))
+        name, running = session.opened.session, _Running(request)
+        running.task = asyncio.ensure_future(self._sample(session, placed, running, stream))
         self._running.setdefault(name, []).append(running)
-        running.task.add_done_callback(lambda _task: self._forget_running(name, running))
+        running.task.add_done_callback(lambda task: self._forget_running(name, running, task))
         return running
 
-    def _request(
-        self, session: AgentSession, parent: int, prompt: npt.NDArray[np.int32], request: TurnRequest, n: int
-    ) -> SampleRequest:
-        limits = (request.max_tokens, self._sampling.max_tokens, self._max_seq_len - len(prompt))
-        run, ends = self._sampling, () if request.is_prompt else self._renderer.stop_condition()
-        params = replace(
+    def _params(self, session: AgentSession, request: TurnRequest) -> SamplingParams:
+        """Returns how the answers to a request are sampled."""
+        run, theirs = self._sampling, request.params
+        return replace(
             run,
             temperature=session.opened.temperature,
-            max_tokens=min(limit for limit in limits if limit),
-            stop=(*ends, *run.stop_token_ids, *run.stop_strings, *request.stop),
-            seed=None if request.seed is None else request.seed + n,
-        )
-        return SampleRequest(
-            request_id=f"{session.opened.session}/{next(self._numbers)}",
-            prompt=prompt,
-            params=params,
-            route_key=session.opened.session,
-            began=session.tree.began(parent),
+            max_tokens=min((most for most in (theirs.max_tokens, run.max_tokens) if most), default=None),
+            stop=(*run.stop_token_ids, *run.stop_strings, *theirs.stop_token_ids, *theirs.stop_strings),
+            seed=theirs.seed,
         )
 
+    def _overrules(self, params: SamplingParams) -> bool:
+        """Returns True for a request that asks for another distribution than the run's, which training has to know."""
+        return any(getattr(params, n) not in (getattr(USUAL, n), getattr(self._sampling, n)) for n in DISTRIBUTION)
+
     async def _sample(
-        self, session: AgentSession, given: TurnGiven, requests: Sequence[SampleRequest], request: TurnRequest
+        self, session: AgentSession, placed: PlacedTurn, running: _Running, stream: bool
     ) -> tuple[int, ...]:
         """Samples all answers of a turn and records them. Where one fails, none is recorded; where one has weights that
         the session may not have, the session ends. Raises SessionClosed then."""
+
+        def on_part(placed: PlacedTurn, number: int, part: SampledPart) -> None:
+            if not part.spans or self._unfit(session, part.spans):
+                return
+            for caller in running.callers:
+                if caller:
+                    caller(placed, number, part)
+
+        name = session.opened.session
         try:
-            sampled = await all_of([self._sampler.sample(each) for each in requests])
-            answers = tuple(self._answer(each, request, session.opened.floor) for each in sampled)
+            sampled = await self._turns.sample(name, placed, on_part if stream else None)
+            answers: list[SampledAnswer] = []
+            for sequence in sampled:
+                check_sample(sequence)
+                if why := self._unfit(session, sequence.spans):
+                    raise ProvenanceError(why)
+                answers.append(self._turns.read(sequence, placed))
         except ProvenanceError as error:
             reason = f"stale: {error}"
             self._end(session, reason)
             session.requests.refused += 1
-            raise SessionClosed(session.opened.session, reason) from error
-        record = TurnAnswered(session.opened.session, self._clock(), replace(given, answers=answers))
-        return self._write(record)
+            raise SessionClosed(name, reason) from error
+        return self._write(TurnAnswered(name, self._clock(), replace(placed.turn, answers=tuple(answers))))
 
-    def _answer(self, sampled: SampledSequence, request: TurnRequest, floor: int) -> SampledAnswer:
-        """Returns an answer as the client reads it. Raises RoomFailed and ProvenanceError for one that could not be
-        trained on."""
-        check_sample(sampled, floor)
-        if why := self._history.of(span.identity for span in sampled.spans):  # a replica that has no newer weights yet
-            raise ProvenanceError(f"an answer is of weights that were given up: {why}")
-        if why := too_old(floor, sampled.spans[0].identity.version, self._max_steps_off_policy):
-            raise ProvenanceError(why)
-        reading = self._read(sampled.tokens, request)
-        message: Message = {"role": "assistant", "content": reading.content}
-        if reading.thinking:
-            message["thinking"] = reading.thinking
-        if reading.tool_calls:
-            message["tool_calls"] = list(reading.tool_calls)
-        return SampledAnswer(message, sampled.tokens, sampled.logprobs, sampled.spans, sampled.stop_reason)
+    def _unfit(self, session: AgentSession, spans: Sequence[VersionSpan]) -> str | None:
+        """Returns why a session may not have an answer of these weights; None if it may."""
+        floor, oldest = session.opened.floor, min(span.identity.version for span in spans)
+        if oldest < floor:
+            return f"an answer has tokens of version {oldest}; its session was promised {floor} or later"
+        if why := self._history.of(span.identity for span in spans):  # a replica that has no newer weights yet
+            return f"an answer is of weights that were given up: {why}"
+        return too_old(floor, spans[0].identity.version, self._max_steps_off_policy)
 
-    def stopped_by(self, tokens: npt.NDArray[np.int32], request: TurnRequest) -> str | None:
-        """Returns the string that ended an answer to a request, if one did."""
-        return self._read(tokens, request).stopped_by if self._strings(request) else None
-
-    def _read(self, tokens: npt.NDArray[np.int32], request: TurnRequest) -> Reading:
-        """Reads an answer to a request as its client does."""
-        ends = self._strings(request)
-        if request.is_prompt:
-            return TextReader(self._tokenizer, ends).read(tokens.tolist(), True)
-        return MessageReader(self._renderer, request.tools, ends).read(tokens.tolist(), True)
-
-    def _strings(self, request: TurnRequest) -> list[str]:
-        return [end for end in (*self._sampling.stop_strings, *request.stop) if isinstance(end, str)]
-
-    async def _wait(self, session: AgentSession, running: _Running) -> tuple[int, ...]:
+    async def _wait(self, session: AgentSession, running: _Running, on_part: OnPart | None) -> tuple[int, ...]:
         """Waits for a turn that may have other callers too. Raises SessionClosed if it was cancelled."""
-        running.callers += 1
+        assert running.task is not None
+        running.callers.append(on_part)
         try:
             return await asyncio.shield(running.task)
         except asyncio.CancelledError:
@@ -331,13 +301,13 @@ class SessionRegistry:
                 raise SessionClosed(session.opened.session, session.ended.reason) from None
             raise
         finally:
-            running.callers -= 1
+            running.callers.remove(on_part)
             session.heard = self._clock()  # an agent whose turn failed after minutes has not been silent for so long
 
     def _running_retry(self, session: str, request: TurnRequest) -> _Running | None:
         """Returns the running turn that a retry means: one whose caller is gone, if there is one."""
-        same = [running for running in self._running.get(session, ()) if running.request.asks_the_same(request)]
-        return min(same, key=lambda running: running.callers, default=None)
+        same = [running for running in self._running.get(session, ()) if running.request.is_same(request)]
+        return min(same, key=lambda running: len(running.callers), default=None)
 
     # ---- records
 
@@ -361,37 +331,28 @@ class SessionRegistry:
         if session.ended is None:
             self._write(SessionEnded(session.opened.session, self._clock(), reason))
 
-    def _note_echo(self, session: AgentSession, match: Match) -> None:
-        """Takes note that the client has an answer: it sends it back."""
-        if match.echo != ROOT:
-            self._deliver(session, [match.echo])
-
     def _deliver(self, session: AgentSession, nodes: Sequence[int]) -> None:
         news = tuple(node for node in nodes if not session.tree.nodes[node].delivered)
         if news:
             self._write(AnswersDelivered(session.opened.session, self._clock(), news))
 
-    def _served(self, session: AgentSession, nodes: Sequence[int]) -> ServedTurn:
-        tree, answers = session.tree, []
-        for number in nodes:
-            node = tree.nodes[number]
-            assert node.message is not None
-            columns = tree.tokens(number), tree.logprobs(number)
-            answers.append(ServedAnswer(number, node.message, *columns, node.spans, node.stop_reason))
-        return ServedTurn(tree.path_tokens(tree.nodes[nodes[0]].follows), tuple(answers))
+    def _answered(self, session: AgentSession, request: TurnRequest, nodes: tuple[int, ...]) -> AnsweredTurn:
+        tree, answers = session.tree, tuple(session.tree.answer(node) for node in nodes)
+        prompt = tree.path_tokens(tree.nodes[nodes[0]].follows)
+        return AnsweredTurn(prompt, self._params(session, request), answers, nodes)
 
     async def _cancel(self, session: str) -> None:
         """Cancels the turns of a session that are being sampled, and waits until they are."""
-        tasks = [running.task for running in self._running.get(session, ())]
+        tasks = [running.task for running in self._running.get(session, ()) if running.task]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _forget_running(self, session: str, running: _Running) -> None:
+    def _forget_running(self, session: str, running: _Running, task: asyncio.Task[tuple[int, ...]]) -> None:
         left = [other for other in self._running[session] if other is not running]
         if left:
             self._running[session] = left
         else:
             del self._running[session]
-        if not running.task.cancelled():
-            running.task.exception()  # a caller that is gone does not ask for it
+        if not task.cancelled():
+            task.exception()  # a caller that is gone does not ask for it

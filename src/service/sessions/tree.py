@@ -173,6 +173,12 @@ class SessionTree:
             return match.node, prompt[len(known) :]
         return ROOT, prompt
 
+    def answer(self, node: int) -> SampledAnswer:
+        """Returns an answer, its columns not copied."""
+        held = self.nodes[node]
+        assert held.message is not None
+        return SampledAnswer(held.message, self.tokens(node), self.logprobs(node), held.spans, held.stop_reason)
+
     def tokens(self, node: int) -> npt.NDArray[np.int32]:
         """Returns the tokens of a node alone, not copied."""
         own = self.nodes[node]

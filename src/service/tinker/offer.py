@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from service.front import ServedModels
+from service.asked import ServedModels
 from trireme.config.service import TinkerConfig
 from trireme.config.trainer import LoraConfig
 

@@ -4,11 +4,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from trireme.core.transport import Offer, Session
-from trireme.core.types import SampledSequence, SampleRequest, WeightIdentity
+from trireme.core.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity
 from trireme.core.weights import PublishedWeights, UpdateReport
 
 
@@ -44,15 +48,35 @@ class Heartbeat:
     """After so many the actor kills it, and its heartbeat fails."""
 
 
-class Sampler(Protocol):
-    """The inference room as the orchestrator sees it: all replicas behind one router."""
+class SampledPart(Protocol):
+    """All that a replica has sampled of a sequence so far."""
 
-    async def sample(self, request: SampleRequest) -> SampledSequence:
+    @property
+    def tokens(self) -> npt.NDArray[np.int32]: ...
+
+    @property
+    def logprobs(self) -> npt.NDArray[np.float32]: ...
+
+    @property
+    def spans(self) -> tuple[VersionSpan, ...]: ...
+
+
+OnProgress = Callable[[SampledPart], None]
+
+
+class SequenceSampler(Protocol):
+    """Anything that samples sequences: the replicas, or what stands before them."""
+
+    async def sample(self, request: SampleRequest, on_progress: OnProgress | None = None, /) -> SampledSequence:
         """Samples one sequence on some replica. It continues over weight updates; its spans name the weights of each
-        token.
+        token. Calls `on_progress` whenever there is more of it. Cancelling the caller aborts it.
 
-        Raises RoomFailed when no replica can finish it.
+        Raises RoomFailed when no replica can finish it, BadRequest when none samples it.
         """
+
+
+class Sampler(SequenceSampler, Protocol):
+    """The inference room as other rooms see it: all replicas behind one router."""
 
     async def offer(self, offer: Offer) -> Session:
         """Asks the replicas to receive a version while the trainer sends it. Returns those that are ready, maybe none,

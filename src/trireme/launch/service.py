@@ -15,7 +15,7 @@ from rich.console import Console
 
 from inference.handle import InferenceHandle
 from orchestrator.env import AGENT
-from service.front import ServedModels
+from service.asked import ServedModels
 from service.handle import ServiceHandle
 from service.keys import ServiceKey, generate, read
 from service.sessions.history import AttemptStart

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
-from service.front import ServedModels
+from service.asked import ServedModels
 from service.guard import Limits
 from service.keys import ServiceKey, ServiceKeys
 from service.tinker.catalog import Catalog, recover

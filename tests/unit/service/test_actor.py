@@ -10,7 +10,7 @@ import pytest
 
 from service import actor
 from service.actor import ServiceActor
-from service.front import ServedModels
+from service.asked import ServedModels
 from trireme.core.errors import RoomFailed
 
 

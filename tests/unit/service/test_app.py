@@ -148,7 +148,10 @@ async def test_sampled_tokens_are_not_tokenised_again() -> None:
     async with served("It is 4.") as service:
         first = await ask(service, extra_body={"return_token_ids": True})
         ids, prompt = first.choices[0].token_ids, first.prompt_token_ids
-        odd = [*service.front.tokenizer.encode("I", add_special_tokens=False), *ids]  # not how the text is encoded
+        odd = [
+            *service.front.turns.tokenizer.encode("I", add_special_tokens=False),
+            *ids,
+        ]  # not how the text is encoded
         said = {"role": "assistant", "content": "?", "token_ids": odd, "prompt_token_ids": prompt}
         await ask(service, messages=[*QUESTION, said, {"role": "user", "content": "Sure?"}])
         assert service.sampler.requests[-1].prompt.tolist()[: len(prompt) + len(odd)] == [*prompt, *odd]
@@ -240,7 +243,7 @@ async def test_prompts_that_do_not_fit_are_refused() -> None:
 async def test_tokens_that_the_tokenizer_has_and_the_model_has_not_are_refused() -> None:
     """They would lie beyond its embedding, and could end the engine."""
     async with served("4") as service, of(service) as client:
-        service.front.models = replace(service.front.models, vocab_size=100)
+        service.front.turns.models = replace(service.front.turns.models, vocab_size=100)
         with pytest.raises(openai.BadRequestError, match="vocabulary of 100"):
             await client.completions.create(model="policy", prompt=[1, 100])
         await asked_text(client, 99)
@@ -261,7 +264,7 @@ async def asked_chat(client: openai.AsyncOpenAI, stop: int) -> None:
 async def test_texts_that_are_far_too_long_are_refused_before_they_are_tokenised() -> None:
     """Tokenising a megabyte takes seconds, in which no other answer would continue."""
     async with served("4", limits=Limits(2**24, 5.0, None)) as service, of(service) as client:
-        real, lengths = service.front.tokenizer, []
+        real, lengths = service.front.turns.tokenizer, []
 
         class Counting:
             def encode(self, text: str, **options: Any) -> Any:
@@ -274,7 +277,7 @@ async def test_texts_that_are_far_too_long_are_refused_before_they_are_tokenised
             def __len__(self) -> int:
                 return len(real)
 
-        service.front.tokenizer = Counting()
+        service.front.turns.tokenizer = Counting()
         for text in ("one two " * 200_000, "three" * 300_000):
             with pytest.raises(openai.BadRequestError, match="characters") as refused:
                 await client.completions.create(model="policy", prompt=text)
@@ -342,7 +345,7 @@ async def test_what_is_being_answered_when_the_service_ends_is_told_so() -> None
         stream = await ask(service, stream=True)
         await anext(stream)
         await until(lambda: len(service.sampler.requests) == 2)
-        service.front.end("the run has ended")
+        await service.front.close("the run has ended")
         with pytest.raises(openai.APIError, match="the run has ended"):
             await text_of(stream)
         for task in (whole, asyncio.create_task(ask(service))):
@@ -384,7 +387,7 @@ async def test_a_full_queue_refuses_before_prompts_are_made(monkeypatch: pytest.
         def rendered(*_: object) -> None:
             raise AssertionError
 
-        monkeypatch.setattr(service.front, "conversation", rendered)
+        monkeypatch.setattr(service.front.turns, "place", rendered)
         with pytest.raises(openai.RateLimitError):
             await ask(service)
         service.sampler.hold.set()
@@ -401,7 +404,7 @@ async def test_a_client_that_leaves_ends_the_sampling() -> None:
         await until(lambda: len(service.sampler.requests) == 2)
         waiting.cancel()
         await until(lambda: service.sampler.cancelled == 2)
-        assert service.front.places.taken == 0
+        assert service.front.turns.places.taken == 0
 
 
 # ---- who may call, and how much

@@ -91,7 +91,11 @@ async def test_200_clients_are_all_answered_rightly() -> None:
             if name == "good":
                 assert json.loads(text)["choices"][0]["message"]["content"] == "4"
         assert len(service.sampler.requests) == CLIENTS - 3 * BAD, "each good one was sampled once, and no other"
-        prompts = {service.front.tokenizer.decode(each.prompt) for each in service.sampler.requests}
+        prompts = {service.front.turns.tokenizer.decode(each.prompt) for each in service.sampler.requests}
         assert len(prompts) == CLIENTS - 3 * BAD
-        assert (service.front.places.taken, service.front.places.waiting, service.sampler.cancelled) == (0, 0, 0)
+        assert (service.front.turns.places.taken, service.front.turns.places.waiting, service.sampler.cancelled) == (
+            0,
+            0,
+            0,
+        )
         assert (await ask(port, 1))[0] == 200

@@ -9,8 +9,8 @@ import pytest
 
 from service.asked import RequestRefused
 from service.chats import BoundedSampler
-from service.front import Told
 from trireme.core.errors import RoomFailed
+from trireme.core.sampler import OnProgress
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams
 
 REQUEST = SampleRequest("r", np.arange(3, dtype=np.int32), SamplingParams(), "key")
@@ -20,10 +20,10 @@ ANSWER = SampledSequence(np.zeros(1, np.int32), np.zeros(1, np.float32), "stop",
 class Replicas:
     def __init__(self, seconds: float = 0.0, error: Exception | None = None) -> None:
         self.seconds, self.error = seconds, error
-        self.asked: list[tuple[SampleRequest, Told | None]] = []
+        self.asked: list[tuple[SampleRequest, OnProgress | None]] = []
         self.aborted = 0
 
-    async def sample(self, request: SampleRequest, told: Told | None = None) -> SampledSequence:
+    async def sample(self, request: SampleRequest, told: OnProgress | None = None) -> SampledSequence:
         self.asked.append((request, told))
         try:
             await asyncio.sleep(self.seconds)

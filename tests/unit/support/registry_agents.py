@@ -10,19 +10,20 @@ from session_support import (
 
 from orchestrator.advantages import WeightedTrajectory, lay_out
 from orchestrator.trajectory import Trajectory, TrajectoryBuilder
+from service.answering import AnsweredTurn
+from service.asked import TurnRequest
 from service.sessions.registry import SessionRegistry
 from service.sessions.session import SessionExport
-from service.sessions.turns import ServedTurn, TurnRequest
 from trireme.core.types import SampledSequence
 from trireme.renderers import Message
 
 SYSTEM, FIRST = said("system", "s"), said("user", "q0")
 
 
-async def ask(service: SessionRegistry, request: TurnRequest, name: str = "s") -> ServedTurn:
+async def ask(service: SessionRegistry, request: TurnRequest, name: str = "s") -> AnsweredTurn:
     """Asks, and takes the answers."""
     served = await service.turn(name, request)
-    service.delivered(name, served)
+    service.delivered(name, served.nodes)
     return served
 
 
@@ -51,5 +52,5 @@ async def ended(service: SessionRegistry, name: str = "s") -> SessionExport:
     return service.export(name)
 
 
-def answer_of(served: ServedTurn, number: int = 0) -> Message:
+def answer_of(served: AnsweredTurn, number: int = 0) -> Message:
     return served.answers[number].message

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,18 +15,19 @@ import httpx
 import numpy as np
 from renderer_support import QWEN3, bpe
 
+from service.answering import TurnAnswering
 from service.app import make_app
-from service.asked import Made
+from service.asked import ServedModels
 from service.console.reading import RunReader
-from service.front import Front, ServedModels
+from service.front import Front
 from service.guard import Limits
 from service.keys import ServiceKey, ServiceKeys
 from service.places import Places
 from service.ports import http_server
-from service.sessions.door import PlacedSampler, SessionDoor
 from service.sessions.journal import SessionJournal
 from service.sessions.registry import SessionRegistry
 from service.sessions.session import SessionLimits
+from trireme.core.sampler import OnProgress
 from trireme.core.stop_strings import cut
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, VersionSpan, WeightIdentity
 from trireme.renderers import make_renderer
@@ -53,7 +54,7 @@ class ScriptedSampler:
         self.hold_within: asyncio.Event | None = None
         """An answer stops after its first tokens until it is set."""
 
-    async def sample(self, request: SampleRequest, told: Callable[[Made], None] | None = None) -> SampledSequence:
+    async def sample(self, request: SampleRequest, told: OnProgress | None = None) -> SampledSequence:
         self.requests.append(request)
         text = self.texts[(len(self.requests) - 1) % len(self.texts)]
         try:
@@ -109,42 +110,29 @@ class Served:
     front: Front
     client: httpx.AsyncClient
     renderer: Any
-    door: SessionDoor
     app: Any = field(repr=False)
 
     async def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
         return await self.client.post(path, json=body, **options)
 
 
-def door_of(
-    front: Front,
-    sampler: ScriptedSampler,
+def front_of(
+    turns: TurnAnswering,
     keys: ServiceKeys,
     directory: Path,
     limits_of_sessions: SessionLimits = SESSION_LIMITS,
     max_steps_off_policy: int | None = None,
     most: int = 8,
-) -> SessionDoor:
+) -> Front:
     """Opens the sessions of a journal."""
-    sampling = SamplingParams(max_tokens=500)
-    registry = SessionRegistry(
-        PlacedSampler(sampler, front.places),
-        front.renderer,
-        SessionJournal(directory),
-        limits_of_sessions,
-        sampling,
-        MAX_LEN,
-        time.time,
-        max_steps_off_policy,
-        front.tokenizer,
-        front.vocabulary,
-    )
+    sampling, journal = SamplingParams(max_tokens=500), SessionJournal(directory)
+    registry = SessionRegistry(turns, journal, limits_of_sessions, sampling, time.time, max_steps_off_policy)
     registry.restore()
 
     async def floor() -> WeightIdentity:
         return WeightIdentity(1, VERSION, "d0")
 
-    return SessionDoor(registry, front, keys, sampling, floor, most)
+    return Front(turns, registry, keys, floor, most)
 
 
 @asynccontextmanager
@@ -158,25 +146,25 @@ async def served(
     **options: Any,
 ) -> AsyncIterator[Served]:
     """Serves a Qwen3-like model that says `texts`. `sessions`: the directory of the journal of sessions; None: another
-    one each time. `options`: those of `door_of`."""
+    one each time. `options`: those of `front_of`."""
     tokenizer = bpe(QWEN3)
     sampler = ScriptedSampler(*texts, tokenizer=tokenizer)
     renderer = make_renderer("auto", tokenizer)
     models = ServedModels(("policy", "step-000020"), MAX_LEN, len(tokenizer))
-    front = Front(sampler, models, tokenizer, renderer, places or Places(64, 64, 30.0))
+    turns = TurnAnswering(sampler, models, tokenizer, renderer, places or Places(64, 64, 30.0))
     with tempfile.TemporaryDirectory() as own:
-        door = door_of(front, sampler, keys, sessions or Path(own), **options)
-        async with _running(make_app(front, door, keys, limits, run), sampler, front, door) as running:
+        front = front_of(turns, keys, sessions or Path(own), **options)
+        async with _running(make_app(front, keys, limits, run), sampler, front) as running:
             yield running
 
 
 @asynccontextmanager
-async def _running(app: Any, sampler: ScriptedSampler, front: Front, door: SessionDoor) -> AsyncIterator[Served]:
+async def _running(app: Any, sampler: ScriptedSampler, front: Front) -> AsyncIterator[Served]:
     server = http_server(app, "127.0.0.1", 0)
     await server.open()
     url = server.address_at("127.0.0.1")
     headers = {"Authorization": f"Bearer {CLIENT}"}
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=30) as client:
-        yield Served(url, sampler, front, client, front.renderer, door, app)
+        yield Served(url, sampler, front, client, front.turns.renderer, app)
     await server.close()
-    await door.close()
+    await front.close("the test has ended")

@@ -47,8 +47,8 @@ def sampled(service: Served) -> list[int]:
     found: list[int] = []
     for request, text in zip(service.sampler.requests, service.sampler.texts * 99, strict=False):
         assert isinstance(text, str)
-        end = next(iter(request.params.stop_token_ids), service.front.tokenizer.eos_token_id)
-        found += [*service.front.tokenizer.encode(text, add_special_tokens=False), end]
+        end = next(iter(request.params.stop_token_ids), service.front.turns.tokenizer.eos_token_id)
+        found += [*service.front.turns.tokenizer.encode(text, add_special_tokens=False), end]
     return found
 
 

@@ -12,10 +12,13 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from service.answering import TurnAnswering
+from service.asked import ServedModels, TurnRequest
+from service.places import Places
 from service.sessions.journal import SessionJournal
 from service.sessions.registry import SessionRegistry
 from service.sessions.session import SessionLimits
-from service.sessions.turns import TurnRequest
+from trireme.core.sampler import OnProgress
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, VersionSpan, WeightIdentity
 from trireme.renderers import Message, Renderer, ToolSpec, TrainOn
 
@@ -91,6 +94,9 @@ class Letters(Renderer):
 class LetterTokens:
     """A tokenizer whose tokens are letters, and for sampled letters those of `spoken`."""
 
+    def __len__(self) -> int:
+        return 1 << 31
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return rendered(text)
 
@@ -112,7 +118,7 @@ class ScriptedSampler:
         self.record: list[tuple[SampleRequest, SampledSequence]] = []
         self.tokens = 0
 
-    async def sample(self, request: SampleRequest) -> SampledSequence:
+    async def sample(self, request: SampleRequest, on_progress: OnProgress | None = None) -> SampledSequence:
         self.requests.append(request)
         await self.gate.wait()
         if self.fails:
@@ -154,17 +160,11 @@ def registry(
     boot: str = "boot",
 ) -> SessionRegistry:
     """Returns a registry that has read its journal."""
-    made = SessionRegistry(
-        sampler or ScriptedSampler(),
-        renderer or Letters(),
-        SessionJournal(directory, boot),
-        limits,
-        SamplingParams(),
-        max_seq_len,
-        clock or Hand(),
-        max_steps_off_policy,
-        LetterTokens(),
-    )
+    models = ServedModels(("policy",), max_seq_len, 1 << 31)
+    places = Places(1000, 1000, 1000.0)
+    turns = TurnAnswering(sampler or ScriptedSampler(), models, LetterTokens(), renderer or Letters(), places)
+    journal, sampling = SessionJournal(directory, boot), SamplingParams()
+    made = SessionRegistry(turns, journal, limits, sampling, clock or Hand(), max_steps_off_policy)
     made.restore()
     return made
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from service.front import ServedModels
+from service.asked import ServedModels
 from service.guard import Limits
 from service.keys import ServiceKey, ServiceKeys
 from service.tinker.catalog import Catalog

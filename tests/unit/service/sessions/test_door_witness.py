@@ -99,7 +99,7 @@ def test_whatever_an_agent_does_and_whatever_happens_to_the_service(seed: int, s
                     await agent.ask([agent.question()])  # behind all that is still being sampled
                 except openai.APIStatusError as error:
                     refused.append((error.status_code, Policy.version > VERSION + BOUND))
-                while service.door.registry._running:  # noqa: ASYNC110  their client is gone
+                while service.front.registry._running:  # noqa: ASYNC110  their client is gone
                     await asyncio.sleep(0.001)
                 if last == steps:
                     assert set(refused) == ({(410, True)} if Policy.version > VERSION + BOUND else set())

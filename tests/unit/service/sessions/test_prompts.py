@@ -18,9 +18,9 @@ from session_agents import ask as ask_chat
 from session_agents import trained as trained_of
 from session_support import ScriptedSampler, registry, rendered, spoken
 
+from service.asked import RequestRefused, TurnRequest
 from service.sessions.prompts import match_ids, prompt_ids
 from service.sessions.tree import ROOT, SampledAnswer, SessionTree, TurnGiven
-from service.sessions.turns import BadTurn, TurnRequest
 from trireme.core.types import VersionSpan, WeightIdentity
 
 TOKENIZER = bpe(QWEN3)
@@ -121,7 +121,7 @@ class TestTexts:
         lost = await service.turn("s", TurnRequest(text="pa1q"))
         await ask(service, TurnRequest(text="p"))
         again = await service.turn("s", TurnRequest(text="pa1q", retry=True))
-        assert again.answers[0].node == lost.answers[0].node
+        assert again.nodes == lost.nodes
         assert len(sampler.record) == 2
         anew = await ask(service, TurnRequest(text="pa1q"))
         assert anew.prompt.tolist() == [*rendered("p"), *spoken("a1")[:-1], *rendered("q")]
@@ -130,7 +130,7 @@ class TestTexts:
         service = registry(tmp_path, max_seq_len=10)
         service.open("s", floor=3)
         for text, why in (("", "at least one"), ("p" * 10, "maximum context length is 10")):
-            with pytest.raises(BadTurn, match=why):
+            with pytest.raises(RequestRefused, match=why):
                 await service.turn("s", TurnRequest(text=text))
 
     async def test_a_journal_has_prompts_too(self, tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ async def test_a_prompt_that_is_refused_is_named() -> None:
     async with served("one") as service:
         session = await opened(service)
         async with of(session) as agent:
-            for prompt, why in (("", "at least one"), ([len(TOKENIZER) + 5], "beyond the model's vocabulary")):
+            for prompt, why in (("", "at least one"), ([len(TOKENIZER) + 5], "beyond the vocabulary")):
                 with pytest.raises(openai.BadRequestError, match=why) as refused:
                     await complete(agent, prompt)
                 assert refused.value.param == "prompt"

@@ -18,8 +18,9 @@ from session_support import (
     spoken,
 )
 
-from service.sessions.turns import TurnRequest
+from service.asked import TurnRequest
 from trireme.core.errors import RoomFailed
+from trireme.core.types import SamplingParams
 
 
 class TestAgents:
@@ -99,11 +100,13 @@ class TestAgents:
         sampler = ScriptedSampler(lambda request: "yes###")
         service = registry(tmp_path, sampler)
         service.open("s", floor=3)
-        served = await ask(service, TurnRequest((FIRST,), stop=("###", 7), max_tokens=9, seed=5, n=2))
+        served = await ask(
+            service, TurnRequest((FIRST,), params=SamplingParams(stop=("###", 7), max_tokens=9, seed=5), n=2)
+        )
         assert answer_of(served)["content"] == "yes"
         assert served.answers[0].tokens.tolist() == spoken("yes###")
-        params = sampler.requests[1].params
-        assert (params.stop, params.max_tokens, params.seed) == ((END, "###", 7), 9, 6)
+        sampled_as = sampler.requests[1].params
+        assert (sampled_as.stop, sampled_as.max_tokens, sampled_as.seed) == ((END, 7, "###"), 9, 6)
 
 
 class TestRetries:

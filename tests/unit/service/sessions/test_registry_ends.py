@@ -18,8 +18,10 @@ from session_support import (
     said,
 )
 
+from service.answering import AnsweredTurn
+from service.asked import RequestRefused
 from service.sessions.session import SessionLimits
-from service.sessions.turns import BadTurn, ServedTurn, SessionClosed
+from service.sessions.turns import SessionClosed
 from trireme.core.errors import BadInput, RoomFailed
 from trireme.core.types import SampledSequence
 
@@ -34,7 +36,7 @@ class TestEnds:
             await service.turn("s", asked(FIRST))
         assert closed.value.reason == "done"
         again = await ask(service, asked(FIRST, retry=True))
-        assert again.answers[0].node == lost.answers[0].node
+        assert again.nodes == lost.nodes
 
     async def test_a_forgotten_session_and_one_that_never_was_are_closed(self, tmp_path: Path) -> None:
         service = registry(tmp_path)
@@ -46,7 +48,7 @@ class TestEnds:
         served = await service.turn("s", asked(FIRST))
         await service.end("s", "done")
         service.forget("s")
-        service.delivered("s", served)
+        service.delivered("s", served.nodes)
         for name in ("s", "never"):
             with pytest.raises(SessionClosed, match="never opened, or was forgotten"):
                 await service.turn(name, asked(FIRST))
@@ -81,7 +83,7 @@ class TestEnds:
         await asyncio.sleep(0)
         sampler.gate.set()
         served = await asyncio.gather(*calls, return_exceptions=True)
-        assert [type(each) for each in served] == [ServedTurn, ServedTurn, SessionClosed]
+        assert [type(each) for each in served] == [AnsweredTurn, AnsweredTurn, SessionClosed]
         assert trained(service.export("s")) == sampled([answer for _, answer in sampler.record])
 
     async def test_what_is_sampled_beyond_the_bound_does_not_count(self, tmp_path: Path) -> None:
@@ -161,10 +163,9 @@ class TestEnds:
         for request, why in (
             (asked(), "the role none"),
             (asked(FIRST, said("assistant", "a")), "the role assistant"),
-            (asked(FIRST, n=0), "n = 0"),
             (asked(said("user", "long" * 10)), "a prompt of .* maximum context length is 30"),
         ):
-            with pytest.raises(BadTurn, match=why):
+            with pytest.raises(RequestRefused, match=why):
                 await service.turn("s", request)
         await ask(service, asked(FIRST))
         assert sampler.requests[0].params.max_tokens == 30 - len(sampler.requests[0].prompt)
@@ -178,7 +179,7 @@ class TestEnds:
         service.open("s", floor=3)
         sample = sampler.sample
 
-        async def broken(request: Any) -> SampledSequence:
+        async def broken(request: Any, on_progress: Any = None) -> SampledSequence:
             whole = await sample(request)
             return SampledSequence(whole.tokens, whole.logprobs * np.float32("nan"), "stop", whole.spans)
 
@@ -193,7 +194,7 @@ class TestRewards:
         service = registry(tmp_path)
         service.open("s", floor=3)
         served = await ask(service, asked(FIRST))
-        prompt = service.book.sessions["s"].tree.nodes[served.answers[0].node].follows
+        prompt = service.book.sessions["s"].tree.nodes[served.nodes[0]].follows
         for arguments, why in (
             ((float("nan"),), "finite"),
             ((1.0, 77), "answer 77"),

@@ -17,7 +17,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from session_support import Hand, Letters, LetterTokens, ScriptedSampler, asked, registry, rendered, said
 
-from service.sessions.turns import ServedAnswer, ServedTurn, SessionClosed, TurnRequest
+from service.answering import AnsweredTurn
+from service.asked import TurnRequest
+from service.sessions.tree import SampledAnswer
+from service.sessions.turns import SessionClosed
 from trireme.renderers import Message
 
 T = TypeVar("T")
@@ -40,7 +43,7 @@ class Witness:
     """Requests whose answers it never saw."""
 
 
-def spoken_of(turn: ServedTurn) -> list[Spoken]:
+def spoken_of(turn: AnsweredTurn) -> list[Spoken]:
     return [(tuple(answer.tokens.tolist()), tuple(answer.logprobs.tolist())) for answer in turn.answers]
 
 
@@ -77,7 +80,7 @@ class Sessions(RuleBasedStateMachine):
         role = data.draw(st.sampled_from(["user", "tool"])) if before else "user"
         return asked(*before, said(role, data.draw(st.sampled_from("pqr"))), n=n)
 
-    def take(self, name: str, request: TurnRequest, turn: ServedTurn, confirmed: bool) -> None:
+    def take(self, name: str, request: TurnRequest, turn: AnsweredTurn, confirmed: bool) -> None:
         agent = self.agents[name]
         for answer, spoken in zip(turn.answers, spoken_of(turn), strict=True):
             assert spoken not in agent.delivered or spoken in agent.unconfirmed
@@ -91,9 +94,9 @@ class Sessions(RuleBasedStateMachine):
             if not confirmed:
                 agent.unconfirmed[spoken] = read
         if confirmed:
-            self.service.delivered(name, turn)
+            self.service.delivered(name, turn.nodes)
 
-    def take_text(self, agent: Witness, turn: ServedTurn, answer: ServedAnswer, spoken: Spoken) -> None:
+    def take_text(self, agent: Witness, turn: AnsweredTurn, answer: SampledAnswer, spoken: Spoken) -> None:
         """Goes on from the answer as it reads, and from its tokens, with what ended it and without."""
         before = LetterTokens().decode(turn.prompt.tolist())
         whole = (*turn.prompt.tolist(), *spoken[0])
@@ -102,7 +105,7 @@ class Sessions(RuleBasedStateMachine):
             (LetterTokens().decode(whole), whole, spoken),
         ]
 
-    def asks(self, name: str, request: TurnRequest) -> ServedTurn:
+    def asks(self, name: str, request: TurnRequest) -> AnsweredTurn:
         self.clock.now += 1
         turn = self.run(self.service.turn(name, request))
         echoed = [message for message in request.messages if message["role"] == "assistant"][-1:]
@@ -183,7 +186,7 @@ class Sessions(RuleBasedStateMachine):
         request = self.request(self.agents[name], data, 1)
         before = len(self.sampler.record)
 
-        async def run() -> list[ServedTurn]:
+        async def run() -> list[AnsweredTurn]:
             self.sampler.gate.clear()
             tasks = [asyncio.ensure_future(self.service.turn(name, request)) for _ in range(calls)]
             await asyncio.sleep(0)

@@ -12,7 +12,7 @@ import pytest
 from service_support import ADMIN, VERSION, Served, served
 from session_agents import QUESTION, admin, ask, bearer, exported, of, opened, refused
 
-from service.sessions import door as doors
+from service import front as fronts
 from service.sessions.turns import SessionClosed
 from trireme.core.errors import ProvenanceError, RoomFailed, StorageFailed
 
@@ -150,9 +150,9 @@ async def test_sampling_of_its_own_is_overruled_and_counted() -> None:
 
 async def test_sessions_are_swept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where an owner forgets one in the moment in which it is ended, or a sweep fails."""
-    monkeypatch.setattr(doors, "SWEEP_S", 0.001)
+    monkeypatch.setattr(fronts, "SWEEP_S", 0.001)
     async with served("one") as service:
-        registry, looks = service.door.registry, 0
+        registry, looks = service.front.registry, 0
 
         async def sweep() -> list[str]:
             nonlocal looks
@@ -162,7 +162,7 @@ async def test_sessions_are_swept_for_ever(monkeypatch: pytest.MonkeyPatch) -> N
             return ["gone"]
 
         monkeypatch.setattr(registry, "sweep", sweep)
-        sweeper = asyncio.create_task(service.door.keep_swept())
+        sweeper = asyncio.create_task(service.front.keep_swept())
         while looks < 3 and not sweeper.done():  # noqa: ASYNC110  the task makes it true
             await asyncio.sleep(0.001)
         assert not sweeper.done()

@@ -1,0 +1,212 @@
+"""How a turn is answered, of a session as of a chat, which is a session of one turn that is not stored.
+
+TurnRequest --place--> PlacedTurn: the answer that it continues, its whole prompt, and how to sample
+                           |
+                           +--sample--> SampledSequence, ... --read--> SampledAnswer, ...
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from service.asked import Finish, RequestRefused, ServedModels, TurnRequest
+from service.places import Places
+from service.reading import AnswerReader, MessageReader, TextReader
+from service.sessions.prompts import PROMPT, asked_before, match_ids, prompt_ids, text_behind
+from service.sessions.tree import ROOT, Match, SampledAnswer, SessionTree, TurnGiven
+from trireme.core.sampler import OnProgress, SampledPart, SequenceSampler
+from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, WeightIdentity
+from trireme.renderers import Message, Renderer
+
+CHARACTERS = 8
+"""Few texts have so many characters a token."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedTurn:
+    """A turn whose prompt is known."""
+
+    request: TurnRequest
+    turn: TurnGiven
+    """Its place in its session, without answers."""
+    prompt: npt.NDArray[np.int32]
+    """The whole prompt, [T]."""
+    params: SamplingParams
+    """How to sample; the seed is that of the first answer."""
+    began: WeightIdentity | None
+    """The weights of the first sampled token in the prompt."""
+
+
+@dataclass(frozen=True, eq=False)
+class AnsweredTurn:
+    """The answers to a turn."""
+
+    prompt: npt.NDArray[np.int32]
+    """The whole prompt, [T]."""
+    params: SamplingParams
+    """How they were sampled."""
+    answers: tuple[SampledAnswer, ...]
+    nodes: tuple[int | None, ...]
+    """The names of the answers in their session; None outside of sessions."""
+
+
+OnPart = Callable[[PlacedTurn, int, SampledPart], None]
+"""Gets all that there is so far of an answer of this number to a turn, again and again."""
+
+
+class TurnAnswering:
+    """Places, samples and reads turns. `models`: the model that answers; `places`: limits what is sampled at once."""
+
+    def __init__(
+        self, sampler: SequenceSampler, models: ServedModels, tokenizer: Any, renderer: Renderer, places: Places
+    ) -> None:
+        self.models, self.tokenizer, self.renderer, self.places = models, tokenizer, renderer, places
+        self._sampler = sampler
+        self._numbers = itertools.count()
+
+    # ---- the place of a turn
+
+    def match(self, tree: SessionTree, request: TurnRequest) -> tuple[TurnRequest, Match]:
+        """Returns the answer that a request continues, and the request: that of a prompt as text has token ids too."""
+        if request.text is not None:
+            known = asked_before(tree, request.text, request.options, self.tokenizer) if request.retry else None
+            ids = prompt_ids(tree, request.text, self.tokenizer) if known is None else known
+            request = replace(request, ids=ids)
+        if request.ids is not None:
+            return request, match_ids(tree, request.ids)
+        return request, tree.match(request.messages, request.tools)
+
+    def place(self, tree: SessionTree, match: Match, request: TurnRequest, params: SamplingParams) -> PlacedTurn:
+        """Returns a turn with its prompt. Raises RequestRefused."""
+        parent, fresh = self._tokens(tree, match, request)
+        prompt = tree.joined(parent, fresh)
+        vocabulary = min(len(self.tokenizer), self.models.vocab_size)
+        if not len(prompt):
+            raise RequestRefused("an empty prompt; expected at least one token", param=request.param)
+        if len(fresh) and (fresh.min() < 0 or fresh.max() >= vocabulary):
+            raise RequestRefused(f"token ids beyond the vocabulary of {vocabulary}", param=request.param)
+        if len(prompt) >= self.models.max_len:
+            raise self._too_long(f"{len(prompt)} tokens", request)
+        tools = request.tools if match.node == ROOT else ()
+        turn = TurnGiven(match.node, parent, self._messages(tree, match, request), tools, fresh, (), request.options)
+        return PlacedTurn(request, turn, prompt, params, tree.began(parent))
+
+    def _tokens(self, tree: SessionTree, match: Match, request: TurnRequest) -> tuple[int, npt.NDArray[np.int32]]:
+        """Returns the node whose tokens the prompt begins with, and the tokens behind them. Raises RequestRefused."""
+        if request.ids is not None:
+            return match.node, request.ids[match.known :]
+        try:
+            return tree.render(match, request.messages, request.tools, self.renderer)
+        except Exception as error:  # templates and renderers refuse orders of roles, and names, in ways of their own
+            raise RequestRefused(f"the chat format refuses these messages: {error}", param="messages") from error
+
+    def _messages(self, tree: SessionTree, match: Match, request: TurnRequest) -> tuple[Message, ...]:
+        """Returns the messages behind the answer. A prompt that is no conversation is one, with its text there."""
+        if request.ids is None:
+            return request.messages[match.known :]
+        text = text_behind(tree, match, request.text, request.ids, self.tokenizer)
+        return ({"role": PROMPT, "content": text},)
+
+    def check_size(self, request: TurnRequest) -> None:
+        """Refuses tokens that would end an answer but that the model does not have, and a text that is far too long:
+        all other answers would wait while it is tokenised. Raises RequestRefused."""
+        vocabulary = self.models.vocab_size
+        if unknown := [token for token in request.params.stop_token_ids if token >= vocabulary]:
+            raise RequestRefused(
+                f"stop_token_ids with {unknown[0]}; expected ids below {vocabulary}", param="stop_token_ids"
+            )
+        most = self.models.max_len
+        text = request.text or "".join(message["content"] for message in request.messages if "tokens" not in message)
+        if len(text) <= CHARACTERS * most:
+            return
+        # Where messages meet, each may lose a token to its neighbour.
+        beginning = self.tokenizer.encode(text[: CHARACTERS * most], add_special_tokens=False)
+        if len(beginning) > most + len(request.messages) or len(text) > most * self._longest_token:
+            raise self._too_long(f"{len(text):,} characters", request)
+
+    @cached_property
+    def _longest_token(self) -> int:
+        return max(map(len, self.tokenizer.get_vocab()))
+
+    def _too_long(self, size: str, request: TurnRequest) -> RequestRefused:
+        return RequestRefused(
+            f"a prompt of {size}; this model's maximum context length is {self.models.max_len} tokens, prompt and "
+            "answer together (model.max_seq_len)",
+            param=request.param,
+            code="context_length_exceeded",
+        )
+
+    # ---- its answers
+
+    async def sample(self, key: str, placed: PlacedTurn, on_part: OnPart | None) -> list[SampledSequence]:
+        """Samples all answers to a turn. Where one fails, or the caller is cancelled, all end. `key`: requests of the
+        same key share a prefix cache. Raises RequestRefused, and what the sampler raises."""
+        ends = () if placed.request.is_prompt else self.renderer.stop_condition()
+        params, limit = placed.params, self.models.max_len - len(placed.prompt)
+        stop = (*ends, *params.stop_token_ids, *params.stop_strings)
+        params = replace(params, max_tokens=min(params.max_tokens or limit, limit), stop=stop)
+        samples = []
+        for number in range(placed.request.n):
+            seed = None if params.seed is None else params.seed + number
+            request = SampleRequest(
+                request_id=f"{key}/{next(self._numbers)}",
+                prompt=placed.prompt,
+                params=replace(params, seed=seed),
+                route_key=key,
+                began=placed.began,
+            )
+            samples.append(self._sample_one(request, partial(on_part, placed, number) if on_part else None))
+        return await all_of(samples)
+
+    async def _sample_one(self, request: SampleRequest, on_progress: OnProgress | None) -> SampledSequence:
+        async with self.places.one():
+            return await self._sampler.sample(request, on_progress)
+
+    def reader(self, request: TurnRequest, params: SamplingParams) -> AnswerReader:
+        """Returns the reader of the answers to a request."""
+        if request.is_prompt:
+            return TextReader(self.tokenizer, params.stop_strings)
+        return MessageReader(self.renderer, request.tools, params.stop_strings)
+
+    def read(self, sampled: SampledSequence, placed: PlacedTurn) -> SampledAnswer:
+        """Returns an answer as its client reads it."""
+        reading = self.reader(placed.request, placed.params).read(sampled.tokens.tolist(), True)
+        message: Message = {"role": "assistant", "content": reading.content}
+        if reading.thinking:
+            message["thinking"] = reading.thinking
+        if reading.tool_calls:
+            message["tool_calls"] = list(reading.tool_calls)
+        return SampledAnswer(message, sampled.tokens, sampled.logprobs, sampled.spans, sampled.stop_reason)
+
+    def end_of(self, answer: SampledAnswer, request: TurnRequest, params: SamplingParams) -> tuple[Finish, str | None]:
+        """Returns why an answer ended, and the string that ended it, if one did."""
+        tokens, stopped_by = answer.tokens.tolist(), None
+        if params.stop_strings:
+            stopped_by = self.reader(request, params).read(tokens, True).stopped_by
+        if answer.message.get("tool_calls"):
+            return "tool_calls", stopped_by
+        ended = stopped_by or (not request.is_prompt and self.renderer.ended(tokens))
+        return "stop" if ended else answer.stop_reason, stopped_by
+
+
+async def all_of(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Returns the results of all works, which run at the same time. Where one fails, or the caller is cancelled, the
+    others end first."""
+    if len(works) == 1:  # as nearly always: it needs no task
+        return [await works[0]]
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

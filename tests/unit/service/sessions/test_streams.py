@@ -1,0 +1,131 @@
+"""Streams in sessions: pieces come as they are sampled, the turn is stored before the last of them, and a stream
+without its end counts for nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from service_support import VERSION, Served, served
+from session_agents import QUESTION, ask, bearer, exported, of, opened, refused, sampled, trained
+
+from service.sessions.records import SessionRecord, TurnAnswered
+from trireme.core.errors import StorageFailed
+
+TEXT = "Let me think about it: the number was 4."
+BODIES: dict[str, Any] = {
+    "chat/completions": {"messages": [QUESTION]},
+    "completions": {"prompt": "a"},
+    "responses": {"input": "a"},
+    "messages": {"messages": [QUESTION], "max_tokens": 300},
+}
+
+
+async def until(true: Callable[[], bool]) -> None:
+    while not true():  # noqa: ASYNC110  other tasks of this loop make it true
+        await asyncio.sleep(0.001)
+
+
+def turns_of(service: Served, session: Any) -> int:
+    return service.front.registry.book.sessions[session["session"]].tree.counts.turns
+
+
+async def text_of(stream: Any) -> str:
+    return "".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices])
+
+
+async def test_pieces_come_before_the_turn_is_stored_and_its_end_comes_after() -> None:
+    async with served(TEXT) as service:
+        session = await opened(service)
+        service.sampler.hold_within = asyncio.Event()
+        async with of(session) as agent:
+            stream = await ask(agent, QUESTION, stream=True)
+            first = await anext(stream)
+            assert (first.choices[0].delta.role, first.choices[0].finish_reason) == ("assistant", None)
+            assert turns_of(service, session) == 0
+            service.sampler.hold_within.set()
+            said = ""
+            async for chunk in stream:
+                said += chunk.choices[0].delta.content or ""
+                assert (turns_of(service, session) == 1) >= (chunk.choices[0].finish_reason is not None)
+        assert said == TEXT
+        assert trained(await exported(service, session)) == sampled(service)
+
+
+async def test_a_client_that_leaves_a_stream_finds_the_whole_answer_by_its_retry() -> None:
+    async with served(TEXT, "another one") as service:
+        session = await opened(service)
+        service.sampler.hold_within = asyncio.Event()
+        async with of(session) as agent:
+            stream = await ask(agent, QUESTION, stream=True)
+            await anext(stream)
+            await stream.close()
+            (running,) = service.front.registry._running[session["session"]]
+            await until(lambda: not running.callers)
+            retry: Any = {"extra_headers": {"x-stainless-retry-count": "1"}, "stream": True}
+            joined = asyncio.create_task(ask(agent, QUESTION, **retry))
+            await until(lambda: bool(running.callers))
+            service.sampler.hold_within.set()
+            assert await text_of(await joined) == TEXT, "it joins the turn that is being sampled"
+            assert await text_of(await ask(agent, QUESTION, **retry)) == TEXT, "it is stored"
+        assert (len(service.sampler.requests), service.sampler.cancelled) == (1, 0)
+        assert trained(await exported(service, session)) == sampled(service)
+
+
+async def test_an_answer_whose_client_left_its_stream_is_stored_and_not_trained() -> None:
+    async with served(TEXT) as service:
+        session = await opened(service)
+        service.sampler.hold_within = asyncio.Event()
+        async with of(session) as agent:
+            stream = await ask(agent, QUESTION, stream=True)
+            await anext(stream)
+            await stream.close()
+        (running,) = service.front.registry._running[session["session"]]
+        await until(lambda: not running.callers)
+        service.sampler.hold_within.set()
+        await until(lambda: turns_of(service, session) == 1)
+        export = await exported(service, session)
+        assert [turn["in_loss"] for turn in export["turns"]] == [False]
+        assert export["metrics"]["session/undelivered"] == 1
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_turn_that_cannot_be_stored_ends_its_stream_with_an_error(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with served(TEXT) as service:
+        session = await opened(service)
+        journal = service.front.registry._journal
+        append = journal.append
+
+        def full(record: SessionRecord) -> None:
+            if isinstance(record, TurnAnswered):
+                raise StorageFailed("no space is left")
+            append(record)
+
+        monkeypatch.setattr(journal, "append", full)
+        headers = {**bearer(session["key"]), "anthropic-version": "2023-06-01"}
+        body = {"model": "policy", "stream": True, **BODIES[path]}
+        async with httpx.AsyncClient(base_url=service.url, headers=headers) as client:
+            answer = await client.post(f"/sessions/{session['session']}/v1/{path}", json=body)
+        events = [line for line in answer.text.split("\n\n") if line]
+        assert len(events) > 2, "pieces were sent before"
+        assert "no space is left" in events[-1]
+        assert not any("[DONE]" in event or "completed" in event or "message_stop" in event for event in events)
+        assert turns_of(service, session) == 0
+
+
+async def test_no_piece_is_sent_of_an_answer_beyond_the_bound() -> None:
+    async with served(TEXT, max_steps_off_policy=1) as service:
+        session = await opened(service)
+        service.sampler.version = VERSION + 2
+        async with of(session) as agent:
+            with pytest.raises(openai.APIStatusError, match="stale") as closed:
+                await ask(agent, QUESTION, stream=True)
+            assert closed.value.status_code == 410
+            assert (await refused(agent)).status_code == 410
+        assert (await exported(service, session))["turns"] == []
