@@ -63,7 +63,9 @@ class Chatting:
     def _turn_of_a_session(self, url: str) -> Any:
         session = self._call("POST", f"{url}/sessions", self._admin)
         with openai.OpenAI(base_url=session["openai_base_url"], api_key=session["key"], max_retries=0) as agent:
-            agent.chat.completions.create(model="policy", messages=[{"role": "user", "content": PROMPT}], max_tokens=8)
+            question: Any = [{"role": "user", "content": PROMPT}]
+            pieces = list(agent.chat.completions.create(model="policy", messages=question, max_tokens=8, stream=True))
+            assert pieces[-1].choices[0].finish_reason, "its end came once the turn was stored"
         self.states.append(self._call("GET", f"{url}/sessions/{session['session']}", session["key"]))
         return session
 

@@ -20,15 +20,14 @@ from service.dialects.wire import (
     MinP,
     NoPenalty,
     Penalty,
+    SampledBody,
     Seed,
     Stop,
     StopIds,
     Stops,
-    Temperature,
     TokenId,
     Tokens,
     TopK,
-    TopP,
     Used,
     arguments_text,
     call_id,
@@ -137,17 +136,13 @@ class StreamOptions(Body):
     include_obfuscation: Annotated[bool | None, only(False)] = None
 
 
-class SampledBody(Body):
+class OpenAIBody(SampledBody):
     """The fields that OpenAI's chat completions and completions share, with vLLM's behind them."""
 
-    model: str
     max_tokens: Tokens | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
     n: Answers | None = None
     seed: Seed | None = None
     stop: Stop | Stops | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
     frequency_penalty: NoPenalty = None
@@ -159,13 +154,11 @@ class SampledBody(Body):
     stop_token_ids: StopIds | None = None
     return_token_ids: bool | None = None
 
-    def sampling_params(self, max_tokens: int | None) -> SamplingParams:
-        """Returns how to sample; what a body leaves out is that of the model's own distribution."""
+    def openai_params(self, max_tokens: int | None) -> SamplingParams:
+        """Returns how to sample."""
         strings = [self.stop] if isinstance(self.stop, str) else self.stop or ()
-        return SamplingParams(
-            max_tokens=max_tokens,
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=self.top_p or 1.0,
+        return self.sampling_params(
+            max_tokens,
             top_k=self.top_k or -1,
             min_p=self.min_p or 0.0,
             repetition_penalty=self.repetition_penalty or 1.0,
@@ -174,7 +167,7 @@ class SampledBody(Body):
         )
 
 
-class ChatRequest(SampledBody):
+class ChatRequest(OpenAIBody):
     """The body of a request."""
 
     messages: Annotated[Many[ChatMessage], Field(min_length=1)]
@@ -202,7 +195,7 @@ class ChatRequest(SampledBody):
     def service_request(self) -> ServiceRequest:
         """Returns the request as the service takes it. Raises RequestRefused."""
         tools = check_tool_choice(self.tool_choice, [tool.function.spec() for tool in self.tools or ()])
-        params = self.sampling_params(self.max_completion_tokens or self.max_tokens)
+        params = self.openai_params(self.max_completion_tokens or self.max_tokens)
         turn = TurnRequest(tuple(self._messages()), tuple(tools), params=params, n=self.n or 1)
         return ServiceRequest(self.model, [turn], bool(self.stream))
 
@@ -290,7 +283,7 @@ async def stream(body: ChatRequest, pieces: AsyncIterator[Delta], tokenizer: Any
 
 
 async def chunks(
-    body: SampledBody,
+    body: OpenAIBody,
     head: dict[str, Any],
     pieces: AsyncIterator[Delta],
     choices: Callable[[Delta], Iterator[dict[str, Any]]],

@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import Field
 
 from service.asked import Delta, ServiceAnswer, ServiceRequest, TurnRequest
-from service.dialects.chat import SampledBody, chunks
+from service.dialects.chat import OpenAIBody, chunks
 from service.dialects.wire import Absent, Many, TokenId, Used, new_id, now_s, only, spans_of
 
 DEFAULT_TOKENS = 16
@@ -17,7 +17,7 @@ DEFAULT_TOKENS = 16
 MOST_PROMPTS = 1024
 
 
-class CompletionRequest(SampledBody):
+class CompletionRequest(OpenAIBody):
     """The body of a request."""
 
     prompt: (
@@ -33,7 +33,7 @@ class CompletionRequest(SampledBody):
 
     def service_request(self) -> ServiceRequest:
         """Returns the request as the service takes it."""
-        params, prompt = self.sampling_params(self.max_tokens or DEFAULT_TOKENS), self.prompt
+        params, prompt = self.openai_params(self.max_tokens or DEFAULT_TOKENS), self.prompt
         several = isinstance(prompt, list) and not isinstance(prompt[0], int)
         turns = [
             TurnRequest(text=one, params=params, n=self.n or 1)

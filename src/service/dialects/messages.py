@@ -12,20 +12,19 @@ from service.dialects.wire import (
     Absent,
     Body,
     Many,
+    SampledBody,
     Schema,
     Stops,
-    Temperature,
     Tokens,
     TopK,
-    TopP,
     Used,
     arguments_text,
     event,
     named_answers,
     new_id,
     only,
+    text_of,
 )
-from trireme.core.types import SamplingParams
 from trireme.renderers import Message, ToolCall, ToolSpec
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -108,17 +107,13 @@ class AnthropicThinking(Body):
     type: Annotated[str, only("disabled")]
 
 
-class MessagesRequest(Body):
+class MessagesRequest(SampledBody):
     """The body of a request."""
 
-    model: str
     messages: Annotated[Many[AnthropicMessage], Field(min_length=1)]
     max_tokens: Tokens
     system: str | Many[TextBlock] | None = None
     stop_sequences: Stops | None = None
-    stream: bool | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
     top_k: TopK | None = None
     tools: Many[AnthropicTool] | None = None
     tool_choice: AnthropicToolChoice | None = None
@@ -133,13 +128,8 @@ class MessagesRequest(Body):
     def service_request(self) -> ServiceRequest:
         """Returns the request as the service takes it. Raises RequestRefused."""
         silent = self.tool_choice is not None and self.tool_choice.type == "none"
-        params = SamplingParams(
-            max_tokens=self.max_tokens,
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=self.top_p or 1.0,
-            top_k=self.top_k or -1,
-            stop=tuple(self.stop_sequences or ()),
-        )
+        stop = tuple(self.stop_sequences or ())
+        params = self.sampling_params(self.max_tokens, top_k=self.top_k or -1, stop=stop)
         tools = () if silent else tuple(tool.spec() for tool in self.tools or ())
         return ServiceRequest(
             self.model, [TurnRequest(tuple(self._messages()), tools, params=params)], bool(self.stream)
@@ -150,7 +140,7 @@ class MessagesRequest(Body):
         ids: dict[int, str] = {}
         calls: dict[str, str] = {}
         if self.system:
-            found.append({"role": "system", "content": _text(self.system)})
+            found.append({"role": "system", "content": text_of(self.system)})
         if self.messages[-1].role == "assistant":
             raise RequestRefused(
                 "the last message is the assistant's: the beginning of an answer cannot be given; expected the user's",
@@ -164,10 +154,6 @@ class MessagesRequest(Body):
             else:
                 _add_user(each.content, found, ids)
         return named_answers(found, calls, ids)
-
-
-def _text(content: str | list[TextBlock] | None) -> str:
-    return content or "" if isinstance(content, str | None) else "".join(block.text for block in content)
 
 
 def _assistant(blocks: Sequence[Block], calls: dict[str, str]) -> Message:
@@ -197,7 +183,7 @@ def _add_user(blocks: Sequence[Block], found: list[Message], ids: dict[int, str]
                 found.append({"role": "user", "content": text})
             text = ""
             ids[len(found)] = block.tool_use_id
-            found.append({"role": "tool", "content": _text(block.content)})
+            found.append({"role": "tool", "content": text_of(block.content)})
         else:
             raise RequestRefused(f"a {block.type} in a message of the user; expected the assistant's", param="messages")
     if text or not blocks:

@@ -16,9 +16,8 @@ from service.dialects.wire import (
     FunctionCall,
     FunctionTool,
     Many,
-    Temperature,
+    SampledBody,
     Tokens,
-    TopP,
     Used,
     arguments_text,
     call_id,
@@ -30,7 +29,6 @@ from service.dialects.wire import (
     only,
     text_of,
 )
-from trireme.core.types import SamplingParams
 from trireme.renderers import Message, ToolCall
 
 
@@ -104,16 +102,12 @@ class TextOptions(Body):
     verbosity: Annotated[str | None, only("medium")] = None
 
 
-class ResponseRequest(Body):
+class ResponseRequest(SampledBody):
     """The body of a request."""
 
-    model: str
     input: str | Annotated[Many[Item], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Tokens | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    stream: bool | None = None
     tools: Many[ResponseTool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: Annotated[bool | None, only(True)] = None
@@ -137,12 +131,8 @@ class ResponseRequest(Body):
 
     def service_request(self) -> ServiceRequest:
         """Returns the request as the service takes it. Raises RequestRefused."""
-        params = SamplingParams(
-            max_tokens=self.max_output_tokens,
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=self.top_p or 1.0,
-        )
         tools = check_tool_choice(self.tool_choice, [tool.spec() for tool in self.tools or ()])
+        params = self.sampling_params(self.max_output_tokens)
         turn = TurnRequest(tuple(self._messages()), tuple(tools), params=params)
         return ServiceRequest(self.model, [turn], bool(self.stream))
 
@@ -189,10 +179,10 @@ def _add(message: Message, item: InputMessage | InputCall | InputReasoning, call
 def whole(body: ResponseRequest, answers: Sequence[ServiceAnswer], tokenizer: Any) -> dict[str, Any]:
     """Returns the body of the whole answer."""
     (answer,) = answers
-    output = [_reasoning(answer.thinking)] if answer.thinking else []
-    output += [_message(answer.content)] if answer.content or not answer.tool_calls else []
-    output += [_call(call) for call in answer.tool_calls]
-    return _ended(_head(body), answer, output)
+    items = _Items()
+    items.add(answer)
+    items.finish(answer)
+    return _ended(_head(body), answer, items.done)
 
 
 def _head(body: ResponseRequest) -> dict[str, Any]:
@@ -241,19 +231,9 @@ def _ended(head: Mapping[str, Any], answer: ServiceAnswer, output: list[dict[str
     }
 
 
-def _reasoning(text: str) -> dict[str, Any]:
-    return {"type": "reasoning", "id": new_id("rs_"), "summary": [], "content": [_part("reasoning_text", text)]}
-
-
 def _part(kind: str, text: str) -> dict[str, Any]:
     more: dict[str, Any] = {"annotations": []} if kind == "output_text" else {}
     return {"type": kind, "text": text, **more}
-
-
-def _message(text: str, name: str = "", status: str = "completed") -> dict[str, Any]:
-    content = [_part("output_text", text)] if status == "completed" else []
-    head = {"type": "message", "id": name or new_id("msg_"), "role": "assistant", "status": status}
-    return {**head, "content": content}
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
@@ -290,7 +270,7 @@ class _Items:
         self._number += 1
         return event({"type": kind, "sequence_number": self._number - 1, **fields}, kind)
 
-    def add(self, piece: Delta) -> list[str]:
+    def add(self, piece: Delta | ServiceAnswer) -> list[str]:
         """Returns the events of more thinking and text."""
         return [*self._more("reasoning", piece.thinking), *self._more("message", piece.content)]
 
@@ -317,7 +297,9 @@ class _Items:
         return [*found, self.event(f"response.{self._part_kind}.delta", **self._at, delta=text, **self._logprobs)]
 
     def _begin(self, kind: str) -> list[str]:
-        item = _message("", status="in_progress") if kind == "message" else {**_reasoning(""), "content": []}
+        item: dict[str, Any] = {"type": "reasoning", "id": new_id("rs_"), "summary": [], "content": []}
+        if kind == "message":
+            item = {"type": kind, "id": new_id("msg_"), "role": "assistant", "status": "in_progress", "content": []}
         self._open, self._text = item, ""
         added = self.event("response.output_item.added", output_index=len(self.done), item=item)
         part = _part(self._part_kind, "")

@@ -21,7 +21,7 @@ from pydantic import (
 from service.asked import RequestRefused, ServiceAnswer
 from trireme.core.finite_json import to_json
 from trireme.core.sampling_bounds import BOUNDS, LONGEST_STOP, MOST_ANSWERS, MOST_STOP_IDS, MOST_STOPS
-from trireme.core.types import VersionSpan
+from trireme.core.types import SamplingParams, VersionSpan
 from trireme.renderers import Message, ToolCall, ToolSpec
 from trireme.renderers.qwen_tags import read_json
 
@@ -78,6 +78,20 @@ class Body(BaseModel):
                 except UnicodeEncodeError:
                     raise ValueError("a text with half a pair of surrogates, which UTF-8 cannot hold") from None
         return value
+
+
+class SampledBody(Body):
+    """The body of a request, as far as all dialects agree."""
+
+    model: str
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    stream: bool | None = None
+
+    def sampling_params(self, max_tokens: int | None, **options: Any) -> SamplingParams:
+        """Returns how to sample; what a body leaves out is that of the model's own distribution."""
+        temperature = 1.0 if self.temperature is None else self.temperature
+        return SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=self.top_p or 1.0, **options)
 
 
 def only(*values: Any) -> AfterValidator:
@@ -187,8 +201,8 @@ class TextPart(Body):
 Content = str | Many[TextPart]
 
 
-def text_of(content: Content | None) -> str:
-    """Returns the text of a message's content."""
+def text_of(content: str | list[Any] | None) -> str:
+    """Returns the text of a message's content, which has texts alone."""
     if content is None or isinstance(content, str):
         return content or ""
     return "".join(part.text for part in content)

@@ -1,4 +1,4 @@
-"""What is refused of the requests of agents, and of what is sampled for them."""
+"""Checks requests of agents, and what is sampled for them."""
 
 from __future__ import annotations
 

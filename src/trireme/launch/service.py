@@ -67,8 +67,9 @@ def keys_of(config: Config, directory: Path, say: Callable[[str], None], prefix:
     file = directory / KEYS
     if file.exists():
         return read(file)
+    keys = generate(file, prefix)  # before it is named: whoever reads the line reads the file
     say(f"the service's new keys, one for clients and one for administrators, are in {file}, which only you can read")
-    return generate(file, prefix)
+    return keys
 
 
 def start_service(

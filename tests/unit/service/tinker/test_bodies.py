@@ -37,7 +37,7 @@ def all_routes() -> FastAPI:
     for routes in (TinkerRoutes, SavedRoutes, SessionListRoutes):
         routes(anything).add(app)
     DownloadRoutes(anything, lambda: 0.0).add(app)  # type: ignore[arg-type]
-    sessions = SessionRoutes(anything, anything)  # type: ignore[arg-type]
+    sessions = SessionRoutes(anything)  # type: ignore[arg-type]
     Service(anything, anything, sessions).routes(app, owners=True)  # type: ignore[arg-type]
     return app
 
