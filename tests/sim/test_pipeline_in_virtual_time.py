@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from simulation import LONGEST, Outcome, Scenario, simulate
 
+from inference.router import MOST_LOSSES
 from trireme.core.errors import RoomFailed
 
 POLICIES = ["wait", "drop"]
@@ -52,7 +53,10 @@ def check_batch(outcome: Outcome, step: int) -> None:
         assert (batch.columns["target_tokens"][made] == versions[made] + 1).all(), "each token tells who sampled it"
     problems = [outcome.problems.number(group["problem"]) for group in outcome.released[step].trained]
     assert len(problems) == scenario.batch_size
-    assert sorted(rollouts) == sorted((p, sample) for p in problems for sample in range(scenario.group_size))
+    expected = {(p, sample) for p in problems for sample in range(scenario.group_size)}
+    assert len(set(rollouts)) == len(rollouts)
+    assert set(rollouts) <= expected
+    assert len(expected) - len(rollouts) <= refused(outcome)
 
 
 def check_problems(outcome: Outcome) -> None:
@@ -69,8 +73,18 @@ def check_problems(outcome: Outcome) -> None:
     assert len(made) == len(trained) + counts["filtered"] + counts["failed"] + counts["dropped"] + under_way
     unusable = {n for n in made if is_multiple(n, scenario.failing) or is_multiple(n, scenario.constant)}
     assert not unusable & set(trained)
-    assert counts["filtered"] + counts["failed"] <= len(unusable)
-    assert len(set(made) - set(trained) - unusable) <= counts["dropped"] + under_way, "nothing else is lost"
+    failed = refused(outcome)
+    assert counts["filtered"] + counts["failed"] <= len(unusable) + failed
+    assert len(set(made) - set(trained) - unusable) <= counts["dropped"] + under_way + failed, "nothing else is lost"
+
+
+def refused(outcome: Outcome) -> int:
+    """Returns the number of rollouts with a request that was in flight at two losses: the router does not try it again.
+    Without two losses there is none."""
+    losses = len(outcome.scenario.dies_at_s) + len(outcome.scenario.hangs_at_s)
+    if losses < MOST_LOSSES:
+        return 0
+    return sum(int(row.get("rollout_errors/BadRequest", 0)) for row in outcome.rows)
 
 
 def is_multiple(number: int, divisor: int) -> bool:
