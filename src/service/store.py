@@ -1,0 +1,278 @@
+"""A file of rows, on the standard library's sqlite3: what a service must still know after its process has died.
+
+    DIR/store.sqlite    meta: key, value          `format` and `boot`
+                        rows: id, owner, checksum, head, columns      in the order of `id`
+    DIR/store.lock      held by flock while a process writes the store, and names that process
+
+A row is committed before anybody is answered with what it says. From then on it survives the death of this process,
+whatever killed it. It is not forced onto the disk, which would cost milliseconds for each request: on a local file
+system sqlite keeps a write-ahead log and forces that only from time to time. So the store names the boot of the machine.
+After another boot the last rows may be missing, and `open` returns True until the owner of the store has dealt with
+that (`note_boot`).
+
+Where the file system is not local, sqlite's log does not work: there the store has a rollback journal, forces each row,
+and can be read by nobody else while it is open.
+
+A row whose commit was interrupted is taken back by sqlite. Any other damage is refused by name, as is a store of another
+format: nothing is dropped in silence. Removed rows leave pages that later ones fill, so that the file is as large as
+the most that it had to hold at one time.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import socket
+import sqlite3
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from errno import ENOSPC
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from trireme.checkpoint.files import make_directory, storage_errors
+from trireme.core.errors import StorageFailed
+from trireme.core.finite_json import to_json
+
+FILE, LOCK = "store.sqlite", "store.lock"
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+"""Linux names each start of a machine here."""
+MOUNTS = Path("/proc/self/mountinfo")
+LOCAL = {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
+"""Types of file systems that belong to one machine, and on which processes share memory by a file."""
+BUSY_S = 5.0
+"""Seconds for which a reader that copies the store may hold up its writer, and the other way round."""
+LOCK_S = 10.0
+"""Seconds within which a process that was killed, and wrote the store, has ended."""
+CHECKPOINT_PAGES = 4096
+"""Pages of 4 KiB in the write-ahead log after which they are moved into the file."""
+DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS rows (
+    id INTEGER PRIMARY KEY, owner TEXT NOT NULL, checksum INTEGER NOT NULL, head TEXT NOT NULL, columns BLOB NOT NULL
+);
+CREATE INDEX IF NOT EXISTS owners ON rows (owner);
+"""
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A record of `owner`: an object of JSON, and the bytes of the columns that it counts."""
+
+    owner: str
+    head: dict[str, Any]
+    columns: bytes = b""
+
+
+class Store:
+    """The store in `directory`, of rows in `row_format` (a name and a number). `boot`: the name of the machine's start,
+    by default the true one. `open` comes first."""
+
+    def __init__(self, directory: Path, row_format: str, boot: str | None = None) -> None:
+        self.path = directory / FILE
+        self._format, self._boot = row_format, boot or BOOT.read_text().strip()
+        self._base: sqlite3.Connection | None = None
+        self._lock = -1
+
+    def open(self) -> bool:
+        """Opens the store, which is empty where there was none. Returns True if the last rows may be missing, as the
+        machine was started again. Raises StorageFailed, also for one that another process holds, that is damaged, or
+        that has another format."""
+        with storage_errors(self.path):
+            make_directory(self.path.parent)
+            self._lock = _locked(self.path.with_name(LOCK))
+        try:
+            with _store_errors(self.path):
+                self._base = self._opened()
+                said = dict(self._base.execute("SELECT key, value FROM meta"))
+                _check_format(self.path, said, self._format)
+        except BaseException:
+            self.close()
+            raise
+        return bool(said["boot"] != self._boot)
+
+    def _opened(self) -> sqlite3.Connection:
+        base = sqlite3.connect(self.path, BUSY_S, isolation_level=None, check_same_thread=False)
+        try:
+            local = file_system(self.path.parent) in LOCAL
+            if not local:  # before anything is read: the file may have a log of its time on a local file system
+                base.execute("PRAGMA locking_mode = EXCLUSIVE")
+            (mode,) = base.execute(f"PRAGMA journal_mode = {'WAL' if local else 'TRUNCATE'}").fetchone()
+            if mode != "wal":
+                log.warning("%s is on no local file system: each row is forced, which takes milliseconds", self.path)
+            base.execute("PRAGMA synchronous = NORMAL")
+            base.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}")
+            base.executescript(f"BEGIN IMMEDIATE; {SCHEMA} COMMIT;")
+            head = [("format", self._format), ("boot", self._boot)]
+            base.executemany("INSERT OR IGNORE INTO meta VALUES (?, ?)", head)
+        except BaseException:
+            base.close()
+            raise
+        return base
+
+    def rows(self) -> Iterator[Row]:
+        """Yields all rows in order. Raises StorageFailed for damage."""
+        with _store_errors(self.path):
+            yield from _rows(self._opened_base(), self.path)
+
+    def append(self, row: Row) -> None:
+        """Adds a row behind all others. Raises StorageFailed; the store is then as before."""
+        with _store_errors(self.path):
+            head = to_json(row.head)
+            self._opened_base().execute(
+                "INSERT INTO rows (owner, checksum, head, columns) VALUES (?, ?, ?, ?)",
+                (row.owner, _checksum(head, row.columns), head, row.columns),
+            )
+
+    def remove(self, owner: str) -> None:
+        """Removes all rows of an owner. Raises StorageFailed; the store is then as before."""
+        with _store_errors(self.path):
+            self._opened_base().execute("DELETE FROM rows WHERE owner = ?", (owner,))
+
+    def clear(self) -> None:
+        """Removes all rows. Raises StorageFailed; the store is then as before."""
+        with _store_errors(self.path):
+            self._opened_base().execute("DELETE FROM rows")
+
+    def note_boot(self) -> None:
+        """Notes that what this boot of the machine may have taken was dealt with. Raises StorageFailed."""
+        with _store_errors(self.path):
+            self._opened_base().execute("UPDATE meta SET value = ? WHERE key = 'boot'", (self._boot,))
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Commits all that the block does at once, or nothing of it if the block or the commit raises. The block must
+        not await. Raises StorageFailed."""
+        base = self._opened_base()
+        with _store_errors(self.path):
+            base.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                base.execute("COMMIT")
+            finally:
+                if base.in_transaction:  # sqlite has taken it back itself after some errors
+                    base.execute("ROLLBACK")
+
+    def close(self) -> None:
+        """Forces all rows onto the disk and closes the store. A second call does nothing. Raises StorageFailed."""
+        base, lock = self._base, self._lock
+        self._base = None
+        self._lock = -1
+        try:
+            if base is not None:
+                with _store_errors(self.path):
+                    base.close()
+        finally:
+            if lock != -1:
+                os.close(lock)
+
+    def _opened_base(self) -> sqlite3.Connection:
+        if self._base is None:
+            raise StorageFailed(f"{self.path} is closed; expected a store that is open: start the service again")
+        return self._base
+
+
+def read_copy(directory: Path, row_format: str) -> tuple[list[Row], bool]:
+    """Reads the store in `directory` without holding it: its rows, and whether the machine was started again since;
+    none where there is no store. Raises StorageFailed, also for one that cannot be read while a service holds it."""
+    path = directory / FILE
+    if not path.exists():
+        return [], False
+    uri = f"{path.absolute().as_uri()}?mode=ro"
+    with (
+        _store_errors(path),
+        closing(sqlite3.connect(uri, BUSY_S, uri=True)) as base,
+        closing(sqlite3.connect(":memory:")) as copy,
+    ):
+        base.execute("BEGIN")
+        base.execute("SELECT key FROM meta").fetchall()  # raises where it is held: `backup` would wait for ever
+        base.backup(copy)
+        said = dict(copy.execute("SELECT key, value FROM meta"))
+        _check_format(path, said, row_format)
+        return list(_rows(copy, path)), said["boot"] != BOOT.read_text().strip()
+
+
+def file_system(directory: Path) -> str:
+    """Returns the type of the file system of a directory; "": unknown."""
+    kinds: dict[Path, str] = {}
+    for line in MOUNTS.read_text().splitlines():
+        mount, _, rest = line.partition(" - ")
+        place = mount.split()[4].encode().decode("unicode_escape")  # a space is written \040
+        kinds[Path(place)] = rest.split()[0]  # a later line covers an earlier one
+    there = directory.resolve()
+    return next((kinds[place] for place in (there, *there.parents) if place in kinds), "")
+
+
+def _rows(base: sqlite3.Connection, path: Path) -> Iterator[Row]:
+    for number, owner, checksum, head, columns in base.execute("SELECT * FROM rows ORDER BY id"):
+        if checksum != _checksum(head, columns):
+            raise StorageFailed(f"{path} is damaged in its row {number}; {_remedy(path)}")
+        yield Row(owner, json.loads(head), columns)
+
+
+def _checksum(head: str, columns: bytes) -> int:
+    """Returns the checksum of a row, as sqlite's signed integer: sqlite itself does not notice a changed byte."""
+    hashed = xxhash.xxh3_64(head.encode())
+    hashed.update(columns)
+    return int.from_bytes(hashed.digest(), "big", signed=True)
+
+
+def _check_format(path: Path, said: Mapping[str, str], row_format: str) -> None:
+    if said.get("format") != row_format:
+        raise StorageFailed(
+            f"{path} has the format {said.get('format')!r}; expected {row_format!r}: start the version that wrote it, or "
+            + _remedy(path)
+        )
+
+
+def _remedy(path: Path) -> str:
+    return f"move {path.parent} elsewhere to begin without it, which ends all sessions that it has"
+
+
+def _locked(path: Path) -> int:
+    """Returns the lock file, held by this process. Raises OSError, and StorageFailed if another one holds it."""
+    lock = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+    until = time.monotonic() + LOCK_S
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() < until:
+                time.sleep(0.05)
+                continue
+            holder = os.pread(lock, 200, 0).decode(errors="replace") or "another process"
+            os.close(lock)
+            raise StorageFailed(
+                f"{path.with_name(FILE)} is held by {holder}; expected a store that no other process writes: end that "
+                "one first, or choose another directory"
+            ) from None
+        except OSError:
+            os.close(lock)
+            raise
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+    return lock
+
+
+@contextmanager
+def _store_errors(path: Path) -> Iterator[None]:
+    """Turns an error of sqlite in the block into StorageFailed (DiskFull for lack of space), which names `path`."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # without what only tells more of it
+        if code in DAMAGED:
+            raise StorageFailed(f"{path} is damaged ({error}); {_remedy(path)}") from error
+        if code == sqlite3.SQLITE_BUSY:
+            raise StorageFailed(f"{path} is held by another process for more than {BUSY_S:g} s ({error})") from error
+        with storage_errors(path):
+            raise OSError(ENOSPC if code == sqlite3.SQLITE_FULL else 0, str(error)) from error
