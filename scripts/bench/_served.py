@@ -1,6 +1,6 @@
 """The service in a process of its own, in front of a sampler whose answers are ready.
 
-The app, its guard, its renderer and the journal of its sessions are those of `service.actor`; there are no replicas and
+The app, its guard, its renderer and the store of its sessions are those of `service.actor`; there are no replicas and
 no Ray. `child` tells its CPU seconds whenever it is asked.
 """
 
@@ -32,9 +32,10 @@ from service.guard import Limits
 from service.keys import ServiceKey, ServiceKeys
 from service.places import Places
 from service.ports import http_server
-from service.sessions.journal import SessionJournal
+from service.sessions.records import FORMAT
 from service.sessions.registry import SessionRegistry
 from service.sessions.session import SessionLimits
+from service.store import Store
 from trireme.core.sampler import OnProgress
 from trireme.core.tokenizer import one_text_at_a_time
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, VersionSpan, WeightIdentity
@@ -129,7 +130,7 @@ def make_service(directory: Path, seconds: float, places: int) -> Any:
     keys = ServiceKeys([ServiceKey("client", CLIENT), ServiceKey("admin", ADMIN)])
     sampling = SamplingParams(max_tokens=ANSWER)
     limits = SessionLimits(1000, 10**6, 7200.0, 900.0, 3600.0)
-    registry = SessionRegistry(turns, SessionJournal(directory), limits, sampling, time.time)
+    registry = SessionRegistry(turns, Store(directory, FORMAT), limits, sampling, time.time)
 
     async def floor() -> WeightIdentity:
         return WeightIdentity(1, 1, "d")

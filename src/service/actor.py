@@ -28,9 +28,10 @@ from service.keys import ServiceKey, ServiceKeys
 from service.places import Places
 from service.ports import http_server
 from service.sessions.history import AttemptStart, RunHistory
-from service.sessions.journal import SessionJournal
+from service.sessions.records import FORMAT
 from service.sessions.registry import SessionRegistry
 from service.sessions.session import SessionLimits
+from service.store import Store
 from trireme.config import Config
 from trireme.core.errors import RoomFailed, TriremeError
 from trireme.core.sampler import Heartbeat, Sampler
@@ -62,7 +63,7 @@ class ServiceActor:
         starts: Sequence[AttemptStart] = (),
     ) -> None:
         """`adopt`: names the weights that the replicas loaded from disk; None: they get theirs from a trainer.
-        `sessions`: the directory of the journal of sessions, in the run directory, which the console shows. `starts`:
+        `sessions`: the directory of the store of sessions, in the run directory, which the console shows. `starts`:
         the attempts of the run so far."""
         redirect_output(log_dir, "service_0")
         self._config, self._sampler_factory, self._models, self._keys = config, sampler_factory, models, keys
@@ -86,7 +87,7 @@ class ServiceActor:
         turns = TurnAnswering(chats, self._models, tokenizer, renderer, self._places)
         keys = ServiceKeys(self._keys)
         self._front = await asyncio.to_thread(self._make_front, turns, keys)
-        run = RunReader(self._directory.parent, lambda: tokenizer)
+        run = RunReader(self._directory.parent, lambda: tokenizer, lambda: self._front.registry.book)
         app = make_app(self._front, keys, Limits.of(options), run)
         self._server = http_server(app, options.host, options.port or 0)
         await self._server.open()
@@ -97,12 +98,12 @@ class ServiceActor:
         return self._server.address_at(options.host)
 
     def _make_front(self, turns: TurnAnswering, keys: ServiceKeys) -> Front:
-        """Continues the sessions that the journal has. Raises StorageFailed."""
+        """Continues the sessions that the store has. Raises StorageFailed."""
         options, own = self._config.service.sessions, self._config.inference.sampling
         sampling = replace(own.params(0, tuple(own.stop), self._models.max_len), seed=None)
         registry = SessionRegistry(
             turns,
-            SessionJournal(self._directory),
+            Store(self._directory, FORMAT),
             SessionLimits(options.turns, options.tokens, options.seconds, options.idle_s, options.kept_s),
             sampling,
             time.time,  # it continues over a restart

@@ -2,7 +2,7 @@
 
     agent --HTTP--> app --> SessionDoor --> SessionRegistry --sample--> the rollout that the session belongs to
 
-The rollout samples: places, seeds, time limits and ages are those of any other rollout. Nothing is journaled, as an
+The rollout samples: places, seeds, time limits and ages are those of any other rollout. Nothing is stored, as an
 agent of a rollout does not outlive the orchestrator. The port has no route for rewards: the environment returns them.
 """
 
@@ -21,8 +21,6 @@ from service.guard import Limits
 from service.keys import ServiceKey, ServiceKeys
 from service.places import Places
 from service.ports import http_server
-from service.sessions.journal import Replayed
-from service.sessions.records import SessionRecord
 from service.sessions.registry import SessionRegistry
 from service.sessions.session import SessionLimits
 from trireme.config import Config
@@ -35,20 +33,6 @@ from trireme.renderers import make_renderer
 
 HOST = "127.0.0.1"
 MANY = 1 << 30
-
-
-class NoJournal:
-    """Keeps no records."""
-
-    def replay(self) -> Replayed:
-        """Returns none."""
-        return []
-
-    def append(self, record: SessionRecord) -> None:
-        """Keeps nothing."""
-
-    def close(self) -> None:
-        """Has nothing to close."""
 
 
 class RolloutSampler:
@@ -86,7 +70,7 @@ class LoopbackSessions:
         limits = SessionLimits(options.sessions.turns, options.sessions.tokens, inf, inf, inf)
         sampling = replace(own.params(0, tuple(own.stop), self._models.max_len), seed=None, max_tokens=None)
         # The ledger evicts a group that has become too old, and with it its sessions.
-        self._registry = SessionRegistry(turns, NoJournal(), limits, sampling, time.monotonic)
+        self._registry = SessionRegistry(turns, None, limits, sampling, time.monotonic)
         keys = ServiceKeys([ServiceKey("admin", secrets.token_urlsafe())])  # which only signs
         self._front = Front(turns, self._registry, keys, _no_floor, MANY)
         bounds = replace(Limits.of(options), per_minute=None)

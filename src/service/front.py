@@ -130,7 +130,7 @@ class Front:
         return AnsweredTurn(placed.prompt, placed.params, answers, (None,) * len(answers))
 
     def delivered(self, session: str, answers: Sequence[ServiceAnswer]) -> None:
-        """Takes note that the client has answers. Where the journal fails they count as not delivered."""
+        """Takes note that the client has answers. Where the store fails they count as not delivered."""
         try:
             self.registry.delivered(session, [answer.node for answer in answers if answer.node is not None])
         except StorageFailed:
@@ -172,7 +172,7 @@ class Front:
                 log.exception("sessions were not swept")
 
     async def close(self, why: str) -> None:
-        """Refuses all requests from now on, also those that are being answered, and closes the journal. Sessions stay
+        """Refuses all requests from now on, also those that are being answered, and closes the store. Sessions stay
         as they are."""
         self._closed = RequestRefused(why, status=503, code="service_ended")
         for deltas in self._open:

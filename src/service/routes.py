@@ -63,7 +63,7 @@ CONSOLE_ROUTES = (
     Route("GET", "/console/api/groups", "admin", "the groups of a step"),
     Route("GET", "/console/api/group", "admin", "the rollouts of a group"),
     Route("GET", "/console/api/rollout", "admin", "the tokens of a rollout"),
-    Route("GET", "/console/api/sessions", "admin", "the sessions in the journal"),
+    Route("GET", "/console/api/sessions", "admin", "the sessions that were not forgotten"),
     Route("GET", "/console/api/session", "admin", "the tree of a session"),
     Route("GET", "/console/api/node", "admin", "the tokens up to a node of it"),
     Route("GET", "/console/api/logs", "admin", "the logs that there are"),

@@ -6,14 +6,14 @@
 
 A row is committed before anybody is answered with what it says. From then on it survives the death of this process,
 whatever killed it. It is not forced onto the disk, which would cost milliseconds for each request: on a local file
-system sqlite keeps a write-ahead log and forces that only from time to time. So the store names the boot of the machine.
+system sqlite keeps a write-ahead log and forces that only from time to time. So the store names the machine's boot.
 After another boot the last rows may be missing, and `open` returns True until the owner of the store has dealt with
 that (`note_boot`).
 
 Where the file system is not local, sqlite's log does not work: there the store has a rollback journal, forces each row,
 and can be read by nobody else while it is open.
 
-A row whose commit was interrupted is taken back by sqlite. Any other damage is refused by name, as is a store of another
+A row whose commit was interrupted is taken back by sqlite. Other damage is refused by name, as is a store of another
 format: nothing is dropped in silence. Removed rows leave pages that later ones fill, so that the file is as large as
 the most that it had to hold at one time.
 """
@@ -32,7 +32,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from errno import ENOSPC
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import xxhash
 
@@ -181,15 +181,16 @@ class Store:
 
 
 def read_copy(directory: Path, row_format: str) -> tuple[list[Row], bool]:
-    """Reads the store in `directory` without holding it: its rows, and whether the machine was started again since;
+    """Reads the store in `directory`, and changes no file: its rows, and whether the machine was started again since;
     none where there is no store. Raises StorageFailed, also for one that cannot be read while a service holds it."""
     path = directory / FILE
     if not path.exists():
         return [], False
-    uri = f"{path.absolute().as_uri()}?mode=ro"
     with (
+        storage_errors(path),
+        path.with_name(LOCK).open("rb") as lock,
         _store_errors(path),
-        closing(sqlite3.connect(uri, BUSY_S, uri=True)) as base,
+        closing(sqlite3.connect(_readable(path, lock), BUSY_S, uri=True)) as base,
         closing(sqlite3.connect(":memory:")) as copy,
     ):
         base.execute("BEGIN")
@@ -200,15 +201,31 @@ def read_copy(directory: Path, row_format: str) -> tuple[list[Row], bool]:
         return list(_rows(copy, path)), said["boot"] != BOOT.read_text().strip()
 
 
+def _readable(path: Path, lock: BinaryIO) -> str:
+    """Returns the address by which sqlite reads a store. Where no process holds it, none can until `lock` is closed."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        whole = not path.with_name(f"{FILE}-wal").exists()  # else a process that was killed has left rows there
+    except BlockingIOError:
+        whole = False
+    return f"{path.absolute().as_uri()}?{'immutable=1' if whole else 'mode=ro'}"
+
+
+def stamp(directory: Path) -> tuple[tuple[int, int], ...]:
+    """Returns the times and sizes of the files of the store in `directory`, which change with it."""
+    files = [path.stat() for path in (directory / FILE, directory / f"{FILE}-wal") if path.exists()]
+    return tuple((file.st_mtime_ns, file.st_size) for file in files)
+
+
 def file_system(directory: Path) -> str:
     """Returns the type of the file system of a directory; "": unknown."""
-    kinds: dict[Path, str] = {}
+    kinds: dict[str, str] = {}
     for line in MOUNTS.read_text().splitlines():
         mount, _, rest = line.partition(" - ")
         place = mount.split()[4].encode().decode("unicode_escape")  # a space is written \040
-        kinds[Path(place)] = rest.split()[0]  # a later line covers an earlier one
+        kinds[place] = rest.split()[0]  # a later line covers an earlier one
     there = directory.resolve()
-    return next((kinds[place] for place in (there, *there.parents) if place in kinds), "")
+    return next((kinds[str(place)] for place in (there, *there.parents) if str(place) in kinds), "")
 
 
 def _rows(base: sqlite3.Connection, path: Path) -> Iterator[Row]:
@@ -228,8 +245,8 @@ def _checksum(head: str, columns: bytes) -> int:
 def _check_format(path: Path, said: Mapping[str, str], row_format: str) -> None:
     if said.get("format") != row_format:
         raise StorageFailed(
-            f"{path} has the format {said.get('format')!r}; expected {row_format!r}: start the version that wrote it, or "
-            + _remedy(path)
+            f"{path} has the format {said.get('format')!r}; expected {row_format!r}: start the version that "
+            f"wrote it, or {_remedy(path)}"
         )
 
 

@@ -19,7 +19,8 @@ from typing import Any
 
 from service.console.logs import RunLogs
 from service.console.rollouts import RecordedRollouts
-from service.console.sessions import RunSessions
+from service.console.sessions import RunSessions, StoredSessions
+from service.sessions.session import SessionBook
 from trireme.checkpoint.rows import shown_step
 from trireme.config.run import is_url
 from trireme.core.tokenizer import Decode
@@ -30,7 +31,7 @@ from trireme.tools.standing import ROOMS, described, headline, lineage_facts, st
 from trireme.tools.timeline import newest_steps, timeline_to_json
 
 SESSIONS = "sessions"
-"""The directory of the journal of sessions, in the run directory."""
+"""The directory of the store of sessions, in the run directory."""
 MOST_INCIDENTS = 200
 TIMELINE_S = 2.0
 """Seconds for which a timeline that was read is good enough."""
@@ -39,11 +40,18 @@ log = logging.getLogger(__name__)
 
 class RunReader:
     """Reads the run in `root`. `open_tokenizer` is called when tokens are first shown; None: tokens stay numbers, and
-    texts are those of the records."""
+    texts are those of the records. `sessions` returns those of the service in this process; None: they are read from
+    their store."""
 
-    def __init__(self, root: Path, open_tokenizer: Callable[[], Any] | None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        open_tokenizer: Callable[[], Any] | None,
+        sessions: Callable[[], SessionBook] | None = None,
+    ) -> None:
         self.root, self._open_tokenizer = root, open_tokenizer
-        self.rollouts, self.sessions = RecordedRollouts(root), RunSessions(root / SESSIONS)
+        self.rollouts = RecordedRollouts(root)
+        self.sessions = RunSessions(sessions or StoredSessions(root / SESSIONS))
         self.logs = RunLogs(root)
         self._curves, self._ages = RunCurves(root), GroupAges(root)
         self._incidents = LineFollower(root / INCIDENTS)

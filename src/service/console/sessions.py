@@ -2,54 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from service.asked import RequestRefused
-from service.console.journal import JournalReader, SessionSummary
 from service.console.tokens import TokenPiece, tokens_page
-from service.sessions.session import AgentSession
+from service.sessions.records import FORMAT, SessionEnded, decode
+from service.sessions.session import LOST, AgentSession, SessionBook
 from service.sessions.tree import ROOT, TreeNode
+from service.store import read_copy, stamp
 from trireme.core.tokenizer import Decode
 
 MOST_SESSIONS = 200
 MOST_NODES = 2000
 PREVIEW_CHARS = 400
+REST = 10.0
+"""A store that changes is read again after this many times the seconds that it took last: most of them are small."""
+
+
+class StoredSessions:
+    """Reads the sessions in the store in `directory`, beside the service that may write it."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._book = SessionBook()
+        self._stamp: object = None
+        self._next_s = 0.0
+
+    def __call__(self) -> SessionBook:
+        """Returns the sessions, which are read again when the store has changed. Raises StorageFailed."""
+        changed = stamp(self._directory)
+        began_s = time.monotonic()
+        if changed == self._stamp or began_s < self._next_s:
+            return self._book
+        rows, lost = read_copy(self._directory, FORMAT)
+        book = SessionBook()
+        for row in rows:
+            book.apply(decode(row))
+        for name, session in book.sessions.items():
+            if lost and session.ended is None:
+                session.ended = SessionEnded(name, session.last, LOST)
+        self._book, self._stamp = book, changed
+        now_s = time.monotonic()
+        self._next_s = now_s + REST * (now_s - began_s)
+        return book
 
 
 class RunSessions:
-    """The sessions in the journal below `directory`."""
+    """Describes the sessions that `book` returns, while they may grow in another thread."""
 
-    def __init__(self, directory: Path) -> None:
-        self._journal = JournalReader(directory)
-        self._last: tuple[tuple[str, int], AgentSession, int] | None = None
+    def __init__(self, book: Callable[[], SessionBook]) -> None:
+        self._book = book
 
     def listing(self) -> dict[str, Any]:
         """Lists the sessions that were heard of last, the newest first, and how many others there are."""
-        unread = self._journal.look()
-        newest = sorted(self._journal.sessions.items(), key=lambda item: item[1].last, reverse=True)
+        newest = sorted(self._book().sessions.items(), key=lambda item: item[1].last, reverse=True)
         return {
             "sessions": [_summary(name, known) for name, known in newest[:MOST_SESSIONS]],
             "others": max(0, len(newest) - MOST_SESSIONS),
-            "unread": unread,
         }
 
     def tree(self, name: str) -> dict[str, Any]:
         """Describes a session and its nodes, without their tokens. Raises RequestRefused."""
-        session, left_out = self._session(name)
+        session = self._session(name)
         nodes = [_node(session, number) for number in range(min(len(session.tree.nodes), MOST_NODES))]
         return {
-            **_summary(name, self._journal.sessions[name]),
+            **_summary(name, session),
             "counts": vars(session.tree.counts),
             "nodes": nodes,
             "nodes_left_out": len(session.tree.nodes) - len(nodes),
-            "records_left_out": left_out,
         }
 
     def tokens(self, name: str, node: int, start: int, decode: Decode | None) -> dict[str, Any]:
         """Returns a page of all tokens up to a node, with its own. Raises RequestRefused."""
-        session, _ = self._session(name)
+        session = self._session(name)
         nodes = session.tree.nodes
         if not 0 <= node < len(nodes):
             raise _missing(f"node {node} of a session with {len(nodes)}", "one that the tree has")
@@ -60,36 +88,31 @@ class RunSessions:
         pieces = [_piece(session, number) for number in reversed(path)]
         return tokens_page(pieces, start, decode) | {"floor": session.opened.floor}
 
-    def _session(self, name: str) -> tuple[AgentSession, int]:
-        """Returns a session as it is now. The last one is kept, as its tokens are asked for page by page."""
-        self._journal.look()
-        known = self._journal.sessions.get(name)
-        key = name, len(known.places) if known else 0
-        if self._last is None or self._last[0] != key:
-            found = self._journal.session(name)
-            if found is None:
-                raise _missing(f"the session {name!r}", "one that the journal has and that was not forgotten")
-            self._last = key, *found
-        return self._last[1], self._last[2]
+    def _session(self, name: str) -> AgentSession:
+        if (session := self._book().sessions.get(name)) is None:
+            raise _missing(f"the session {name!r}", "one that is there and that was not forgotten")
+        return session
 
 
 def _missing(given: str, expected: str) -> RequestRefused:
     return RequestRefused(f"given: {given}; expected: {expected}; to do: choose one of the list", status=404)
 
 
-def _summary(name: str, known: SessionSummary) -> dict[str, Any]:
+def _summary(name: str, session: AgentSession) -> dict[str, Any]:
+    answers = [node for node in list(session.tree.nodes) if node.message is not None]
+    rewards = [given.value for given in list(session.rewards.values())]
     return {
         "session": name,
-        "problem": known.opened.problem,
-        "floor": known.opened.floor,
-        "opened": known.opened.at,
-        "last": known.last,
-        "turns": known.turns,
-        "answers": known.answers,
-        "delivered": known.delivered,
-        "sampled": known.sampled,
-        "reward": sum(known.rewards.values()) if known.rewards else None,
-        "ended": known.ended,
+        "problem": session.opened.problem,
+        "floor": session.opened.floor,
+        "opened": session.opened.at,
+        "last": session.last,
+        "turns": session.tree.counts.turns,
+        "answers": len(answers),
+        "delivered": sum(node.delivered for node in answers),
+        "sampled": sum(node.end - node.start for node in answers),
+        "reward": sum(rewards) if rewards else None,
+        "ended": session.ended.reason if session.ended else None,
     }
 
 

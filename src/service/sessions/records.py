@@ -1,15 +1,14 @@
-"""Records: all that happens to sessions, as values and as bytes.
+"""Records: all that happens to sessions, as values and as rows of a store.
 
-What a session is follows from its records alone, in order. A running service and one that reads a journal after a
-restart apply the same records by the same code, so that they come to the same sessions.
+What a session is follows from its records alone, in order. A running service and one that reads a store after a restart
+apply the same records by the same code, so that they come to the same sessions. When a session is forgotten its rows
+are removed.
 
-A record's bytes are a head in JSON, with its length before it, and then the columns of numbers that the head counts.
+A row has a head in JSON, and behind it the columns of numbers that the head counts.
 """
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -18,10 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from service.sessions.tree import SampledAnswer, TurnGiven
-from trireme.core.finite_json import to_json
+from service.store import Row
 from trireme.core.types import VersionSpan, WeightIdentity
 
-HEAD = struct.Struct("<I")
+FORMAT = "sessions 1"
+"""Names the rows of these records in a store."""
 
 
 @dataclass(frozen=True)
@@ -80,42 +80,25 @@ class SessionEnded:
     reason: str
 
 
-@dataclass(frozen=True)
-class SessionForgotten:
-    """A session is removed: its contents were taken over elsewhere, or are not wanted."""
-
-    session: str
-    at: float
+SessionRecord = SessionOpened | TurnAnswered | AnswersDelivered | RewardGiven | SessionEnded
+PLAIN = {kind.__name__: kind for kind in (SessionOpened, AnswersDelivered, RewardGiven, SessionEnded)}
 
 
-@dataclass(frozen=True)
-class RecordsLost:
-    """Marks the place in a journal where records may be missing, although clients may have been told of them."""
+def encode(record: SessionRecord) -> Row:
+    """Returns a record as a row of its session."""
+    if not isinstance(record, TurnAnswered):
+        return Row(record.session, {"kind": type(record).__name__, **asdict(record)})
+    columns: list[npt.NDArray[Any]] = [record.turn.prompt]
+    for answer in record.turn.answers:
+        columns += [answer.tokens, answer.logprobs]
+    return Row(record.session, _turn_head(record), b"".join(column.tobytes() for column in columns))
 
 
-SessionRecord = SessionOpened | TurnAnswered | AnswersDelivered | RewardGiven | SessionEnded | SessionForgotten
-PLAIN = {kind.__name__: kind for kind in (SessionOpened, AnswersDelivered, RewardGiven, SessionEnded, SessionForgotten)}
-
-
-def encode(record: SessionRecord) -> bytes:
-    """Returns the bytes of a record."""
-    columns: list[npt.NDArray[Any]] = []
-    if isinstance(record, TurnAnswered):
-        head, columns = _turn_head(record), [record.turn.prompt]
-        for answer in record.turn.answers:
-            columns += [answer.tokens, answer.logprobs]
-    else:
-        head = {"kind": type(record).__name__, **asdict(record)}
-    said = to_json(head).encode()
-    return b"".join([HEAD.pack(len(said)), said, *(column.tobytes() for column in columns)])
-
-
-def decode(payload: bytes) -> SessionRecord:
-    """Returns the record of what `encode` made."""
-    (length,) = HEAD.unpack_from(payload)
-    head = json.loads(payload[HEAD.size : HEAD.size + length])
+def decode(row: Row) -> SessionRecord:
+    """Returns the record of the row that `encode` made."""
+    head = dict(row.head)
     if (kind := head.pop("kind")) == TurnAnswered.__name__:
-        return _turn_of(head, _Columns(payload, HEAD.size + length))
+        return _turn_of(head, _Columns(row.columns))
     if "nodes" in head:
         head["nodes"] = tuple(head["nodes"])
     made: SessionRecord = PLAIN[kind](**head)
@@ -169,8 +152,9 @@ def _turn_of(head: Mapping[str, Any], columns: _Columns) -> TurnAnswered:
 class _Columns:
     """Reads columns one behind the other."""
 
-    def __init__(self, payload: bytes, place: int) -> None:
-        self._payload, self._place = payload, place
+    def __init__(self, payload: bytes) -> None:
+        self._payload = payload
+        self._place = 0
 
     def next(self, count: int, dtype: type[np.generic]) -> npt.NDArray[Any]:
         column = np.frombuffer(self._payload, dtype, count, self._place)

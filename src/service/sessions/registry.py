@@ -1,12 +1,12 @@
 """The verbs of sessions, for the front door, for environments and for an administrator.
 
-    open -> turn: place, sample, check, journal, apply -> delivered -> reward -> end -> export -> forget
+    open -> turn: place, sample, check, store, apply -> delivered -> reward -> end -> export -> forget
               |                    |
               | limit or age       | the caller is gone: the answer is kept for its retry
               v                    v
            SessionClosed        masked, unless a retry or a later message shows that the client has it
 
-Everything between two awaits is one step: the journal has a record before the tree has it, and the tree before a caller
+Everything between two awaits is one step: the store has a record before the tree has it, and the tree before a caller
 sees it. A turn is sampled in a task of its own, which a caller that goes away does not cancel: clients that lose their
 connection ask again, and mean the same answer.
 """
@@ -17,43 +17,30 @@ import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from service.answering import AnsweredTurn, OnPart, PlacedTurn, TurnAnswering
 from service.asked import USUAL, TurnRequest
 from service.sessions.ages import too_old
 from service.sessions.history import RunHistory
-from service.sessions.journal import Replayed
 from service.sessions.records import (
     AnswersDelivered,
     RewardGiven,
     SessionEnded,
-    SessionForgotten,
     SessionOpened,
     SessionRecord,
     TurnAnswered,
+    decode,
+    encode,
 )
-from service.sessions.session import AgentSession, SessionBook, SessionExport, SessionLimits
+from service.sessions.session import LOST, AgentSession, SessionBook, SessionExport, SessionLimits
 from service.sessions.tree import ROOT, Match, SampledAnswer
 from service.sessions.turns import SessionClosed, check_request, check_sample
+from service.store import Store
 from trireme.core.errors import BadInput, ProvenanceError
 from trireme.core.sampler import SampledPart
 from trireme.core.types import SamplingParams, VersionSpan
 
 DISTRIBUTION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-
-
-class RecordKeeper(Protocol):
-    """Keeps records beyond this process, as `SessionJournal` does."""
-
-    def replay(self) -> Replayed:
-        """Returns the records that are there."""
-
-    def append(self, record: SessionRecord) -> None:
-        """Keeps a record. Raises StorageFailed."""
-
-    def close(self) -> None:
-        """Is called once, at the end."""
 
 
 @dataclass(eq=False)
@@ -69,37 +56,45 @@ class _Running:
 class SessionRegistry:
     """All sessions of one service. `sampling`: how all answers are sampled. `clock`: seconds that continue over a
     restart. `max_steps_off_policy`: the bound on the age of tokens (None: nothing is trained). `history`: that of the
-    run's weights (None: nothing is ever given up)."""
+    run's weights (None: nothing is ever given up). `store`: None: no session outlives this process."""
 
     def __init__(
         self,
         turns: TurnAnswering,
-        journal: RecordKeeper,
+        store: Store | None,
         limits: SessionLimits,
         sampling: SamplingParams,
         clock: Callable[[], float],
         max_steps_off_policy: int | None = None,
         history: RunHistory | None = None,
     ) -> None:
-        self._turns, self._journal, self._limits = turns, journal, limits
+        self._turns, self._store, self._limits = turns, store, limits
         self._sampling, self._clock, self._history = sampling, clock, history or RunHistory()
         self._max_steps_off_policy = max_steps_off_policy
         self.book = SessionBook()
         self._running: dict[str, list[_Running]] = {}
 
     def restore(self) -> int:
-        """Continues the sessions of the journal; called once, before any other verb. Returns how many there are. Raises
-        StorageFailed."""
-        for record in self._journal.replay():
-            self.book.apply(record)
+        """Opens the store and continues its sessions; called once, before any other verb. Returns how many there are.
+        Raises StorageFailed."""
+        if self._store is not None:
+            lost = self._store.open()
+            for row in self._store.rows():
+                self.book.apply(decode(row))
+            if lost:
+                with self._store.transaction():
+                    for session in self.book.sessions.values():
+                        self._end(session, LOST)
+                    self._store.note_boot()
         self._end_given_up()
         return len(self.book.sessions)
 
     async def close(self) -> None:
-        """Cancels the turns that are being sampled, and closes the journal. Sessions stay as they are."""
+        """Cancels the turns that are being sampled, and closes the store. Sessions stay as they are."""
         for name in list(self._running):
             await self._cancel(name)
-        self._journal.close()
+        if self._store is not None:
+            self._store.close()
 
     # ---- verbs of those who own a session
 
@@ -142,7 +137,9 @@ class SessionRegistry:
         """Removes a session that has ended: its trajectory is kept elsewhere, or not wanted. Raises BadInput while it
         is open, and SessionClosed where there is no such session."""
         self._ended(session, "forgotten")
-        self._write(SessionForgotten(session, self._clock()))
+        if self._store is not None:
+            self._store.remove(session)
+        del self.book.sessions[session]
 
     async def sweep(self) -> list[str]:
         """Ends sessions whose agents are gone and those whose time is over; forgets those that ended long ago. Returns
@@ -187,7 +184,7 @@ class SessionRegistry:
 
     async def turn(self, session: str, request: TurnRequest, on_part: OnPart | None = None) -> AnsweredTurn:
         """Answers a request, and calls `on_part` meanwhile. Raises SessionClosed, RequestRefused, and what the sampler
-        and the journal raise."""
+        and the store raise."""
         known = self._known(session)
         known.heard = self._clock()
         check_request(request)
@@ -323,8 +320,9 @@ class SessionRegistry:
         return self.book.sessions[session]
 
     def _write(self, record: SessionRecord) -> tuple[int, ...]:
-        """Journals a record, and then applies it."""
-        self._journal.append(record)
+        """Stores a record, and then applies it."""
+        if self._store is not None:
+            self._store.append(encode(record))
         return self.book.apply(record)
 
     def _end(self, session: AgentSession, reason: str) -> None:

@@ -18,10 +18,8 @@ import numpy.typing as npt
 
 from service.sessions.records import (
     AnswersDelivered,
-    RecordsLost,
     RewardGiven,
     SessionEnded,
-    SessionForgotten,
     SessionOpened,
     SessionRecord,
     TurnAnswered,
@@ -30,7 +28,7 @@ from service.sessions.tree import ROOT, Match, SessionTree
 from trireme.core.staleness import deadline
 from trireme.core.types import StopReason, VersionSpan
 
-LOST = "journal: the machine was started again, or the journal was damaged, so that turns may be missing"
+LOST = "store: the machine was started again, so that turns may be missing"
 """Ends the sessions that were open where records may be missing."""
 
 
@@ -208,15 +206,9 @@ class SessionBook:
     def __init__(self) -> None:
         self.sessions: dict[str, AgentSession] = {}
 
-    def apply(self, record: SessionRecord | RecordsLost) -> tuple[int, ...]:
+    def apply(self, record: SessionRecord) -> tuple[int, ...]:
         """Takes the next record. Returns the nodes of the answers that it brings."""
-        if isinstance(record, RecordsLost):
-            for name, session in self.sessions.items():
-                session.ended = session.ended or SessionEnded(name, session.last, LOST)
-        elif isinstance(record, SessionOpened):
+        if isinstance(record, SessionOpened):
             self.sessions[record.session] = AgentSession(record, last=record.at)
-        elif isinstance(record, SessionForgotten):
-            del self.sessions[record.session]
-        else:
-            return self.sessions[record.session].apply(record)
-        return ()
+            return ()
+        return self.sessions[record.session].apply(record)

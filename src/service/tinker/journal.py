@@ -2,7 +2,7 @@
 
     journal/000003.log    frame | frame | frame | fra     the only file that counts; its last frame is torn
 
-Frames are those of the journal of sessions, and so is the rule when a record is written: it is handed to the operating
+A record is handed to the operating
 system by one `write`, and survives the death of this process, whatever killed it. It is not forced onto the disk at
 each request, which would cost milliseconds: only a file that is begun is. So a file names the boot of the machine
 that wrote it. Where the machine was started again since, the last records may be missing, which `replay` tells.
@@ -21,7 +21,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from service.sessions.journal import BOOT, framed, frames, is_interrupted, write_frame
+from service.store import BOOT
+from service.tinker.frames import framed, frames, is_interrupted, write_frame
 from service.tinker.records import Record, decode, encode
 from trireme.checkpoint.files import fsync_directory, make_directory, storage_errors
 from trireme.core.errors import StorageFailed

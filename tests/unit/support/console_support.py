@@ -1,4 +1,4 @@
-"""A run directory with all that the console shows: rows, a trace, STATUS, logs, rollouts, a journal of sessions.
+"""A run directory with all that the console shows: rows, a trace, STATUS, logs, rollouts, a store of sessions.
 
 Texts of the model try to be scripts. The tokenizer is that of the model that ships with the repository.
 """
@@ -15,16 +15,18 @@ from supervision_support import roster_of
 from trace_support import CONFIG, begin, counter, end, row, span, write_trace
 
 from service.console.reading import RunReader
-from service.sessions.journal import SessionJournal
 from service.sessions.records import (
+    FORMAT,
     AnswersDelivered,
     RewardGiven,
     SessionEnded,
     SessionOpened,
     SessionRecord,
     TurnAnswered,
+    encode,
 )
 from service.sessions.tree import ROOT, SampledAnswer, TurnGiven
+from service.store import Store
 from trireme.checkpoint.rows import ROLLOUTS
 from trireme.core.tokenizer import load_tokenizer
 from trireme.core.types import VersionSpan, WeightIdentity
@@ -146,14 +148,14 @@ def records_of(session: str) -> list[SessionRecord]:
     ]
 
 
-def write_sessions(directory: Path) -> SessionJournal:
-    """A journal with a session that is open and one that has ended, still open for more."""
-    journal = SessionJournal(directory, "boot")
-    journal.replay()
+def write_sessions(directory: Path) -> Store:
+    """A store with a session that is open and one that has ended, still open for more."""
+    store = Store(directory, FORMAT)
+    store.open()
     for each in (
         *records_of("open-one"),
         *records_of("ended-one"),
         SessionEnded("ended-one", 1005.0, "by its harness"),
     ):
-        journal.append(each)
-    return journal
+        store.append(encode(each))
+    return store

@@ -24,9 +24,10 @@ from service.guard import Limits
 from service.keys import ServiceKey, ServiceKeys
 from service.places import Places
 from service.ports import http_server
-from service.sessions.journal import SessionJournal
+from service.sessions.records import FORMAT
 from service.sessions.registry import SessionRegistry
 from service.sessions.session import SessionLimits
+from service.store import Store
 from trireme.core.sampler import OnProgress
 from trireme.core.stop_strings import cut
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, VersionSpan, WeightIdentity
@@ -124,9 +125,9 @@ def front_of(
     max_steps_off_policy: int | None = None,
     most: int = 8,
 ) -> Front:
-    """Opens the sessions of a journal."""
-    sampling, journal = SamplingParams(max_tokens=500), SessionJournal(directory)
-    registry = SessionRegistry(turns, journal, limits_of_sessions, sampling, time.time, max_steps_off_policy)
+    """Opens the sessions of a store."""
+    sampling, store = SamplingParams(max_tokens=500), Store(directory, FORMAT)
+    registry = SessionRegistry(turns, store, limits_of_sessions, sampling, time.time, max_steps_off_policy)
     registry.restore()
 
     async def floor() -> WeightIdentity:
@@ -145,7 +146,7 @@ async def served(
     run: RunReader | None = None,
     **options: Any,
 ) -> AsyncIterator[Served]:
-    """Serves a Qwen3-like model that says `texts`. `sessions`: the directory of the journal of sessions; None: another
+    """Serves a Qwen3-like model that says `texts`. `sessions`: the directory of the store of sessions; None: another
     one each time. `options`: those of `front_of`."""
     tokenizer = bpe(QWEN3)
     sampler = ScriptedSampler(*texts, tokenizer=tokenizer)

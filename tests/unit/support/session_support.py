@@ -15,9 +15,10 @@ import numpy.typing as npt
 from service.answering import TurnAnswering
 from service.asked import ServedModels, TurnRequest
 from service.places import Places
-from service.sessions.journal import SessionJournal
+from service.sessions.records import FORMAT
 from service.sessions.registry import SessionRegistry
 from service.sessions.session import SessionLimits
+from service.store import Store
 from trireme.core.sampler import OnProgress
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, VersionSpan, WeightIdentity
 from trireme.renderers import Message, Renderer, ToolSpec, TrainOn
@@ -26,6 +27,8 @@ END = 1
 SAMPLED = 1 << 16
 """Added to the token of a letter that was sampled."""
 LIMITS = SessionLimits(turns=100, tokens=100_000, seconds=1000.0, idle_s=100.0, kept_s=500.0)
+STORES: dict[Path, Store] = {}
+"""The stores that registries hold."""
 LOOK: ToolSpec = {"name": "look", "description": "Looks.", "parameters": {"type": "object", "properties": {}}}
 
 
@@ -159,12 +162,14 @@ def registry(
     max_seq_len: int = 4096,
     boot: str = "boot",
 ) -> SessionRegistry:
-    """Returns a registry that has read its journal."""
+    """Returns a registry that has read its store. The one before it in the directory counts as dead."""
+    if dead := STORES.pop(directory, None):
+        dead.close()
+    STORES[directory] = store = Store(directory, FORMAT, boot)
     models = ServedModels(("policy",), max_seq_len, 1 << 31)
     places = Places(1000, 1000, 1000.0)
     turns = TurnAnswering(sampler or ScriptedSampler(), models, LetterTokens(), renderer or Letters(), places)
-    journal, sampling = SessionJournal(directory, boot), SamplingParams()
-    made = SessionRegistry(turns, journal, limits, sampling, clock or Hand(), max_steps_off_policy)
+    made = SessionRegistry(turns, store, limits, SamplingParams(), clock or Hand(), max_steps_off_policy)
     made.restore()
     return made
 

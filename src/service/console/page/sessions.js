@@ -1,15 +1,14 @@
 "use strict";
-// The tab Sessions: those of the journal, the tree of one, and the tokens up to a node.
+// The tab Sessions: those that were not forgotten, the tree of one, and the tokens up to a node.
 
 let shownSession = null, drawnTree = "";
 
 async function showSessions() {
-  const {sessions, others, unread} = await ask("sessions");
+  const {sessions, others} = await ask("sessions");
   const list = element("session-names");
   element("sessions-note").textContent = [
-    sessions.length ? `${sessions.length + others} sessions, the newest first.` : "The journal has no session.",
+    sessions.length ? `${sessions.length + others} sessions, the newest first.` : "There is no session.",
     others ? ` ${others} older ones are not listed.` : "",
-    unread ? ` ${unread} bytes of the journal are still to be read.` : "",
   ].join("");
   const now = JSON.stringify(sessions);
   if (list.dataset.now !== now) {
@@ -44,7 +43,6 @@ async function showTree() {
     `Session ${told.session}, floor ${told.floor}, ${told.ended === null ? "open" : `ended: ${told.ended}`}.`,
     ` Turns ${counts.turns}, answers ${counts.answers}, conversations ${counts.roots}, forks ${counts.forks}, tokenised anew ${counts.retokenised}.`,
     told.nodes_left_out ? ` ${told.nodes_left_out} nodes are not shown.` : "",
-    told.records_left_out ? ` It is too long: its last ${told.records_left_out} records are not shown.` : "",
   ].join("");
   drawTree(told.nodes, name);
 }

@@ -225,7 +225,7 @@ class TestRestarts:
         await ask(before, asked(FIRST))
         for boot in ("another", "another"):
             after = registry(tmp_path, boot=boot)
-            with pytest.raises(SessionClosed, match="journal: the machine was started again"):
+            with pytest.raises(SessionClosed, match="store: the machine was started again"):
                 await after.turn("s", asked(FIRST))
         assert len(after.export("s").turns) == 1
 

@@ -13,7 +13,8 @@ import pytest
 from service_support import VERSION, Served, served
 from session_agents import QUESTION, ask, bearer, exported, of, opened, refused, sampled, trained
 
-from service.sessions.records import SessionRecord, TurnAnswered
+from service.sessions.records import TurnAnswered
+from service.store import Row, Store
 from trireme.core.errors import StorageFailed
 
 TEXT = "Let me think about it: the number was 4."
@@ -99,15 +100,14 @@ async def test_a_turn_that_cannot_be_stored_ends_its_stream_with_an_error(
 ) -> None:
     async with served(TEXT) as service:
         session = await opened(service)
-        journal = service.front.registry._journal
-        append = journal.append
+        append = Store.append
 
-        def full(record: SessionRecord) -> None:
-            if isinstance(record, TurnAnswered):
+        def full(store: Store, row: Row) -> None:
+            if row.head["kind"] == TurnAnswered.__name__:
                 raise StorageFailed("no space is left")
-            append(record)
+            append(store, row)
 
-        monkeypatch.setattr(journal, "append", full)
+        monkeypatch.setattr(Store, "append", full)
         headers = {**bearer(session["key"]), "anthropic-version": "2023-06-01"}
         body = {"model": "policy", "stream": True, **BODIES[path]}
         async with httpx.AsyncClient(base_url=service.url, headers=headers) as client:

@@ -1,0 +1,54 @@
+"""What the console shows of sessions that another process stores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from console_support import write_sessions
+
+from service.asked import RequestRefused
+from service.console import sessions
+from service.console.sessions import RunSessions, StoredSessions
+from service.sessions.records import FORMAT, decode
+from service.sessions.session import LOST, SessionBook
+from service.store import Store
+
+
+@pytest.fixture(autouse=True)
+def each_change_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "REST", 0.0)
+
+
+def test_stored_sessions_are_shown_as_the_service_shows_its_own(tmp_path: Path) -> None:
+    store, book = write_sessions(tmp_path), SessionBook()
+    for row in store.rows():
+        book.apply(decode(row))
+    beside, inside = RunSessions(StoredSessions(tmp_path)), RunSessions(lambda: book)
+    assert beside.listing() == inside.listing()
+    assert len(beside.listing()["sessions"]) == 2
+    for name in book.sessions:
+        assert beside.tree(name) == inside.tree(name)
+        assert beside.tokens(name, 4, 0, None) == inside.tokens(name, 4, 0, None)
+    store.close()
+    assert beside.listing() == inside.listing()
+
+
+def test_a_forgotten_session_is_gone(tmp_path: Path) -> None:
+    store, shown = write_sessions(tmp_path), RunSessions(StoredSessions(tmp_path))
+    assert len(shown.listing()["sessions"]) == 2
+    store.remove("ended-one")
+    assert [each["session"] for each in shown.listing()["sessions"]] == ["open-one"]
+    with pytest.raises(RequestRefused, match="ended-one"):
+        shown.tree("ended-one")
+    store.close()
+
+
+def test_sessions_of_a_machine_that_was_started_again_have_ended(tmp_path: Path) -> None:
+    write_sessions(tmp_path).close()
+    store = Store(tmp_path, FORMAT, "another boot")
+    assert store.open()
+    store.note_boot()
+    store.close()
+    listed = {each["session"]: each["ended"] for each in RunSessions(StoredSessions(tmp_path)).listing()["sessions"]}
+    assert listed == {"open-one": LOST, "ended-one": "by its harness"}
