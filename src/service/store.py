@@ -132,6 +132,18 @@ class Store:
                 (row.owner, _checksum(head, row.columns), head, row.columns),
             )
 
+    def put(self, row: Row) -> None:
+        """Replaces the row of an owner, which has one at most, at its place in the order, or adds it behind all others.
+        Raises StorageFailed; the store is then as before."""
+        with _store_errors(self.path):
+            head = to_json(row.head)
+            changed = self._opened_base().execute(
+                "UPDATE rows SET checksum = ?, head = ?, columns = ? WHERE owner = ?",
+                (_checksum(head, row.columns), head, row.columns, row.owner),
+            )
+            if not changed.rowcount:
+                self.append(row)
+
     def remove(self, owner: str) -> None:
         """Removes all rows of an owner. Raises StorageFailed; the store is then as before."""
         with _store_errors(self.path):

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from run_support import Running, marked_processes, wait_until_gone
 
+from service.store import read_copy
+from service.tinker.rows import FORMAT
 from trireme.core.errors import EXIT_INTERRUPTED
 
 LIMIT_S = 240.0
@@ -58,9 +60,10 @@ class Server:
 
     @property
     def accepted(self) -> int:
-        """How many requests to train are in the journal, which is written before the client is told."""
-        (journal,) = self.directory.glob("**/journal/*.log")
-        return journal.read_bytes().count(b"TrainingAsked")
+        """How many requests to train are in the store, which is written before the client is told."""
+        (file,) = self.directory.glob("**/store/store.sqlite")
+        rows, _ = read_copy(file.parent, FORMAT)
+        return sum(":train:" in row.owner and row.head["kind"] == "promise" for row in rows)
 
     def kill_all(self) -> None:
         """Kills the server and all that it has started, as the end of a job does."""

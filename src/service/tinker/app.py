@@ -116,7 +116,7 @@ class TinkerRoutes:
         size = self._server.offer.served.max_len
         models = [
             {"model_name": name, "max_context_length": size, "trainable": True, "sampleable": True}
-            for name in self._server.listed
+            for name in self._server.offer.listed
         ]
         return JsonReply({"supported_models": models})
 
@@ -124,14 +124,14 @@ class TinkerRoutes:
         """Begins a session."""
         said = body.model_dump(include={"user_metadata", "display_name", "project_id"})
         session_id = self._server.begin_session(caller.owner, {**said, "created_s": time.time()})
-        told = {"info_message": self._server.told}
+        told = {"info_message": self._server.offer.told}
         if not _tried(body.sdk_version):
             oldest, newest = (".".join(map(str, version)) for version in (OLDEST, NEWEST))
             told["warning_message"] = f"this server was tested with tinker {oldest} to {newest}, not {body.sdk_version}"
         return JsonReply({"session_id": session_id, **told})
 
     async def beat(self, caller: Asking, body: BeatBody) -> JsonReply:
-        """Notes that a client is there. One that the journal does not know is told that its session is over."""
+        """Notes that a client is there. One that the store does not know is told that its session is over."""
         try:
             self._own(caller).session(body.session_id)
             self._state.beat(body.session_id, self._server.now())
@@ -167,7 +167,7 @@ class TinkerRoutes:
 
     async def info(self, caller: Asking, body: ModelBody) -> JsonReply:
         """Describes a model."""
-        model, name = self._own(caller).model(body.model_id), self._server.base_model
+        model, name = self._own(caller).model(body.model_id), self._server.offer.base_model
         data = {"model_name": name, "tokenizer_id": self._server.offer.tokenizer_id}
         lora = lora_of(self._server.catalog.run(model.model_id)) if model.next_seq else {}
         return JsonReply({"model_id": model.model_id, "model_name": name, "model_data": data, **lora})
@@ -210,8 +210,8 @@ class TinkerRoutes:
     async def create_sampler(self, caller: Asking, body: SamplerBody) -> JsonReply:
         """Begins a sampling session."""
         self._own(caller).session(body.session_id)
-        if body.model_path is None and not self._server.serves(body.base_model):
-            names = " or ".join(self._server.listed)
+        if body.model_path is None and not self._server.offer.serves(body.base_model):
+            names = " or ".join(self._server.offer.listed)
             raise RequestRefused(f"base_model = {body.base_model!r}; expected {names}", param="base_model")
         asked = (body.session_id, body.sampling_session_seq_id, body.model_path, caller)
         return JsonReply({"sampling_session_id": self._server.create_sampler(*asked)})
@@ -220,7 +220,7 @@ class TinkerRoutes:
         """Describes a sampling session."""
         sampler = self._own(caller).sampler(sampler_id)
         path = {"model_path": sampler.target} if sampler.target.startswith("tinker://") else {}
-        return JsonReply({"sampler_id": sampler_id, "base_model": self._server.base_model, **path})
+        return JsonReply({"sampler_id": sampler_id, "base_model": self._server.offer.base_model, **path})
 
     async def join(self, caller: Asking, body: SamplerIdBody) -> JsonReply:
         """Gives a clone of a sampler a number of its own."""
@@ -231,7 +231,7 @@ class TinkerRoutes:
         """Accepts a request for samples."""
         self._own(caller).sampler(body.sampling_session_id)
         prompt = ModelInput(body.tokens())
-        params = body.params(self._server.room(prompt, body.sampling_params.stop_ids()))
+        params = body.params(self._server.offer.room(prompt, body.sampling_params.stop_ids()))
         work = SampleWork(prompt, body.num_samples, params, bool(body.prompt_logprobs), body.topk_prompt_logprobs)
         promise = self._server.sample(body.sampling_session_id, body.seq_id, work)
         names = [f"{promise.request_id}/{number}" for number in range(body.num_samples)]

@@ -13,8 +13,9 @@ from fastapi import Depends, Request
 
 from service.guard import KEY
 from service.keys import ServiceKey
+from service.tinker.clients import ClientModel, ClientSampler, ClientSession
 from service.tinker.owners import UNKNOWN, Caller
-from service.tinker.promises import ClientModel, ClientSampler, ClientSession, Promise, UnknownId
+from service.tinker.promises import Promise, UnknownId
 from service.tinker.state import ProtocolState
 
 

@@ -1,4 +1,4 @@
-"""The directories in which a server saves models for itself. One of each model counts: that which the journal names."""
+"""The directories in which a server saves models for itself. One of each model counts: that which the store names."""
 
 from __future__ import annotations
 

@@ -8,11 +8,10 @@ available to samplers. What the client was told stays as it was told.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from service.tinker.asked import Creation, Loading, Saving, Update, Work
 from service.tinker.codec import ForwardBackwardCall
-from service.tinker.promises import Failure, Outcome
 
 
 @dataclass(frozen=True)
@@ -25,43 +24,42 @@ class Step:
     """Why it failed; "": it did not."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class ModelHistory:
     """The steps of one model."""
 
     place: str = ""
     """The directory of its newest commit; "": none."""
-    steps: list[Step] = field(default_factory=list)
+    steps: tuple[Step, ...] = ()
     """All since then up to the newest update."""
-    batch: list[Step] = field(default_factory=list)
+    batch: tuple[Step, ...] = ()
     """The passes since that, whose gradients are held."""
     began_s: float | None = None
     """When the first of the steps was done, in seconds of the server's clock."""
 
-    def note(self, seq: int, work: Work, outcome: Outcome, now: float) -> None:
-        """Notes that request `seq` was done."""
-        error = outcome.error if isinstance(outcome, Failure) else ""
-        step = Step(seq, work, error)
-        match work:
-            case ForwardBackwardCall() if not work.forward_only:
-                self.batch.append(step)
+    def noted(self, step: Step, now: float) -> ModelHistory:
+        """Returns the history once a request was done, which may be no step."""
+        steps = self.steps
+        batch = self.batch
+        match step.work:
+            case ForwardBackwardCall() if not step.work.forward_only:
+                batch += (step,)
             case Update():
-                if not error:
-                    self.steps += [*self.batch, step]
-                self.batch = []  # an update that failed has dropped all gradients
-            case Creation() | Loading() if not error:
-                self.steps.append(step)
-                self.batch = []
-            case Saving(kind="snapshot" | "inflight") if not error:
-                self.steps.append(step)
+                if not step.error:
+                    steps += (*batch, step)
+                batch = ()  # an update that failed has dropped all gradients
+            case Creation() | Loading() if not step.error:
+                steps += (step,)
+                batch = ()
+            case Saving(kind="snapshot" | "inflight") if not step.error:
+                steps += (step,)
             case _:
-                return
-        if self.began_s is None:
-            self.began_s = now
+                return self
+        return replace(self, steps=steps, batch=batch, began_s=now if self.began_s is None else self.began_s)
 
-    def committed(self, place: str) -> None:
-        """Notes that a commit in the directory `place` has all steps."""
-        self.place, self.steps, self.began_s = place, [], None
+    def committed(self, place: str) -> ModelHistory:
+        """Returns the history once a commit in the directory `place` has all steps."""
+        return replace(self, place=place, steps=(), began_s=None)
 
     def is_due(self, now: float, every_s: float) -> bool:
         """Tells whether the model is to be committed now: work of `every_s` seconds would be lost, or the state that it
@@ -80,3 +78,8 @@ class ModelHistory:
         """Yields all steps, in the order in which they are to be done again."""
         yield from self.steps
         yield from self.batch
+
+    @property
+    def numbers(self) -> set[int]:
+        """The numbers of all steps."""
+        return {step.seq for step in self.kept()}

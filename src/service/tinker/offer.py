@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from service.asked import ServedModels
+from service.tinker.promises import UserError
 from trireme.config.service import TinkerConfig
 from trireme.config.trainer import LoraConfig
+from trireme.core.datum import ModelInput
 
 
 @dataclass(frozen=True)
@@ -29,3 +32,38 @@ class TinkerOffer:
     def kept(self) -> int:
         """The number of sets of weights that are kept for samplers beside the base's and those in use."""
         return max(self.options.snapshots, self.slots)
+
+    @property
+    def base_model(self) -> str:
+        """The name of the model that it serves."""
+        return self.served.names[0]
+
+    @property
+    def listed(self) -> tuple[str, ...]:
+        """The names that clients are told when they ask for all models."""
+        return (self.base_model, *self.options.names)
+
+    @property
+    def told(self) -> str:
+        """A sentence for clients whose session begins."""
+        if (lora := self.lora) is None:
+            return "this server trains whole models: lora_config has no effect"
+        without = "" if "lm_head" in lora.target_modules else "; train_unembed has no effect"
+        return f"this server trains adapters up to rank {lora.rank} for {', '.join(lora.target_modules)}{without}"
+
+    def serves(self, base_model: str | None) -> bool:
+        """Tells whether `base_model` is a name of that model."""
+        return base_model in self.served.names
+
+    def room(self, prompt: ModelInput, stop: Sequence[int]) -> int:
+        """Returns how many tokens may follow a prompt. Raises UserError for one that the model cannot read, and for ids
+        in `stop` that it cannot sample."""
+        served, tokens = self.served, prompt.tokens
+        vocabulary, most = served.vocab_size, served.max_len
+        if not len(tokens) or tokens.max() >= vocabulary:
+            raise UserError(f"a prompt of {len(tokens)} tokens; expected at least one, all below {vocabulary}")
+        if unknown := [token for token in stop if token >= vocabulary]:
+            raise UserError(f"stop = {unknown[0]}; expected ids below {vocabulary}, the model's vocabulary")
+        if len(tokens) >= most:
+            raise UserError(f"a prompt of {len(tokens)} tokens; expected less than {most}, the context of the model")
+        return most - len(tokens)

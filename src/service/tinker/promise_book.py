@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from service.asked import count_of
-from service.tinker.promises import (
-    ClientModel,
-    ClientSampler,
-    ClientSession,
-    GoneError,
-    Outcome,
-    Promise,
-    RetiredNumbers,
-    UnknownId,
-)
-from service.tinker.records import OutcomeKnown, Record, RoomsLost, SessionBegun, SessionTold
+from service.tinker.clients import ClientModel, ClientSampler, ClientSession, with_numbers
+from service.tinker.promises import GoneError, Outcome, Promise, UnknownId
+from service.tinker.rows import Change, promise_row, sampler_row, session_row, work_key, work_row
 from trireme.core.errors import StorageFailed
 
 KEPT_S = 600.0
@@ -35,13 +27,11 @@ log = logging.getLogger(__name__)
 class PromiseBook:
     """All sessions, all promises that are kept, and the numbers of those that are not any more."""
 
+    write: Callable[[Sequence[Change]], None] = lambda changes: None
+    """Makes changes durable before they are made here. Raises StorageFailed; then nothing is done."""
     sessions: dict[str, ClientSession] = field(default_factory=dict)
     models: dict[str, ClientModel] = field(default_factory=dict)
     samplers: dict[str, ClientSampler] = field(default_factory=dict)
-    losses: Counter[str] = field(default_factory=Counter)
-    """How often rooms were lost while they worked on a request without an outcome."""
-    write: Callable[[Record], None] = lambda record: None
-    """Takes each record before what it says is done. Raises StorageFailed; then nothing is done."""
     _promises: dict[str, Promise] = field(default_factory=dict)
     _settled: list[Promise] = field(default_factory=list)
 
@@ -51,15 +41,17 @@ class PromiseBook:
         self, session_id: str, now: float, owner: str = "", metadata: Mapping[str, Any] | None = None
     ) -> None:
         """Begins a session of the key `owner`."""
-        self.write(SessionBegun(session_id, owner, metadata or {}))
-        self.sessions[session_id] = ClientSession(session_id, now, owner, metadata or {})
+        session = ClientSession(session_id, now, owner, metadata or {})
+        self.write([session_row(session)])
+        self.sessions[session_id] = session
 
     def tell(self, session_id: str, told: Mapping[str, Any]) -> None:
         """Notes more of what a client says of its session. Raises UnknownId."""
         if (session := self.sessions.get(session_id)) is None:
             raise UnknownId(f"the session {session_id!r}")
-        self.write(SessionTold(session_id, told))
-        session.metadata = {**session.metadata, **told}
+        metadata = {**session.metadata, **told}
+        self.write([session_row(replace(session, metadata=metadata))])
+        session.metadata = metadata
 
     def session(self, session_id: str) -> ClientSession:
         """Returns a session that has not ended. Raises UnknownId, GoneError."""
@@ -80,55 +72,82 @@ class PromiseBook:
 
     # ---- promises
 
-    def retire(self, promise: Promise) -> None:
-        """Forgets a promise that has its outcome. Its number is kept, so that it is never done again."""
-        promise.forget()
-        del self._promises[promise.request_id]
-        retired, number = self._retired(promise.owner_id, promise.number)
-        retired.add(number)
+    def _accept(self, promise: Promise, *more: Change) -> Promise:
+        """Keeps a new promise. `more`: what is committed together with it."""
+        work = [] if promise.outcome else [work_row(promise)]
+        self.write([*more, promise_row(promise), *work])
+        self._promises[promise.request_id] = promise
+        if promise.outcome:
+            self._settled.append(promise)
+        return promise
 
-    def _retired(self, owner_id: str, seq: int) -> tuple[RetiredNumbers, int]:
-        """Returns the numbers that are retired of a model, or of a sampler's clone, and that of request `seq` there."""
+    def retire(self, promises: Sequence[Promise]) -> None:
+        """Forgets promises that have their outcomes; their numbers are kept, so that they are never done again. Where
+        the store has no room for that, nothing is forgotten."""
+        if not promises:
+            return
+        numbers: dict[str, list[int]] = defaultdict(list)
+        for promise in promises:
+            if promise.is_sample:
+                numbers[promise.owner_id].append(promise.number)
+        retired = {each: with_numbers(self.samplers[each].retired, numbers[each]) for each in numbers}
+        samplers = [sampler_row(replace(self.samplers[each], retired=retired[each])) for each in retired]
+        try:
+            self.write([*samplers, *(promise.request_id for promise in promises)])
+        except StorageFailed:
+            log.exception("%d outcomes that were given could not be removed", len(promises))
+            return
+        for promise in promises:
+            promise.outcome = None
+            promise.forgotten = True
+            del self._promises[promise.request_id]
+        for sampler_id in retired:
+            sampler = self.samplers[sampler_id]
+            sampler.retired = retired[sampler_id]
+            for number in numbers[sampler_id]:
+                del sampler.answers[number]
+
+    def _is_retired(self, owner_id: str, seq: int) -> bool:
+        """Tells whether request `seq` of a model or a sampler was done, where no promise of it is kept."""
         if model := self.models.get(owner_id):
-            return model.retired, seq
-        return self.samplers[owner_id].clone(seq // CLONE).retired, seq % CLONE
+            return seq < max(model.next_seq, 1)
+        return any(first <= seq <= last for first, last in self.samplers[owner_id].retired)
 
     def promises(self) -> list[Promise]:
         """Returns all promises that are kept, in the order in which they were made."""
         return list(self._promises.values())
 
-    def unsettled(self, request_id: str) -> Promise | None:
-        """Returns the promise of this id, if it is there and has no outcome yet."""
-        promise = self._promises.get(request_id)
-        return promise if promise and promise.outcome is None else None
-
-    def make_promise(self, request_id: str, session_id: str, work: object, outcome: Outcome | None = None) -> Promise:
-        """Makes a promise, for requests and for records of them."""
-        promise = self._promises[request_id] = Promise(request_id, session_id, work, outcome)
-        return promise
-
     def _known(self, owner_id: str, seq: int) -> Promise | None:
         """Returns the promise of a request that was accepted before. One that is retired has a forgotten one."""
-        retired, number = self._retired(owner_id, seq)
         request_id = f"{owner_id}/{seq}"
-        return Promise(request_id, "", None, forgotten=True) if number in retired else self._promises.get(request_id)
+        if promise := self._promises.get(request_id):
+            return promise
+        return Promise(request_id, "", None, forgotten=True) if self._is_retired(owner_id, seq) else None
 
     def settle(self, promise: Promise, outcome: Outcome) -> None:
         """Gives a promise its outcome."""
-        self.write(OutcomeKnown(promise.request_id, outcome))
-        promise.outcome, promise.work = outcome, None
-        self.losses.pop(promise.request_id, None)
+        sampler = self.samplers.get(promise.owner_id)
+        place = sampler.done if sampler else 0
+        self.write([promise_row(replace(promise, outcome=outcome, place=place)), work_key(promise.request_id)])
+        promise.place = place
+        if sampler:
+            sampler.answers[promise.number] = promise
+        self._has_outcome(promise, outcome)
+
+    def _has_outcome(self, promise: Promise, outcome: Outcome) -> None:
+        promise.outcome = outcome
+        promise.work = None
         self._settled.append(promise)
 
     def lose(self, promise: Promise) -> int:
-        """Notes that rooms were lost while they worked on a promise; returns how often they were. Where the journal
-        has no room for it, this server alone knows it."""
-        self.losses[promise.request_id] += 1
+        """Notes that rooms were lost while they worked on a promise; returns how often they were. Where the store has
+        no room for it, this server alone knows it."""
+        promise.losses += 1
         try:
-            self.write(RoomsLost(promise.request_id))
+            self.write([promise_row(promise)])
         except StorageFailed:
-            log.exception("the loss of rooms under %s is not in the journal", promise.request_id)
-        return self.losses[promise.request_id]
+            log.exception("the loss of rooms under %s is not in the store", promise.request_id)
+        return promise.losses
 
     def take_settled(self) -> list[Promise]:
         """Returns the promises that got their outcome since the last call."""
@@ -141,13 +160,15 @@ class PromiseBook:
             return promise
         owner_id, _, digits = request_id.rpartition("/")
         seq = count_of(digits)
-        if (owner_id in self.models or owner_id in self.samplers) and seq is not None:
-            retired, number = self._retired(owner_id, seq)
-            if number in retired:
-                raise GoneError(
-                    f"the result of {request_id!r} was given more than {KEPT_S:g} s ago, or not asked for in "
-                    f"{UNASKED_S:g} s, and is forgotten"
-                )
+        if (
+            seq is not None
+            and (owner_id in self.models or owner_id in self.samplers)
+            and self._is_retired(owner_id, seq)
+        ):
+            raise GoneError(
+                f"the result of {request_id!r} was given more than {KEPT_S:g} s ago, or not asked for in "
+                f"{UNASKED_S:g} s, and is forgotten"
+            )
         raise UnknownId(f"the request {request_id!r}; expected one that was accepted here")
 
     def give(self, promise: Promise, now: float) -> Outcome | None:

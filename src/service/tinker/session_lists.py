@@ -12,8 +12,8 @@ from starlette.responses import Response
 from service.errors import JsonReply
 from service.tinker.bodies import FinishBody, ProjectBody, SearchBody, Seq, StatusBody
 from service.tinker.callers import Asking, OwnThings
+from service.tinker.clients import ClientSession
 from service.tinker.owners import Caller
-from service.tinker.promises import ClientSession
 from service.tinker.serving import TinkerServer
 
 SESSIONS = "/api/v1/sessions"

@@ -9,35 +9,31 @@ seconds. HEIR_S seconds are enough if the next one has the same owner, and eithe
 has the place (it is the same program, started again), or that model has done nothing yet. An adapter whose session has
 places already is refused after PLACE_S: its client may wait for itself.
 
-All that changes is first told to `write`, as records (`service.tinker.records`), from which the same state can be made
-again (`service.tinker.replaying`). What is not written is when outcomes were given: that only lets them be forgotten.
+All that changes is first given to `write`, as rows (`service.tinker.rows`) that are committed at once. `load` makes the
+same state from them. What is not written is when outcomes were given: that only lets them be forgotten.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field, replace
 
+from service.store import Row
+from service.tinker.clients import ClientModel, ClientSampler, Position
+from service.tinker.history import ModelHistory, Step
 from service.tinker.promise_book import CLONE, KEPT_S, UNASKED_S, PromiseBook
-from service.tinker.promises import (
-    ClientModel,
-    ClientSampler,
-    Failure,
-    Outcome,
-    Position,
-    Promise,
-    UnknownId,
-    UserError,
-)
-from service.tinker.records import (
-    CloneJoined,
-    ModelAsked,
-    ModelOver,
-    SampleAsked,
-    SamplerBegun,
-    SessionOver,
-    TrainingAsked,
+from service.tinker.promises import Failure, Outcome, Promise, UnknownId, UserError
+from service.tinker.rows import (
+    Change,
+    contents,
+    model_row,
+    promise_row,
+    sampler_row,
+    session_row,
+    step_key,
+    step_row,
+    work_key,
 )
 from service.tinker.shares import TokenShares
 from service.tinker.turns import SampleTurns
@@ -81,6 +77,23 @@ class ProtocolState(PromiseBook):
     def __post_init__(self) -> None:
         self.turns = self.make_turns()
 
+    def load(self, rows: Iterable[Row], now: float) -> None:
+        """Has all that is in `rows`, at the time `now`. Raises StorageFailed."""
+        found = contents(rows, now)
+        self.sessions = found.sessions
+        self.models = found.models
+        self.samplers = found.samplers
+        self._promises = found.promises
+        for model in self.models.values():
+            if creation := model.waiting.get(0):
+                model.origin = self.origin(creation.work)
+            if model.ended:  # what the trainer worked on then was not finished
+                for promise in list(model.waiting.values()):
+                    self.settle(promise, model.refusal)
+                model.waiting.clear()
+        self.take_settled()
+        self.line_up()
+
     # ---- sessions
 
     def finish(self, session_id: str, now: float) -> None:
@@ -88,10 +101,10 @@ class ProtocolState(PromiseBook):
         if (session := self.sessions.get(session_id)) is None:
             raise UnknownId(f"the session {session_id!r}")
         if session.ended_s is None:
-            self.write(SessionOver(session_id))
-            session.ended_s = now
             for model_id in session.models:
                 self._end(self.models[model_id], "its session has ended")
+            self.write([session_row(replace(session, ended_s=now))])
+            session.ended_s = now
 
     def expire(self, now: float) -> None:
         """Ends the sessions that are silent for too long, and a model one of whose requests does not come; forgets
@@ -103,13 +116,15 @@ class ProtocolState(PromiseBook):
         self._end_stuck(now)
         if self.adapters:
             self._end_beyond(now)
+        over = []
         for promise in [each for each in self._promises.values() if each.outcome]:
             ended_s = self.sessions[promise.session_id].ended_s
             if promise.settled_s is None:
                 promise.settled_s = now
             given_s = ended_s if promise.given_s is None else promise.given_s
             if now - promise.settled_s > UNASKED_S or (given_s is not None and now - given_s > KEPT_S):
-                self.retire(promise)
+                over.append(promise)
+        self.retire(over)
 
     def _end_continued(self, now: float) -> None:
         for heir in list(self._line):
@@ -163,10 +178,16 @@ class ProtocolState(PromiseBook):
         """Ends a model. What the trainer works on is finished."""
         if model.ended:
             return
-        self.write(ModelOver(model.model_id, why))
+        ended = replace(model, ended=why, history=ModelHistory())
+        refused = [each for each in model.waiting.values() if each is not self.running]
+        rows = [model_row(ended), *self._removed_steps(model, model.history.numbers)]
+        for promise in refused:
+            rows += [promise_row(replace(promise, outcome=ended.refusal)), work_key(promise.request_id)]
+        self.write(rows)
         model.ended = why
-        for promise in [each for each in model.waiting.values() if each is not self.running]:
-            self.settle(promise, model.refusal)
+        model.history = ended.history
+        for promise in refused:
+            self._has_outcome(promise, ended.refusal)
         model.waiting = {seq: each for seq, each in model.waiting.items() if each is self.running}
         if model in self._line:
             self._line.remove(model)
@@ -174,6 +195,11 @@ class ProtocolState(PromiseBook):
             self.holders.remove(model)
         self.shares.forget(model.model_id)
         self._ended.append(model.model_id)
+
+    @staticmethod
+    def _removed_steps(model: ClientModel, numbers: Iterable[int]) -> list[Change]:
+        requests = [f"{model.model_id}/{number}" for number in numbers]
+        return [key(request_id) for request_id in requests for key in (work_key, step_key)]
 
     def take_ended(self) -> list[str]:
         """Returns the models that have ended since the last call."""
@@ -204,11 +230,12 @@ class ProtocolState(PromiseBook):
         session, model_id = self.session(session_id), f"{session_id}:train:{model_seq}"
         if model_id in self.models and (known := self._known(model_id, 0)):
             return known
-        self.write(ModelAsked(session_id, model_seq, work))  # type: ignore[arg-type]  # work is not looked into here
-        model = self.models[model_id] = ClientModel(model_id, session_id, origin=self.origin(work))
+        model = ClientModel(model_id, session_id, origin=self.origin(work))
+        promise = self._accept(Promise(f"{model_id}/0", session_id, work), model_row(model))
+        self.models[model_id] = model
         session.models.append(model_id)
         self._line.append(model)
-        promise = model.waiting[0] = self.make_promise(f"{model_id}/0", session_id, work)
+        model.waiting[0] = promise
         return promise
 
     def model(self, model_id: str) -> ClientModel:
@@ -225,13 +252,12 @@ class ProtocolState(PromiseBook):
             raise UserError(f"seq_id = {seq_id}; expected 1 or more, as 0 is the creation of the model")
         if known := self._known(model_id, seq_id):
             return known
-        self.write(TrainingAsked(model_id, seq_id, work))  # type: ignore[arg-type]
-        promise = self.make_promise(f"{model_id}/{seq_id}", model.session_id, work)
+        promise = Promise(f"{model_id}/{seq_id}", model.session_id, work)
         if model.ended:
-            self.settle(promise, model.refusal)
+            self._accept(replace(promise, work=None, outcome=model.refusal))
         else:
-            model.waiting[seq_id] = promise
-        return promise
+            model.waiting[seq_id] = self._accept(promise)
+        return self._promises[promise.request_id]
 
     def next_training(self) -> tuple[ClientModel, Promise] | None:
         """Returns the model and the request that the trainer is to work on now; None if there is none, or it works."""
@@ -270,23 +296,40 @@ class ProtocolState(PromiseBook):
                 )
                 self.holders.append(heir)
 
-    def trained(self, outcome: Outcome, tokens: int = 0) -> None:
+    def trained(self, outcome: Outcome, tokens: int = 0, now: float = 0.0) -> None:
         """Notes the outcome of what the trainer worked on, and that it counts for so many `tokens` more. A model whose
-        creation failed gives the trainer back."""
-        promise, self.running = self.running, None
+        creation failed gives the trainer back. What has to be done again for the model if the trainer is lost is
+        committed together with the outcome."""
+        promise = self.running
         assert promise, "only after next_training"
-        if not self.models[promise.owner_id].ended:
-            self.shares.charge(promise.owner_id, tokens)
-        self.settle(promise, outcome)
-        self.step_on(promise, outcome)
-
-    def step_on(self, promise: Promise, outcome: Outcome) -> None:
-        """Has the model of a request that was done wait for the next one."""
         model = self.models[promise.owner_id]
-        model.waiting.pop(promise.number, None)
-        model.next_seq = promise.number + 1
-        if model.next_seq == 1 and isinstance(outcome, Failure):
-            self._end(model, f"it could not be created: {outcome.error}")
+        number = promise.number
+        error = outcome.error if isinstance(outcome, Failure) else ""
+        if number == 0 and error:
+            self._end(model, f"it could not be created: {error}")
+        before = model.history
+        after = before if model.ended else before.noted(Step(number, promise.work, error), now)
+        dropped = before.numbers - after.numbers
+        rows = [
+            promise_row(replace(promise, outcome=outcome)),
+            model_row(replace(model, next_seq=number + 1)),
+            step_row(promise.request_id, error) if number in after.numbers else work_key(promise.request_id),
+        ]
+        self.write([*rows, *self._removed_steps(model, dropped)])
+        self.running = None
+        model.waiting.pop(number, None)
+        model.next_seq = number + 1
+        model.history = after
+        if not model.ended:
+            self.shares.charge(promise.owner_id, tokens)
+        self._has_outcome(promise, outcome)
+
+    def committed(self, model: ClientModel, place: str) -> None:
+        """Notes that all steps of a model are in the directory `place`."""
+        after = model.history.committed(place)
+        steps = self._removed_steps(model, model.history.numbers - after.numbers)
+        self.write([model_row(replace(model, history=after)), *steps])
+        model.history = after
 
     # ---- sampling
 
@@ -294,8 +337,9 @@ class ProtocolState(PromiseBook):
         """Begins a sampling session from the weights `target`. Raises UnknownId, GoneError."""
         session, sampler_id = self.session(session_id), f"{session_id}:sample:{seq}"
         if sampler_id not in self.samplers:
-            self.write(SamplerBegun(session_id, seq, target))
-            self.samplers[sampler_id] = ClientSampler(sampler_id, session_id, target)
+            sampler = ClientSampler(sampler_id, session_id, target)
+            self.write([sampler_row(sampler)])
+            self.samplers[sampler_id] = sampler
             session.samplers.append(sampler_id)
         return self.samplers[sampler_id]
 
@@ -308,7 +352,7 @@ class ProtocolState(PromiseBook):
     def join(self, sampler_id: str) -> int:
         """Returns a number that no other clone of a sampler has: 1, 2, ... Raises UnknownId."""
         sampler = self.sampler(sampler_id)
-        self.write(CloneJoined(sampler_id))
+        self.write([sampler_row(replace(sampler, joined=sampler.joined + 1))])
         sampler.joined += 1
         return sampler.joined
 
@@ -321,8 +365,7 @@ class ProtocolState(PromiseBook):
         sampler = self.sampler(sampler_id)
         if known := self._known(sampler_id, seq_id):
             return known
-        self.write(SampleAsked(sampler_id, seq_id, work))  # type: ignore[arg-type]
-        promise = self.make_promise(f"{sampler_id}/{seq_id}", sampler.session_id, work)
+        promise = self._accept(Promise(f"{sampler_id}/{seq_id}", sampler.session_id, work))
         self.turns.add(sampler.target, promise)
         return promise
 
@@ -330,11 +373,6 @@ class ProtocolState(PromiseBook):
         """Notes the outcome of a sample that ran."""
         self.settle(promise, outcome)
         self.turns.ended(promise)
-        self.completed(promise)
-
-    def completed(self, promise: Promise) -> None:
-        """Puts a sample that is done behind those of its clone."""
-        self.samplers[promise.owner_id].clone(promise.number // CLONE).completed.append(promise.request_id)
 
     def sample_again(self, held: Collection[str], why: Failure) -> None:
         """Lets all samples wait anew that have no outcome, as no replica works on them any more. Those from weights
@@ -346,18 +384,15 @@ class ProtocolState(PromiseBook):
                     self.turns.add(sampler.target, promise)
                 else:
                     self.settle(promise, why)
-                    self.completed(promise)
 
     def completions(
         self, sampler_id: str, clone: int, cursor: int, retrieved: Collection[str]
     ) -> tuple[list[Promise], int]:
         """Returns the samples of a clone that were done after `cursor`, and the cursor behind them. Those before it are
         not listed again, and results of those in `retrieved` are dropped. Raises UnknownId."""
-        done = self.sampler(sampler_id).clone(clone)
-        for request_id in retrieved:
-            known = self._promises.get(request_id)
-            if known and known.outcome and known.owner_id == sampler_id:
-                self.retire(known)
-        done.seen(cursor)
-        new = [self._promises[request_id] for request_id in done.completed if request_id in self._promises]
-        return new, done.dropped + len(done.completed)
+        sampler = self.sampler(sampler_id)
+        known = [self._promises.get(request_id) for request_id in retrieved]
+        self.retire([each for each in known if each and each.outcome and each.owner_id == sampler_id])
+        own = [each for number, each in sampler.answers.items() if number // CLONE == clone]
+        new = sorted((each for each in own if each.place >= cursor), key=lambda each: each.place)
+        return new, sampler.done

@@ -13,11 +13,12 @@ from pathlib import Path
 from service.asked import ServedModels
 from service.guard import Limits
 from service.keys import ServiceKey, ServiceKeys
+from service.store import Store
 from service.tinker.catalog import Catalog, recover
 from service.tinker.commits import OwnCommits
-from service.tinker.journal import TinkerJournal
 from service.tinker.listening import TinkerListener
 from service.tinker.offer import TinkerOffer
+from service.tinker.rows import FORMAT
 from service.tinker.serving import TinkerServer
 from service.tinker.verbs import SamplerVerbs, TrainerVerbs
 from service.tinker.work import TrainingWorker
@@ -27,7 +28,7 @@ from trireme.core.errors import BadInput, RoomFailed
 from trireme.process import signals
 from trireme.supervision.restarts import Restarts
 
-RUNS, JOURNAL, COMMITS, BASE = "runs", "journal", "commits", ".tinker-base-"
+RUNS, STORE, COMMITS, BASE = "runs", "store", "commits", ".tinker-base-"
 TICK_S = 0.2
 
 
@@ -60,9 +61,9 @@ def serve_clients(
     lora = config.trainer.lora.model_copy(update={"seed": config.lora_seed}) if config.trainer.lora.on else None
     places = options.models if lora else 1
     slots = config.inference.kept_loras - 1 if lora else 0  # one is the base's, with an adapter that changes nothing
-    journal, commits = TinkerJournal(directory / JOURNAL), OwnCommits(directory / COMMITS)
+    store, commits = Store(directory / STORE, FORMAT), OwnCommits(directory / COMMITS)
     offer = TinkerOffer(served, config.tokenizer_name, options.tinker, lora, places, slots)
-    server = TinkerServer(offer, catalog, journal, commits)
+    server = TinkerServer(offer, catalog, store, commits)
     if server.begin():
         say("what clients had asked the last server for is continued")
     listener = TinkerListener(server, ServiceKeys(keys), Limits.of(options), options.host, options.port or 0)
@@ -87,7 +88,7 @@ def serve_clients(
                 shutil.rmtree(base, ignore_errors=True)
     finally:
         listener.stop()
-        journal.close()
+        store.close()
 
 
 def _await_address(listener: TinkerListener) -> None:

@@ -20,11 +20,12 @@ import numpy.typing as npt
 from service.asked import ServedModels
 from service.guard import Limits
 from service.keys import ServiceKey, ServiceKeys
+from service.store import Store
 from service.tinker.catalog import Catalog
 from service.tinker.commits import OwnCommits
-from service.tinker.journal import TinkerJournal
 from service.tinker.listening import TinkerListener
 from service.tinker.offer import TinkerOffer
+from service.tinker.rows import FORMAT
 from service.tinker.serving import TinkerServer
 from service.tinker.work import TrainingWorker
 from trireme.checkpoint.files import FileRecord, write_bytes
@@ -254,7 +255,7 @@ class Served:
         wait_for(lambda: not self.server.ready, "the end of the rooms before")
         base = self.root / f"base-{time.monotonic_ns()}" / "state"
         worker = TrainingWorker(
-            self.trainer, self.catalog, (self.server.base_model,), base, DEADLINE_S, MAX_LEN, self.lora
+            self.trainer, self.catalog, (self.server.offer.base_model,), base, DEADLINE_S, MAX_LEN, self.lora
         )
         self.working = self.listener.work(worker, self.sampler)
         wait_for(lambda: self.server.ready or self.working.done(), "the server to work")
@@ -277,10 +278,10 @@ def tinker_server(
     adapters, so many at once. At the end it raises what ended it."""
     trainer, sampler = trainer or UnigramTrainer(), UnigramSampler()
     catalog = Catalog(root / "runs", base, time.time)
-    journal, commits = TinkerJournal(root / "journal"), OwnCommits(root / "commits")
+    store, commits = Store(root / "store", FORMAT), OwnCommits(root / "commits")
     options = TinkerConfig(snapshots=snapshots, commit_s=commit_s)
     offer = TinkerOffer(ServedModels((base,), MAX_LEN, VOCABULARY), base, options, lora, places, slots)
-    server = TinkerServer(offer, catalog, journal, commits, now)
+    server = TinkerServer(offer, catalog, store, commits, now)
     server.begin()
     limits = Limits(body_bytes=2**24, body_s=5.0, per_minute=None)
     listener = TinkerListener(server, ServiceKeys(keys), limits, "127.0.0.1", 0)
@@ -297,7 +298,7 @@ def tinker_server(
     finally:
         served.working.cancel()
         listener.stop()
-        journal.close()
+        store.close()
         listener.check()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -236,14 +237,18 @@ class TestTheClient:
             left = rest.list_user_checkpoints().result(DEADLINE_S).checkpoints
             assert [each.tinker_path for each in left] == [state]
         expected = served.trainer.theta.copy()
-        with tinker_server(tmp_path, UnigramTrainer(np.zeros(VOCABULARY))) as later, client_of(later) as client:
+        shutil.copytree(tmp_path / "runs", tmp_path / "later" / "runs")
+        with (
+            tinker_server(tmp_path / "later", UnigramTrainer(np.zeros(VOCABULARY))) as later,
+            client_of(later) as client,
+        ):
             client.create_training_client_from_state_with_optimizer(state).result(DEADLINE_S)
             np.testing.assert_array_equal(later.trainer.theta, expected)
 
 
 class TestTheProtocol:
     def test_a_second_client_waits_and_is_told_so(self, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("service.tinker.desk.HOLD_S", 0.1)
+        monkeypatch.setattr("service.tinker.serving.HOLD_S", 0.1)
         session, model = begun(served)
         second = post(served, "create_session", {"sdk_version": "0.38.0"}).json()["session_id"]
         asked = {"session_id": second, "model_seq_id": 0, "base_model": BASE_MODEL}

@@ -16,8 +16,8 @@ from tinker_posts import accepted, begun, passing, post, result, sampler_of, sam
 from tinker_support import BASE_MODEL, DEADLINE_S, KEY, Served, tinker_server, wait_for
 
 from service.tinker.callers import OwnThings
-from service.tinker.promise_book import KEPT_S, UNASKED_S
 from service.tinker.promises import GoneError, Promise, UnknownId, UserError
+from service.tinker.state import KEPT_S, UNASKED_S
 from trireme.core.errors import StorageFailed
 
 DATUM = types.Datum(
@@ -29,7 +29,7 @@ DATUM = types.Datum(
 @pytest.fixture
 def served(tmp_path: Path, clock: ManualClock, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
-    monkeypatch.setattr("service.tinker.desk.HOLD_S", 0.05)
+    monkeypatch.setattr("service.tinker.serving.HOLD_S", 0.05)
     monkeypatch.setattr("service.tinker.serving.LOOK_S", 0.02)
     with tinker_server(tmp_path, now=clock) as served:
         yield served

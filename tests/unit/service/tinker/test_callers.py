@@ -234,7 +234,7 @@ def test_a_refused_request_of_another_owner_takes_no_number(things: Things) -> N
     """Else the model's next request would get the outcome of what someone else had asked for."""
     for body in (of_model(things, seq_id=999, adam_params={"beta1": 2}), of_model(things, seq_id=999)):
         assert things.ask(BOB, "POST", "optim_step", body).status_code in (400, 404)
-    assert things.served.server.state.unsettled(f"{things.model}/999") is None
+    assert not things.served.server.state.has_asked(things.model, 999)
 
 
 def test_states_are_read_by_others_only_while_they_are_published(things: Things) -> None:
@@ -259,7 +259,7 @@ def test_states_are_read_by_others_only_while_they_are_published(things: Things)
 
 
 def test_owners_are_known_after_a_restart(tmp_path: Path) -> None:
-    """Those of sessions by the journal, those of what is saved by its directory."""
+    """Those of sessions by the store, those of what is saved by its directory."""
     with tinker_server(tmp_path, keys=KEYS) as served:
         things = Things(served)
         session = things.begun(ALICE)

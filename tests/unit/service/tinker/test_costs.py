@@ -57,7 +57,7 @@ def test_models_get_the_same_time_whatever_else_than_passes_they_ask_for(seconds
     spent = {"s:train:0": 0.0, "t:train:0": 0.0}
     for session in "st":
         state.begin_session(session, 0.0)
-        state.create_model(session, 0, None)
+        state.create_model(session, 0, STATE)
     asked: list[Work] = [passing(2000), UPDATE, passing(2000), UPDATE, STATE]
     for number in range(1, 4000):
         state.train("s:train:0", number, asked[number % len(asked)])

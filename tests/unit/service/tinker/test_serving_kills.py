@@ -38,11 +38,11 @@ POINTS = {
     "tinker.commit": 2,
     "tinker.commit.written": 2,
     "tinker.commit.told": 2,
-    "tinker.journal.begun": 1,
+    "tinker.begun": 1,
     "tinker.restore": 2,
 }
 """Every fault point, and the passage at which the server is killed."""
-AT_START = ("tinker.journal.begun", "tinker.restore")
+AT_START = ("tinker.begun", "tinker.restore")
 """Those of interest where a server starts after another one was killed."""
 
 

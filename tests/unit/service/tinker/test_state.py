@@ -6,11 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from service.tinker.asked import Creation, Unusable, origin_of
 from service.tinker.promises import Failure, GoneError, Promise, Success, UnknownId, UserError
 from service.tinker.state import CLONE, GAP_S, HEIR_S, KEPT_S, PLACE_S, SESSION_S, UNASKED_S, ProtocolState
 from service.tinker.turns import LoadWeights, StartSample
 
 DONE = Success({})
+WORK = Unusable("some work")
 
 
 def new_state(*sessions: str) -> ProtocolState:
@@ -38,11 +40,11 @@ def test_a_model_is_trained_in_the_order_of_its_numbers_and_once(data: st.DataOb
     posts = [(session, seq) for session in "st" for seq in range(1, count + 1)]
     posts = data.draw(st.permutations(posts + data.draw(st.lists(st.sampled_from(posts), max_size=4))))
     for session in "st":
-        state.create_model(session, 0, None)
+        state.create_model(session, 0, WORK)
     promises: dict[tuple[str, int], Promise] = {}
     ran: list[str] = []
     for session, seq in posts:
-        promise = state.train(f"{session}:train:0", seq, None)
+        promise = state.train(f"{session}:train:0", seq, WORK)
         assert promises.setdefault((session, seq), promise) is promise, "a repeated post gets the same promise"
         if data.draw(st.booleans()) and state.next_training():
             assert state.running
@@ -59,17 +61,17 @@ def test_a_model_is_trained_in_the_order_of_its_numbers_and_once(data: st.DataOb
 def test_a_request_waits_for_its_predecessor() -> None:
     """The client sends the first part of a batch last, on purpose."""
     state = new_state("s")
-    state.create_model("s", 0, None)
-    state.train("s:train:0", 3, None)
-    state.train("s:train:0", 2, None)
+    state.create_model("s", 0, WORK)
+    state.train("s:train:0", 3, WORK)
+    state.train("s:train:0", 2, WORK)
     assert run_all(state) == ["s:train:0/0"]
-    state.train("s:train:0", 1, None)
+    state.train("s:train:0", 1, WORK)
     assert run_all(state) == [f"s:train:0/{seq}" for seq in (1, 2, 3)]
 
 
 def test_who_waits_for_the_trainer_is_told_so() -> None:
     state = new_state("s", "t", "u")
-    first, second, third = (state.create_model(name, 0, None) for name in "stu")
+    first, second, third = (state.create_model(name, 0, WORK) for name in "stu")
     run_all(state)
     assert state.position(first).queue_state == "active"
     assert state.position(second).queue_state == "paused_capacity"
@@ -80,10 +82,10 @@ def test_who_waits_for_the_trainer_is_told_so() -> None:
 @pytest.mark.parametrize("silent", [True, False])
 def test_the_end_of_a_session_gives_the_trainer_to_the_next(silent: bool) -> None:
     state = new_state("s", "t")
-    state.create_model("s", 0, None)
-    state.create_model("t", 0, None)
+    state.create_model("s", 0, WORK)
+    state.create_model("t", 0, WORK)
     run_all(state)
-    orphan = state.train("s:train:0", 2, None)
+    orphan = state.train("s:train:0", 2, WORK)
     state.beat("t", SESSION_S)
     state.expire(SESSION_S)
     assert [model.session_id for model in state.holders] == ["s"]
@@ -96,7 +98,7 @@ def test_the_end_of_a_session_gives_the_trainer_to_the_next(silent: bool) -> Non
     assert run_all(state) == ["t:train:0/0"]
     with pytest.raises(GoneError, match="has ended"):
         state.beat("s", SESSION_S + 2)
-    assert isinstance(state.train("s:train:0", 1, None).outcome, Failure)
+    assert isinstance(state.train("s:train:0", 1, WORK).outcome, Failure)
 
 
 @pytest.mark.parametrize(
@@ -110,13 +112,13 @@ def test_the_end_of_a_session_gives_the_trainer_to_the_next(silent: bool) -> Non
 )
 def test_a_silent_client_gives_its_place_to_itself_started_again(path: str, owner: str, gives_up: bool) -> None:
     """That is what begins with a state of its model, with a key of the same owner."""
-    state = ProtocolState(origin=lambda work: str(work or ""))
+    state = ProtocolState(origin=origin_of)
     state.begin_session("s", 0.0, "alice")
     state.begin_session("t", 0.0, owner)
-    state.create_model("s", 0, None)
-    state.create_model("t", 0, path)
+    state.create_model("s", 0, WORK)
+    state.create_model("t", 0, Creation("m", {}, "adamw", path))
     run_all(state)
-    last = state.train("s:train:0", 1, None)  # after which it has done something, so that only its heir takes its place
+    last = state.train("s:train:0", 1, WORK)  # after which it has done something, so that only its heir takes its place
     state.heard(last, 10.0)
     assert run_all(state) == ["s:train:0/1"]
     state.beat("t", SESSION_S)
@@ -124,7 +126,7 @@ def test_a_silent_client_gives_its_place_to_itself_started_again(path: str, owne
     assert run_all(state) == []
     state.expire(10.0 + HEIR_S + 1)
     assert run_all(state) == (["t:train:0/0"] if gives_up else [])
-    refused = state.train("s:train:0", 2, None).outcome
+    refused = state.train("s:train:0", 2, WORK).outcome
     assert ("t:train:0 continues it" in getattr(refused, "error", "")) == gives_up
     state.beat("s", 60.0)  # its session is there: it may have another model, and samplers
 
@@ -134,7 +136,7 @@ def test_a_silent_client_whose_model_has_done_nothing_gives_its_place_to_the_sam
     state = ProtocolState(places=2)
     for session, owner in (("s", "alice"), ("t", "alice"), ("u", "bob"), ("v", "alice")):
         state.begin_session(session, 0.0, owner)
-        state.create_model(session, 0, None)
+        state.create_model(session, 0, WORK)
     run_all(state)
     for session in "uv":
         state.beat(session, HEIR_S)
@@ -142,10 +144,10 @@ def test_a_silent_client_whose_model_has_done_nothing_gives_its_place_to_the_sam
         state.expire(HEIR_S + late_s)
         assert run_all(state) == (["v:train:0/0"] if late_s == 1 else [])
     assert "v:train:0 waits, while it has done nothing" in state.models["s:train:0"].ended
-    state.train("v:train:0", 1, None)
+    state.train("v:train:0", 1, WORK)
     assert run_all(state) == ["v:train:0/1"]
     state.begin_session("w", 2 * HEIR_S, "alice")
-    state.create_model("w", 0, None)
+    state.create_model("w", 0, WORK)
     state.beat("t", HEIR_S + 3)
     state.beat("u", 2 * HEIR_S)
     state.expire(2 * HEIR_S + 2)
@@ -157,17 +159,17 @@ def test_a_silent_client_whose_model_has_done_nothing_gives_its_place_to_the_sam
 def test_what_is_asked_of_a_sampler_is_no_sign_of_its_models_client() -> None:
     """A process that was given the sampler may ask on when the client is dead."""
     state = new_state("s")
-    state.create_model("s", 0, None)
+    state.create_model("s", 0, WORK)
     sampler = state.create_sampler("s", 0, "base")
-    state.heard(state.sample(sampler.sampler_id, 0, None), SESSION_S)
+    state.heard(state.sample(sampler.sampler_id, 0, WORK), SESSION_S)
     state.expire(SESSION_S + 1)
     assert state.sessions["s"].ended_s is not None
 
 
 def test_what_the_trainer_works_on_is_finished_though_its_session_ends() -> None:
     state = new_state("s", "t")
-    state.create_model("s", 0, None)
-    state.create_model("t", 0, None)
+    state.create_model("s", 0, WORK)
+    state.create_model("t", 0, WORK)
     found = state.next_training()
     assert found
     state.finish("s", 0.0)
@@ -181,10 +183,10 @@ def test_a_client_never_waits_for_itself() -> None:
     """A second model of a session takes the trainer over once the first has nothing to do."""
     state = new_state("s", "t")
     for session, number in (("s", 0), ("t", 0), ("s", 1)):
-        state.create_model(session, number, None)
-    state.train("s:train:0", 1, None)
+        state.create_model(session, number, WORK)
+    state.train("s:train:0", 1, WORK)
     assert run_all(state) == ["s:train:0/0", "s:train:0/1", "s:train:1/0"]
-    refused = state.train("s:train:0", 2, None).outcome
+    refused = state.train("s:train:0", 2, WORK).outcome
     assert isinstance(refused, Failure)
     assert "s:train:1 of the same session" in refused.error
 
@@ -196,7 +198,7 @@ def test_an_adapter_ends_for_no_other_and_one_beyond_the_places_is_refused(frees
     for session in ("s", "t"):
         state.begin_session(session, 0.0)
     for session, number in (("s", 0), ("s", 1), ("t", 0), ("s", 2)):
-        state.create_model(session, number, None)
+        state.create_model(session, number, WORK)
     assert run_all(state) == ["s:train:0/0", "s:train:1/0", "t:train:0/0"]
     for now in (10.0, 10.0 + PLACE_S):
         for session in ("s", "t"):
@@ -220,20 +222,20 @@ def test_an_adapter_ends_for_no_other_and_one_beyond_the_places_is_refused(frees
 def test_a_model_whose_batch_is_on_its_way_is_not_taken_over() -> None:
     """The first part of a batch, which comes last, is not there yet."""
     state = new_state("s")
-    state.create_model("s", 0, None)
+    state.create_model("s", 0, WORK)
     run_all(state)
-    second = state.train("s:train:0", 2, None)
-    state.create_model("s", 1, None)
+    second = state.train("s:train:0", 2, WORK)
+    state.create_model("s", 1, WORK)
     assert run_all(state) == []
-    state.train("s:train:0", 1, None)
+    state.train("s:train:0", 1, WORK)
     assert run_all(state) == ["s:train:0/1", "s:train:0/2", "s:train:1/0"]
     assert second.outcome == DONE
 
 
 def test_requests_do_not_wait_for_ever_for_one_that_does_not_come() -> None:
     state = new_state("s", "t")
-    state.create_model("s", 0, None)
-    state.create_model("t", 0, None)
+    state.create_model("s", 0, WORK)
+    state.create_model("t", 0, WORK)
     run_all(state)
 
     def pass_time(now: float) -> None:
@@ -241,25 +243,25 @@ def test_requests_do_not_wait_for_ever_for_one_that_does_not_come() -> None:
         state.beat("t", now)
         state.expire(now)
 
-    late = state.train("s:train:0", 2, None)
+    late = state.train("s:train:0", 2, WORK)
     pass_time(100.0)
-    state.train("s:train:0", 1, None)
+    state.train("s:train:0", 1, WORK)
     assert run_all(state) == ["s:train:0/1", "s:train:0/2"]
     assert late.outcome == DONE
-    stuck = state.train("s:train:0", 4, None)
+    stuck = state.train("s:train:0", 4, WORK)
     for now in (200.0, 200.0 + GAP_S):
         pass_time(now)
         assert stuck.outcome is None
     pass_time(201.0 + GAP_S)
     assert isinstance(stuck.outcome, Failure)
     assert "its request 3 did not come" in stuck.outcome.error
-    assert isinstance(state.train("s:train:0", 3, None).outcome, Failure)
+    assert isinstance(state.train("s:train:0", 3, WORK).outcome, Failure)
     assert run_all(state) == ["t:train:0/0"]
 
 
 def test_promises_of_sessions_that_ended_long_ago_take_no_memory() -> None:
     state = new_state("s", "t")
-    promises = [state.create_model(name, 0, None) for name in "st"]
+    promises = [state.create_model(name, 0, WORK) for name in "st"]
     state.finish("s", 0.0)
     run_all(state)
     for now in (1.0 + KEPT_S, 2.0 + KEPT_S):
@@ -273,12 +275,12 @@ def test_promises_of_sessions_that_ended_long_ago_take_no_memory() -> None:
 
 def test_a_model_that_could_not_be_created_gives_the_trainer_back() -> None:
     state = new_state("s", "t")
-    state.create_model("s", 0, None)
-    state.create_model("t", 0, None)
+    state.create_model("s", 0, WORK)
+    state.create_model("t", 0, WORK)
     assert state.next_training()
     state.trained(Failure("no such base", "user"))
     assert run_all(state) == ["t:train:0/0"]
-    refused = state.train("s:train:0", 1, None).outcome
+    refused = state.train("s:train:0", 1, WORK).outcome
     assert isinstance(refused, Failure)
     assert "no such base" in refused.error
 
@@ -286,14 +288,14 @@ def test_a_model_that_could_not_be_created_gives_the_trainer_back() -> None:
 def test_a_long_session_keeps_no_promises_that_were_fetched() -> None:
     """Also where one in between is never asked for: that one is forgotten too, after an hour."""
     state, now = new_state("s"), 0.0
-    state.create_model("s", 0, None)
+    state.create_model("s", 0, WORK)
     sampler = state.create_sampler("s", 0, "base").sampler_id
     for number in range(1, 200):
         now += 60.0
         state.beat("s", now)
-        promise = state.train("s:train:0", number, None)
+        promise = state.train("s:train:0", number, WORK)
         run_all(state)
-        sampled = state.sample(sampler, CLONE + number - 1, None)
+        sampled = state.sample(sampler, CLONE + number - 1, WORK)
         while not isinstance(state.turns.next(), StartSample):
             pass
         state.sampled(sampled, DONE)
@@ -304,12 +306,9 @@ def test_a_long_session_keeps_no_promises_that_were_fetched() -> None:
             state.give(promise, now)
             state.give(sampled, now)
     assert len(state.promises()) < 2 * (KEPT_S + UNASKED_S) / 60.0
-    model, clone = state.models["s:train:0"], state.samplers[sampler].clones[1]
-    for retired in (model.retired, clone.retired):
-        assert retired.below > 100
-        assert len(retired.above) < UNASKED_S / 60.0
-    assert len(clone.completed) <= 2
-    for again in (state.train("s:train:0", 5, None), state.sample(sampler, CLONE + 5, None)):
+    assert state.samplers[sampler].retired[0][1] > CLONE + 100
+    assert len(state.samplers[sampler].retired) < UNASKED_S / 60.0
+    for again in (state.train("s:train:0", 5, WORK), state.sample(sampler, CLONE + 5, WORK)):
         assert again.forgotten
     assert state.next_training() is None
     assert state.turns.next() is None
@@ -319,7 +318,7 @@ def test_a_long_session_keeps_no_promises_that_were_fetched() -> None:
 
 def test_unknown_ids_are_refused() -> None:
     state = new_state("s")
-    state.create_model("s", 0, None)
+    state.create_model("s", 0, WORK)
     for asked in (
         lambda: state.session("x"),
         lambda: state.finish("x", 0.0),
@@ -331,7 +330,7 @@ def test_unknown_ids_are_refused() -> None:
         with pytest.raises(UnknownId, match="'x'"):
             asked()
     with pytest.raises(UserError, match="seq_id = 0"):
-        state.train("s:train:0", 0, None)
+        state.train("s:train:0", 0, WORK)
 
 
 @settings(max_examples=100, deadline=None)
@@ -344,7 +343,7 @@ def test_cursors_tell_each_completion_of_a_clone(data: st.DataObject) -> None:
     assert [state.join(sampler), state.join(sampler)] == [1, 2]
     numbers = [clone * CLONE + n for clone in range(2) for n in range(3)]
     for seq in data.draw(st.permutations(numbers)):
-        assert state.sample(sampler, seq, None) is state.sample(sampler, seq, None)
+        assert state.sample(sampler, seq, WORK) is state.sample(sampler, seq, WORK)
     assert state.turns.next() == LoadWeights("base")
     running: list[Promise] = []
     while isinstance(step := state.turns.next(), StartSample):

@@ -1,0 +1,102 @@
+"""Clients as the protocol's state has them: sessions, and their models and samplers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from service.tinker.history import ModelHistory
+from service.tinker.promises import Failure, Promise
+
+Ranges = tuple[tuple[int, int], ...]
+"""Numbers, in order: the first and the last of each range without a gap."""
+
+
+def with_numbers(ranges: Ranges, numbers: Iterable[int]) -> Ranges:
+    """Returns ranges that have further numbers too."""
+    joined: list[tuple[int, int]] = []
+    for first, last in sorted([*ranges, *((number, number) for number in numbers)]):
+        if joined and first <= joined[-1][1] + 1:
+            joined[-1] = (joined[-1][0], max(last, joined[-1][1]))
+        else:
+            joined.append((first, last))
+    return tuple(joined)
+
+
+@dataclass(eq=False)
+class ClientModel:
+    """A model that a client trains."""
+
+    model_id: str
+    session_id: str
+    next_seq: int = 0
+    """The number of the request that comes next."""
+    waiting: dict[int, Promise] = field(default_factory=dict)
+    gap: tuple[int, float] | None = None
+    """The number of a request that later ones wait for, and when that was seen first."""
+    ended: str = ""
+    """Why it cannot be trained any more."""
+    lined_s: float | None = None
+    """When it was first seen to wait for a place while models of its own session have some."""
+    origin: str = ""
+    """The path of the state with which it began; "": with none. It is known while the model waits for a place."""
+    history: ModelHistory = field(default_factory=ModelHistory)
+    """What the trainer has done for it."""
+
+    @property
+    def ready(self) -> Promise | None:
+        """The request that may run."""
+        return self.waiting.get(self.next_seq)
+
+    @property
+    def refusal(self) -> Failure:
+        """The outcome of requests to a model that has ended."""
+        return Failure(f"the model {self.model_id} cannot be trained any more: {self.ended}", "user")
+
+
+@dataclass(eq=False)
+class ClientSampler:
+    """A sampling session: it samples from one set of weights."""
+
+    sampler_id: str
+    session_id: str
+    target: str
+    """The name of its weights."""
+    joined: int = 0
+    """How many clones have asked for a number."""
+    retired: Ranges = ()
+    """The numbers of samples whose promises are not kept any more."""
+    answers: dict[int, Promise] = field(default_factory=dict)
+    """The samples that have their outcome, by their numbers."""
+
+    @property
+    def done(self) -> int:
+        """How many samples have had their outcome."""
+        return len(self.answers) + sum(last - first + 1 for first, last in self.retired)
+
+
+@dataclass(eq=False)
+class ClientSession:
+    """A client, from its first request to its last."""
+
+    session_id: str
+    beat_s: float
+    """When it was last heard of."""
+    owner: str = ""
+    """The name of the key with which it began."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """What the client said of it."""
+    ended_s: float | None = None
+    models: list[str] = field(default_factory=list)
+    samplers: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a request is that has no outcome yet."""
+
+    queue_state: str
+    """`active`, or `paused_capacity`: the places of the trainer belong to other clients."""
+    reason: str
+    """A sentence for the user."""

@@ -1,0 +1,281 @@
+"""The state that is loaded from its rows is the state, whatever happened, and whichever write failed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from math import inf
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tinker_posts import passing
+
+from service.store import Row, Store
+from service.tinker.adapters import AdapterWish
+from service.tinker.asked import Creation, Loading, Saving, Unusable, Update, Work
+from service.tinker.codec import ForwardBackwardCall
+from service.tinker.history import ModelHistory, Step
+from service.tinker.promises import Failure, GoneError, Outcome, Promise, SampleWork, Success, UnknownId, UserError
+from service.tinker.rows import FORMAT, Change, contents, write
+from service.tinker.state import CLONE, KEPT_S, ProtocolState
+from service.tinker.turns import StartSample
+from trireme.core.datum import ModelInput
+from trireme.core.errors import DiskFull
+from trireme.core.types import AdamParams, SamplingParams
+
+FAILED = Failure("no", "user")
+PASS = ForwardBackwardCall.of(passing("s:train:0", 1))
+UPDATE = Update(AdamParams(max_grad_norm=inf))
+CREATION = Creation("m", {"a": 1}, "adamw", wish=AdapterWish(4, seed=3))
+SNAPSHOT = Saving("snapshot", None, None, False, None, 3)
+STATE = Saving("state", "x", 5, True, {"a": "b"})
+SAMPLE = SampleWork(ModelInput([1, 2]), 2, SamplingParams(max_tokens=3, stop=[4, "x"], seed=7), True, 5)
+WORKS: list[Work] = [CREATION, Loading("tinker://p", True), PASS, UPDATE, SNAPSHOT, STATE, Unusable("why")]
+
+
+def work_read(work: Any) -> Any:
+    """Returns a request as it is read from its row."""
+    state = ProtocolState()
+    rows: list[Change] = []
+    state.write = rows.extend
+    state.begin_session("s", 0.0)
+    state.create_model("s", 0, CREATION)
+    state.train("s:train:0", 1, work)
+    found = contents([row for row in rows if isinstance(row, Row)], 0.0)
+    return found.promises["s:train:0/1"].work
+
+
+@pytest.mark.parametrize("work", WORKS, ids=lambda work: type(work).__name__)
+def test_work_is_read_as_it_was_written(work: Any) -> None:
+    found = work_read(work)
+    if isinstance(work, ForwardBackwardCall):
+        assert isinstance(found, ForwardBackwardCall)
+        assert found.encoded == work.encoded
+    else:
+        assert found == work
+
+
+def test_a_sample_is_read_as_it_was_written() -> None:
+    found = work_read(SAMPLE)
+    np.testing.assert_array_equal(found.prompt.tokens, [1, 2])
+    assert (found.params, found.num_samples, found.topk) == (SAMPLE.params, 2, 5)
+
+
+def test_what_is_done_again_is_what_made_the_weights() -> None:
+    """Passes whose gradients were dropped are not, nor what only looked."""
+    history, done = ModelHistory(), Success({})
+    forward = ForwardBackwardCall("m", 1, True, "cross_entropy", {}, None)
+    outcomes: list[tuple[Work, Outcome]] = [
+        (CREATION, done),
+        (PASS, done),
+        (forward, done),
+        (STATE, done),
+        (PASS, FAILED),
+        (UPDATE, FAILED),
+        (PASS, done),
+        (UPDATE, done),
+        (SNAPSHOT, done),
+        (SNAPSHOT, FAILED),
+        (PASS, done),
+        (PASS, FAILED),
+    ]
+    for seq, (work, outcome) in enumerate(outcomes):
+        error = outcome.error if isinstance(outcome, Failure) else ""
+        history = history.noted(Step(seq, work, error), float(seq))
+    assert [(step.seq, step.error) for step in history.kept()] == [
+        (0, ""),
+        (6, ""),
+        (7, ""),
+        (8, ""),
+        (10, ""),
+        (11, "no"),
+    ]
+    assert not history.is_due(100.0, 1.0), "gradients are held"
+    history = history.noted(Step(12, UPDATE, "no"), 12.0)
+    assert not history.is_due(50.0, 60.0)
+    assert not history.is_due(60.0, 60.0), "a commit would let go of the snapshot, which may be sampled from now"
+    history = history.noted(Step(13, UPDATE), 13.0)
+    assert not history.is_due(50.0, 60.0)
+    assert history.is_due(60.0, 60.0)
+    history = history.committed("place")
+    assert list(history.kept()) == []
+    assert not history.is_due(1000.0, 1.0), "nothing was done since"
+    history = history.noted(Step(14, Loading("tinker://p", False)), 14.0)
+    assert history.is_due(14.0, 60.0), "its client may delete that state"
+
+
+class Kept:
+    """A state in a store. `fails`: the next write does, as on a disk that is full."""
+
+    def __init__(self, directory: Path) -> None:
+        self.store = Store(directory, FORMAT)
+        self.store.open()
+        self.state = ProtocolState()
+        self.state.write = self.write
+        self.fails = False
+
+    def write(self, changes: Sequence[Change]) -> None:
+        if self.fails:
+            self.fails = False
+            raise DiskFull("no space left")
+        write(self.store, changes)
+
+    def loaded(self, now: float) -> ProtocolState:
+        """Returns what a server has that starts now."""
+        state = ProtocolState()
+        state.load(self.store.rows(), now)
+        return state
+
+
+def seen(state: ProtocolState) -> dict[str, Any]:
+    """All that clients, and who does the work, can see of a state."""
+    return {
+        "sessions": {
+            s.session_id: (s.owner, s.ended_s is None, s.models, s.samplers, s.metadata)
+            for s in state.sessions.values()
+        },
+        "models": {
+            m.model_id: (
+                m.next_seq,
+                m.ended,
+                sorted(m.waiting),
+                m.history.place,
+                [(step.seq, step.error) for step in m.history.steps],
+                [(step.seq, step.error) for step in m.history.batch],
+            )
+            for m in state.models.values()
+        },
+        "samplers": {s.sampler_id: (s.target, s.joined, s.retired, sorted(s.answers)) for s in state.samplers.values()},
+        "promises": {p.request_id: (p.outcome, p.place, p.losses) for p in state.promises()},
+    }
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_a_state_is_loaded_as_it_was_whatever_happened_and_whichever_write_failed(data: st.DataObject) -> None:
+    with TemporaryDirectory() as directory:
+        kept = Kept(Path(directory))
+        try:
+            play(kept, data)
+        finally:
+            kept.store.close()
+
+
+def play(kept: Kept, data: st.DataObject) -> None:
+    state, now = kept.state, 0.0
+    running: list[Promise] = []
+
+    def number() -> int:
+        return data.draw(st.integers(0, 5))
+
+    def train() -> None:
+        if state.running or state.next_training():
+            assert state.running
+            outcome = data.draw(st.sampled_from([Success({"a": [1]}), Success(b"x"), FAILED]))
+            model = state.models[state.running.owner_id]
+            state.trained(outcome, 0, now)
+            if data.draw(st.booleans()) and model.history.is_due(now + 1e6, 1.0):
+                state.committed(model, f"place-{model.next_seq}")
+
+    def sample() -> None:
+        while step := state.turns.next():
+            if isinstance(step, StartSample):
+                running.append(step.item)
+        if running and data.draw(st.booleans()):
+            state.sampled(running[0], Success(b"sampled"))
+            running.pop(0)
+
+    def fetch() -> None:
+        for promise in state.promises():
+            if promise.outcome and data.draw(st.booleans()):
+                state.give(promise, now)
+        state.expire(now + KEPT_S + 1.0)
+
+    session_of = [f"s{n}" for n in range(2)]
+    actions = {
+        "session": lambda: [state.begin_session(s, now, "key") for s in session_of if s not in state.sessions],
+        "create": lambda: state.create_model(session_of[number() % 2], number() % 2, CREATION),
+        "train": lambda: state.train(
+            f"{session_of[number() % 2]}:train:0", number(), data.draw(st.sampled_from(WORKS[2:]))
+        ),
+        "sampler": lambda: state.create_sampler(session_of[number() % 2], 0, "base"),
+        "join": lambda: state.join(f"{session_of[number() % 2]}:sample:0"),
+        "sample": lambda: state.sample(f"{session_of[number() % 2]}:sample:0", number() % 2 * CLONE + number(), SAMPLE),
+        "ran": train,
+        "sampled": sample,
+        "fetched": fetch,
+        "tell": lambda: state.tell(session_of[number() % 2], {"project_id": str(number())}),
+        "lost": lambda: [state.lose(each) for each in state.promises() if each.outcome is None],
+        "finish": lambda: state.finish(session_of[number() % 2], now),
+    }
+    for action in data.draw(st.lists(st.sampled_from([*actions, "ran", "sampled", "train"]), max_size=40)):
+        now += 1.0
+        for session in state.sessions:
+            if state.sessions[session].ended_s is None:
+                state.beat(session, now + KEPT_S)
+        kept.fails = data.draw(st.integers(0, 9)) == 0 and action not in ("lost", "fetched")
+        with suppress(UnknownId, GoneError, UserError, DiskFull):
+            actions[action]()
+        kept.fails = False
+        if any(
+            state.running is each for model in state.models.values() if model.ended for each in model.waiting.values()
+        ):
+            continue  # a server that starts now has refused what the trainer still works on
+        assert seen(kept.loaded(now)) == seen(state)
+
+
+def test_numbers_are_never_done_again_though_their_promises_are_gone(tmp_path: Path) -> None:
+    kept = Kept(tmp_path)
+    kept.state.begin_session("s", 0.0)
+    kept.state.create_model("s", 0, CREATION)
+    sampler = kept.state.create_sampler("s", 0, "base").sampler_id
+    samples = [kept.state.sample(sampler, number, SAMPLE) for number in (0, 2, CLONE)]
+    kept.state.next_training()
+    kept.state.trained(Success({}))
+    for promise in samples:
+        kept.state.settle(promise, Success(b"x"))
+    kept.state.retire(kept.state.promises())
+    assert sum(row.head["kind"] == "promise" for row in kept.store.rows()) == 0
+    again = kept.loaded(0.0)
+    assert again.sample(sampler, 2, SAMPLE).forgotten
+    assert again.create_model("s", 0, CREATION).forgotten
+    assert not again.sample(sampler, 1, SAMPLE).forgotten
+    with pytest.raises(GoneError, match="is forgotten"):
+        again.promise(f"{sampler}/{CLONE}")
+    with pytest.raises(UnknownId):
+        again.promise(f"{sampler}/{CLONE + 1}")
+    assert again.samplers[sampler].done == 3
+    kept.store.close()
+
+
+def test_what_the_trainer_worked_on_for_a_model_that_has_ended_is_refused_after_a_start(tmp_path: Path) -> None:
+    kept = Kept(tmp_path)
+    kept.state.begin_session("s", 0.0)
+    kept.state.create_model("s", 0, CREATION)
+    assert kept.state.next_training()
+    kept.state.finish("s", 0.0)
+    again = kept.loaded(0.0)
+    assert isinstance(again.promise("s:train:0/0").outcome, Failure)
+    kept.state.trained(Success({}))
+    assert kept.loaded(0.0).promise("s:train:0/0").outcome == Success({})
+    kept.store.close()
+
+
+def test_a_disk_without_room_refuses_a_request_and_a_smaller_one_is_accepted(tmp_path: Path) -> None:
+    """All rows of a change are committed, or none."""
+    kept = Kept(tmp_path)
+    kept.state.begin_session("s", 0.0)
+    assert kept.store._base
+    kept.store._base.execute("PRAGMA max_page_count = 16")
+    before = seen(kept.state)
+    with pytest.raises(DiskFull):
+        kept.state.create_model("s", 0, Creation("m", {"a": "x" * 100_000}, "adamw"))
+    assert seen(kept.state) == before == seen(kept.loaded(0.0))
+    kept.state.create_model("s", 0, CREATION)
+    assert seen(kept.state) == seen(kept.loaded(0.0)) != before
+    kept.store.close()
