@@ -40,7 +40,7 @@ def test_the_table_has_a_row_for_each_rollout() -> None:
     rows = table_rows([json.loads(json.dumps(group))])
     assert [dict(zip(TABLE_COLUMNS, row, strict=True))["reward"] for row in rows] == [0.5, 1.0]
     assert dict(zip(TABLE_COLUMNS, rows[0], strict=True)) == {
-        "step": 2,
+        "step": 3,  # people count from 1
         "why": "best",
         "problem": "0/1/2",
         "prompt": "Guess: ",
