@@ -286,8 +286,8 @@ class TestAsynchronous:
         assert histories[-1][1] == {"*": "step"}
         begins = [[row["attempt"] for row in ended.rows].index(attempt) for attempt in (1, 2, 3)]
         for first, (steps, _) in zip(begins, histories, strict=True):
-            assert steps == list(range(first, first + len(steps))), "it begins where its commit is"
-        assert histories[-1][0][-1] == LAST - 1, "of one that was killed the last ones may not be written"
+            assert steps == list(range(first + 1, first + 1 + len(steps))), "it begins where its commit is"
+        assert histories[-1][0][-1] == LAST, "of one that was killed the last ones may not be written"
 
     def test_each_commit_opens_with_transformers(self, ended: Ended) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
