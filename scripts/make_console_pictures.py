@@ -80,6 +80,9 @@ def main() -> None:
             "0",
             "--model.max-seq-len",
             "256",
+            # Steps take less time than the sessions' turns, which are refused beyond this age.
+            "--orchestrator.max-steps-off-policy",
+            "50",
         ]
         command = [sys.executable, "-m", "trireme.cli.rl", "@", "configs/quickstart.toml", *place]
         log = Path(directory) / "output.txt"
@@ -93,11 +96,12 @@ def main() -> None:
                     sys.exit(f"the run has not come to step {STEPS} within {DEADLINE_S:g} s: {log.read_text()[-2000:]}")
                 time.sleep(0.5)
             said = log.read_text()
-            url, key = re.search(r"the service answers at (http\S+)", said), re.search(r"admin key .*: (\S+)", said)
-            if not url or not key:
+            url = re.search(r"the service answers at (http\S+)", said)
+            if not url:
                 sys.exit(f"the run has not said where its service is: {said[-2000:]}")
-            talk(url[1], key[1])
-            photograph(f"{url[1]}/console/#key={key[1]}", Path(directory) / "profile")
+            key = re.findall(r"^admin (\S+)", (rows.parent / "service.keys").read_text(), re.MULTILINE)[0]
+            talk(url[1], key)
+            photograph(f"{url[1]}/console/#key={key}", Path(directory) / "profile")
         finally:
             running.terminate()
             running.wait(DEADLINE_S)
