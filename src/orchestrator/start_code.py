@@ -1,5 +1,5 @@
-"""Runs one program in isolation and with limits. `orchestrator.untrusted` starts it as a process of its own. To start
-within milliseconds it imports only the standard library and `start_program`.
+"""Runs one program in isolation and with limits. `orchestrator.untrusted` starts this module as a separate process. The
+module imports only the standard library and `start_program`, so that it starts within milliseconds.
 
     run_code --CodeStart as JSON--> the starter --> init, process 1 of its own namespace --> the program
                  report <----------'                 (`namespaces` alone)

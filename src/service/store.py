@@ -1,4 +1,4 @@
-"""A file of rows, on the standard library's sqlite3: what a service must still know after its process has died.
+"""Stores rows in one sqlite file. A service that starts again reads from it what its last process promised to clients.
 
     DIR/store.sqlite    meta: key, value          `format` and `boot`
                         rows: id, owner, checksum, head, columns      in the order of `id`

@@ -1,4 +1,4 @@
-"""The prompts and answers of a session, as a tree. For a new request the tree finds the answer that comes before it.
+"""Holds the prompts and answers of a session as a tree, and finds the answer that a new request continues.
 
     messages   system, user ----- assistant, tool ----- assistant, user ---- ...
     nodes      prompt 0 --- answer 1 --- prompt 3 --- answer 4               the same agent's next turn

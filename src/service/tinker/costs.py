@@ -1,9 +1,8 @@
 """Measures the cost of a request in tokens. `service.tinker.shares` gives models their turns by these costs.
 
-A pass counts for its tokens, before it runs. All else (an update, a save, an adapter that is made or loaded) counts,
-once it is done, for the tokens of passes with a gradient that the trainer would have computed in the seconds that it
-took. How many those are in a second is measured, over the last passes. So an update of a small adapter costs its model
-little, a save of a large one much, and whoever saves at each step pays for the time in which the others waited.
+A forward or backward pass costs its number of tokens, and is charged before it runs. Every other request (an update, a
+save, an adapter that is created or loaded) is charged after it ran: its seconds, times the tokens per second of recent
+passes with a gradient. So a model that saves a large adapter at each step pays for the time in which others waited.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The protocol's state as rows of a store (`service.store`): what is there, not what has happened.
+"""Converts the protocol's state to rows of a store (`service.store`) and back. A row has the newest state of one item.
 
     <session>, <session>:train:<n>, <session>:sample:<n>    a session, a model, a sampler
     <model or sampler>/<n>                                  a promise, until it is retired; its columns are the result

@@ -4,7 +4,7 @@
         driver              held by flock while its driver lives
         r/                  Ray's, which it opens to everybody; its token does not cover unix sockets
 
-Whoever can rename a socket can put another in its place. A driver that is killed leaves the directory to the next one.
+A user who can rename a socket could replace it. The directory of a killed driver is removed by the next driver's start.
 """
 
 from __future__ import annotations
