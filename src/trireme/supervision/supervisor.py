@@ -92,7 +92,11 @@ class Supervisor:
     def __enter__(self) -> Supervisor:
         if self._manager:
             self._manager.begin()
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # a signal came in `start`, whose thread runs: it must not outlive Ray, whose calls crash
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -17,6 +17,7 @@ from supervision_support import Ref, Room
 from trireme.core.errors import BadInput, LimitReached, RoomFailed, TriremeError
 from trireme.core.sampler import Heartbeat
 from trireme.process import waits
+from trireme.process.signals import Stopped
 from trireme.supervision import heartbeats as heartbeats_module
 from trireme.supervision import supervisor as supervisor_module
 from trireme.supervision.roster import PartHealth, Roster, RunPart
@@ -112,6 +113,20 @@ class World:
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> World:
     return World(monkeypatch, tmp_path)
+
+
+def test_a_signal_while_its_thread_starts_ends_the_thread(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`Thread.start` waits in Python until the thread runs, so a signal's handler may raise there."""
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        raise Stopped(130)
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(Stopped), world.supervisor:
+        pass
+    assert "supervisor" not in {thread.name for thread in threading.enumerate()}
 
 
 DIED = RoomFailed("trainer_0 died: process 7 was killed")
