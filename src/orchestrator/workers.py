@@ -41,6 +41,7 @@ from typing import Any, TypeVar
 
 from orchestrator import worker_process
 from orchestrator.worker_process import HEADER, MOST_BYTES, TOKEN_BYTES
+from trireme.core.own_packages import ENTRY
 from trireme.core.redaction import is_secret
 
 T = TypeVar("T")
@@ -57,8 +58,6 @@ PASSED_ON = (
 )
 """Patterns of the environment variables that a process gets, to find programs, modules, models and the network. Those
 with the name of a secret, and proxies with a password, are left out."""
-BEGINNING = f"import trireme, runpy; runpy.run_module({worker_process.__name__!r}, run_name='__main__')"
-"""Finds the project's packages before a user's modules."""
 
 
 class WorkerTimeout(Exception):
@@ -163,7 +162,7 @@ def _process(connection: socket.socket, variables: Sequence[str]) -> subprocess.
     path = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
     with connection:
         return subprocess.Popen(
-            [sys.executable, "-c", BEGINNING, str(os.getpid())],
+            [sys.executable, "-m", ENTRY, worker_process.__name__, str(os.getpid())],
             stdin=connection.fileno(),
             env=passed_on(variables) | {"PYTHONPATH": path},
         )

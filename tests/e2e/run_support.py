@@ -21,6 +21,8 @@ from typing import IO, Any
 
 import psutil
 
+from trireme.core.own_packages import ENTRY
+
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
 TINY = ["--orchestrator.batch-size", "4", "--orchestrator.group-size", "4", "--max-steps", "3"]
@@ -140,7 +142,7 @@ class Running:
         before = frozenset(os.listdir("/dev/shm"))
         temporary = tempfile.mkdtemp(prefix="tr-", dir="/tmp")  # short, for Ray's sockets
         process = subprocess.Popen(
-            [sys.executable, "-m", module, *flags],
+            [sys.executable, "-m", ENTRY, module, *flags],
             cwd=cwd,
             env={**os.environ, "TMPDIR": temporary, **(environ or {}), **dict([mark.split("=")])},
             stdout=out,

@@ -8,8 +8,8 @@ import sys
 from importlib import import_module
 from types import FrameType
 
-from trireme.core.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED
-from trireme.core.own_packages import hidden_modules, modules_of
+from trireme.core.errors import EXIT_INTERRUPTED
+from trireme.core.own_packages import hidden_modules
 
 LONG_STARTS = ("trireme.cli.rl", "trireme.cli.sft", "trireme.cli.inference")
 """Commands that import for seconds before they can print anything else."""
@@ -24,14 +24,6 @@ def _start(module: str) -> int:
     signal.signal(signal.SIGINT, _end)
     if module in LONG_STARTS and not {"--help", "-h", "--version"} & {*sys.argv}:
         print("starting", file=sys.stderr, flush=True)
-    if own := modules_of("trireme", [os.getcwd()]):
-        print(
-            f"error: given: {own[0]}, in the working directory\n"
-            "  expected: no module `trireme` there: processes that a command starts would find it before "
-            "Trireme's\n  to do: give it another name, or start the command in another directory",
-            file=sys.stderr,
-        )
-        return EXIT_BAD_INPUT
     for hidden in hidden_modules([os.getcwd(), *sys.path]):
         print(f"note: {hidden}", file=sys.stderr)
     main = import_module(module).main

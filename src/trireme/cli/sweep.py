@@ -30,6 +30,7 @@ from trireme.config.sft import SftConfig
 from trireme.core.errors import EXIT_FAILED, EXIT_OK
 from trireme.core.extras import require
 from trireme.core.finite_json import to_json
+from trireme.core.own_packages import ENTRY
 from trireme.core.refusals import Refusal
 from trireme.process.signals import Stop
 from trireme.tools.plot import draw_knob
@@ -108,7 +109,7 @@ class Sweep:
         """Starts a run, which resumes if it was begun before."""
         place = ["--run.output-dir", str(self.root), "--run.name", name]
         resume = ["--resume"] if (self.root / name / "config.json").exists() else []
-        command = [sys.executable, "-m", MODULES[self.options.kind], *self.commands[name], *place, *resume]
+        command = [sys.executable, "-m", ENTRY, MODULES[self.options.kind], *self.commands[name], *place, *resume]
         with storage_errors(self.log(name)), self.log(name).open("ab") as log:
             # A session of its own: Ctrl-C reaches the sweep alone, which passes it on once.
             return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
@@ -244,7 +245,9 @@ def main(words: Sequence[str]) -> int:
             say(f"  {name}: {sweep.state(name)}")
         say("the plan of the first:")
         command = next(iter(sweep.commands.values()))
-        return subprocess.run([sys.executable, "-m", MODULES[sweep.options.kind], *command, "--dry-run"]).returncode
+        return subprocess.run(
+            [sys.executable, "-m", ENTRY, MODULES[sweep.options.kind], *command, "--dry-run"]
+        ).returncode
     code = run_all(sweep)
     say((sweep.root / "table.md").read_text(), *sorted(sweep.root.glob("*.*")), sep="\n")
     return code

@@ -1,7 +1,8 @@
 """Has Python find this project's packages next to `trireme`, whatever modules of the same names a user has.
 
 `trainer.py`, `inference.py` and `service.py` are usual names. Where one lies in the working directory or in PYTHONPATH,
-Python would find it before the package. `import trireme` in a process is enough: see `trireme/__init__.py`.
+Python would find it before the package. `import trireme` in a process is enough: see `trireme/__init__.py`; and
+`import _trireme_entry` where `trireme.py` may be a user's.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from types import ModuleType
 
 OWN = ("trireme", "trainer", "orchestrator", "inference", "service")
 """The packages of this project."""
+ENTRY = "_trireme_entry"
+"""The package that a process imports first, because no user's module hides it."""
 ROOT = Path(__file__).resolve().parents[2]
 """The directory in which they lie."""
 
@@ -41,16 +44,12 @@ def search(directories: Iterable[str]) -> None:
 
 def hidden_modules(directories: Sequence[str]) -> list[str]:
     """Says which modules in `directories` are hidden by the project's packages, and what to do."""
+    places = sorted({Path(directory).resolve() for directory in directories} - {ROOT})
     return [
         f"{file} is hidden, as `import {name}` finds Trireme's package: to import yours, give it another name, or put "
         "it into a package of your own"
         for name in OWN
-        for file in modules_of(name, directories)
+        for place in places
+        for file in (place / f"{name}.py", place / name / "__init__.py")
+        if file.is_file()
     ]
-
-
-def modules_of(name: str, directories: Iterable[str]) -> list[Path]:
-    """Returns a user's modules and packages of a name in `directories`."""
-    places = sorted({Path(directory).resolve() for directory in directories} - {ROOT})
-    files = [file for place in places for file in (place / f"{name}.py", place / name / "__init__.py")]
-    return [file for file in files if file.is_file()]

@@ -15,6 +15,7 @@ from orchestrator.env import RLDataset, load_datasets, try_first_problem
 from orchestrator.workers import workers
 from trireme.config import Config
 from trireme.core.errors import EXIT_BAD_INPUT, BadInput
+from trireme.core.own_packages import ENTRY
 from trireme.core.tokenizer import load_tokenizer
 
 LAST_WORDS = 300
@@ -31,7 +32,7 @@ def checked_environments(config: Config) -> Iterator[Callable[[float], bool]]:
     with tempfile.TemporaryFile("w+") as given, tempfile.TemporaryFile("w+") as said:
         given.write(config.model_dump_json())
         given.seek(0)
-        command = [sys.executable, "-m", __name__]  # which searches the working directory, as Ray's workers do
+        command = [sys.executable, "-m", ENTRY, __name__]  # which searches the working directory, as Ray's workers do
         process = subprocess.Popen(command, stdin=given, stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
 
         def wait(timeout_s: float) -> bool:

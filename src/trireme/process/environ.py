@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trireme.config import CommonConfig
+from trireme.core.own_packages import ENTRY
 from trireme.process.device import choose_device
 from trireme.process.machine import Node, this_machine
 
@@ -93,7 +94,7 @@ def prepare_ray_environment(address: str | None, threads: int, deterministic: bo
     for name, value in HUGE_PAGES.items() if huge_pages else ():
         os.environ.setdefault(name, value)
     os.environ.setdefault("RAY_worker_niceness", "0")
-    os.environ.setdefault("RAY_preload_python_modules", "trireme")  # before a user's modules: `own_packages`
+    os.environ.setdefault("RAY_preload_python_modules", ENTRY)  # before a user's modules
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     if "RAY_AUTH_MODE" not in os.environ:
         os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))

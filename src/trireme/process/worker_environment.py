@@ -27,7 +27,7 @@ from typing import Any
 from trireme.config import CommonConfig, Config
 from trireme.config.keys import keys_of
 from trireme.config.trust import named_code
-from trireme.core.own_packages import OWN, search
+from trireme.core.own_packages import ENTRY, OWN, search
 from trireme.core.redaction import is_secret
 from trireme.core.refusals import Refusal
 
@@ -113,7 +113,7 @@ def _beginning(secrets: Mapping[str, str]) -> Callable[[], None]:
 
     def begin() -> None:
         os.environ.update(secrets)
-        importlib.import_module("trireme")
+        importlib.import_module(ENTRY)
 
     return begin
 
@@ -142,7 +142,7 @@ def modules_not_installed(names: Iterable[str]) -> tuple[Path, ...]:
     far as they are not among the installed packages: those are expected on every node."""
     installed = [Path(sysconfig.get_path(kind)).resolve() for kind in INSTALLED]
     found: dict[str, Path] = {}
-    left = [*OWN, *names]
+    left = [ENTRY, *OWN, *names]
     while left:
         name = left.pop(0)
         for place in () if name in found else _places(name):

@@ -5,57 +5,55 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
-from trireme.core.errors import EXIT_BAD_INPUT
-from trireme.core.own_packages import OWN, ROOT, hidden_modules, search
+from trireme.core.own_packages import ENTRY, OWN, ROOT, hidden_modules, search
 
 REPOSITORY = ROOT.parent
+MODEL = ["@", str(REPOSITORY / "configs/quickstart.toml"), "--model.name", str(REPOSITORY / "assets/sort-base")]
 LETTERS = "from orchestrator.envs.sort import SortDataset\n\n\nclass Letters(SortDataset):\n    pass\n"
 
 
 @pytest.fixture
 def theirs(tmp_path: Path) -> Path:
     """A directory with an environment, and with modules that no process may import."""
-    for name in OWN[1:]:
+    for name in OWN:
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('a module of the user')\n")
     (tmp_path / "letters.py").write_text(LETTERS)
     return tmp_path
 
 
+def run_command(name: str, words: list[str], directory: Path, path: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command as its installed script does, in a directory, with a PYTHONPATH."""
+    scripts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["scripts"]
+    module, function = scripts[name].split(":")
+    script = f"import sys; from {module} import {function}; sys.argv[1:] = {words!r}; sys.exit({function}())"
+    environ = {**os.environ, "PYTHONPATH": path}
+    command = [sys.executable, "-P", "-c", script]
+    return subprocess.run(command, cwd=directory, env=environ, capture_output=True, text=True, timeout=120)
+
+
 @pytest.mark.parametrize("by", ["PYTHONPATH", "--env.path"])
 def test_a_command_finds_its_own(theirs: Path, by: str) -> None:
-    path = str(theirs) if by == "PYTHONPATH" else ""
-    flags = ["@", str(REPOSITORY / "configs/quickstart.toml"), "--model.name", str(REPOSITORY / "assets/sort-base")]
-    flags += ["--env.id", "letters:Letters", "--dry-run", *(["--env.path", "."] if by == "--env.path" else [])]
-    ended = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            f"from trireme.cli.start import rl; import sys; sys.argv[1:] = {flags!r}; sys.exit(rl())",
-        ],
-        cwd=theirs,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-    )
+    """In its own process, and in the one that makes the environments, which searches the working directory too."""
+    flags = ["--env.id", "letters:Letters", "--dry-run", *(["--env.path", "."] if by == "--env.path" else [])]
+    ended = run_command("rl", [*MODEL, *flags], theirs, str(theirs) if by == "PYTHONPATH" else "")
     assert ended.returncode == 0, ended.stderr
+    assert f"{theirs}/trireme.py is hidden" in ended.stderr
     assert f"{theirs}/trainer.py is hidden" in ended.stderr
     assert "another name" in ended.stderr
 
 
-@pytest.mark.parametrize("name", ["trireme.py", "trireme/__init__.py"])
-def test_a_module_that_would_hide_all_is_refused_by_name(name: str, tmp_path: Path) -> None:
-    """Processes that are started by `python -m` in this directory would find it."""
-    (tmp_path / name).parent.mkdir(exist_ok=True)
-    (tmp_path / name).touch()
-    start = "import sys; from trireme.cli.start import rl; sys.argv[1:] = ['--dry-run']; sys.exit(rl())"
-    ended = subprocess.run([sys.executable, "-P", "-c", start], cwd=tmp_path, capture_output=True, text=True)
-    assert ended.returncode == EXIT_BAD_INPUT
-    assert f"given: {tmp_path / name}" in ended.stderr
-    assert "give it another name" in ended.stderr
+def test_a_package_of_a_user_does_not_hide_the_project(tmp_path: Path) -> None:
+    (tmp_path / "trireme").mkdir()
+    (tmp_path / "trireme" / "__init__.py").write_text("raise RuntimeError('a module of the user')\n")
+    ended = run_command("trireme", ["doctor", *MODEL], tmp_path, str(tmp_path))
+    assert f"note: {tmp_path}/trireme/__init__.py is hidden" in ended.stderr
+    assert "a module of the user" not in ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 def test_a_worker_finds_its_own(theirs: Path) -> None:
@@ -66,18 +64,18 @@ def test_a_worker_finds_its_own(theirs: Path) -> None:
         "        print(await w.run_in_worker(math.sqrt, 9, timeout_s=60))\n"
         "asyncio.run(main())\n"
     )
-    (theirs / "program.py").write_text(f"import trireme\n{script}")
+    (theirs / "program.py").write_text(f"import {ENTRY}\n{script}")
     ended = subprocess.run([sys.executable, "program.py"], cwd=theirs, capture_output=True, text=True)
     assert ended.stdout == "3.0\n", ended.stderr
 
 
 def test_what_is_hidden_is_named(theirs: Path) -> None:
-    (theirs / "trireme").mkdir()
-    (theirs / "trireme" / "__init__.py").touch()
+    (theirs / "service").mkdir()
+    (theirs / "service" / "__init__.py").touch()
     named = hidden_modules([str(theirs), str(ROOT), str(theirs)])
     assert [line.split(" is hidden")[0] for line in named] == [
-        str(theirs / "trireme/__init__.py"),
-        *(str(theirs / f"{name}.py") for name in OWN[1:]),
+        *(str(theirs / f"{name}.py") for name in OWN),
+        str(theirs / "service/__init__.py"),
     ]
 
 

@@ -14,7 +14,7 @@ import trireme
 from trireme.config import Config
 from trireme.config.run import RunConfig
 from trireme.core.errors import BadInput
-from trireme.process.worker_environment import OWN, WorkerEnvironment, modules_not_installed
+from trireme.process.worker_environment import ENTRY, OWN, WorkerEnvironment, modules_not_installed
 
 TOKEN = "not-in-the-format-of-any-service"
 
@@ -114,8 +114,8 @@ class TestVariables:
 class TestCode:
     def test_this_project_travels_as_it_lies_outside_of_the_installed_packages(self) -> None:
         names = [path.name for path in modules_not_installed([])]
-        assert names == list(OWN)
-        assert modules_not_installed([])[0] == Path(trireme.__file__).parent
+        assert names == [ENTRY, *OWN]
+        assert modules_not_installed([])[1] == Path(trireme.__file__).parent
 
     def test_what_the_configuration_names_and_what_that_imports(self, directory: Path) -> None:
         found = WorkerEnvironment.of(config("travelled_games:Game", "travelled_losses.kinds.clipped:loss"), {})
@@ -142,4 +142,4 @@ def test_the_plan_names_what_travels_to_a_cluster(monkeypatch: pytest.MonkeyPatc
     assert "NCCL_DEBUG" in row
     assert "HF_TOKEN" in row
     assert TOKEN not in row
-    assert "code of trireme, trainer, orchestrator, inference, service;" in row
+    assert "code of _trireme_entry, trireme, trainer, orchestrator, inference, service;" in row
