@@ -14,7 +14,6 @@ from trireme.process.collector import spare_collector
 def _as_before() -> Iterator[None]:
     thresholds = gc.get_threshold()
     yield
-    gc.unfreeze()
     gc.set_threshold(*thresholds)
 
 
