@@ -1,7 +1,12 @@
 """Fixtures of several unit test modules."""
 
+import functools
 import os
+import weakref
+from collections.abc import Iterator
 
+import httpx
+import httpx._transports.default
 import pytest
 from hypothesis import Phase, settings
 from manual_clock import ManualClock
@@ -14,6 +19,31 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "unit"))
 
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 """Plans for GPUs are checked where no FlashInfer is installed."""
+
+
+# The certificates of authorities, which each client would read again for 20 ms.
+httpx._transports.default.create_ssl_context = functools.cache(httpx.create_ssl_context)  # type: ignore[assignment]
+
+_clients: weakref.WeakSet[httpx.AsyncClient] = weakref.WeakSet()
+_make_client = httpx.AsyncClient.__init__
+
+
+def _make_noted_client(self: httpx.AsyncClient, *given: object, **named: object) -> None:
+    _make_client(self, *given, **named)  # type: ignore[arg-type]
+    _clients.add(self)
+
+
+httpx.AsyncClient.__init__ = _make_noted_client  # type: ignore[method-assign]
+
+
+@pytest.fixture(autouse=True)
+def every_client_is_closed() -> Iterator[None]:
+    """One that is open when its event loop ends reports an error in a later test, in which it is collected."""
+    before = set(_clients)  # of fixtures of the module
+    yield
+    # Tinker's package has an event loop of its own, which never ends.
+    opened = [each for each in set(_clients) - before if not type(each).__module__.startswith("tinker.")]
+    assert [each for each in opened if not each.is_closed] == []
 
 
 @pytest.fixture

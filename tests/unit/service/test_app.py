@@ -34,7 +34,8 @@ def of(service: Served, **options: Any) -> openai.AsyncOpenAI:
 
 
 async def ask(service: Served, **body: Any) -> Any:
-    return await of(service).chat.completions.create(model="policy", messages=body.pop("messages", QUESTION), **body)
+    agent = of(service, http_client=service.client)  # which ends with the service
+    return await agent.chat.completions.create(model="policy", messages=body.pop("messages", QUESTION), **body)
 
 
 async def text_of(stream: Any) -> str:
@@ -162,11 +163,11 @@ async def test_sampled_tokens_are_not_tokenised_again() -> None:
 
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_stop_strings_are_no_part_of_the_answer(streamed: bool) -> None:
-    async with served("one two three four") as service:
+    async with served("one two three four") as service, of(service) as client:
         found = await ask(service, stop=[" three", "zzz"], stream=streamed)
         text = await text_of(found) if streamed else found.choices[0].message.content
         assert text == "one two"
-        words = await of(service).completions.create(model="policy", prompt="0", stop="wo", max_tokens=50)
+        words = await client.completions.create(model="policy", prompt="0", stop="wo", max_tokens=50)
         assert (words.choices[0].text, words.choices[0].finish_reason) == ("one t", "stop")
 
 

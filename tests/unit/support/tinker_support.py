@@ -3,8 +3,10 @@ real, and a sampler of it. The server, its port and the client are the real ones
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -296,10 +298,27 @@ def tinker_server(
         if served.working.done():
             served.working.result()
     finally:
+        end_clients()
         served.working.cancel()
         listener.stop()
         store.close()
         listener.check()
+
+
+def end_clients() -> None:
+    """Ends what clients of Tinker's package, which has an event loop of its own, leave in this process: those without a
+    session, which it shares and never closes, and sessions, which would be kept for as long as tests run."""
+    package = sys.modules.get("tinker.lib.internal_client_holder")
+    loop = package._internal_client_holder_thread_singleton.loop_if_started() if package else None
+    if package is None or loop is None:
+        return
+    shared = package.sessionless_holder_cache._holders
+    for holder in shared.values():
+        holder.close()
+    shared.clear()
+    for task in asyncio.all_tasks(loop):
+        if "_session_heartbeat" in repr(task.get_coro()):
+            loop.call_soon_threadsafe(task.cancel)
 
 
 def wait_for(is_so: Callable[[], bool], what: str) -> None:
