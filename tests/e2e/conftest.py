@@ -6,6 +6,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import IO
 
 import pytest
@@ -14,6 +15,21 @@ from resume_support import DETERMINISTIC
 from run_support import DEADLINE_S, Ended, run_rl
 
 from trireme.core.errors import EXIT_OK
+
+LONGEST = ("resume", "inference", "tinker_adapters", "cluster", "run", "transports", "sft", "broadcast", "eval_command")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begins with the longest files, so that no worker has one of them left when the other is at its end."""
+    end_to_end = Path(__file__).parent
+
+    def place(item: pytest.Item) -> int:
+        if item.path.parent != end_to_end:
+            return -1
+        name = item.path.stem.removeprefix("test_")
+        return LONGEST.index(name) if name in LONGEST else len(LONGEST)
+
+    items.sort(key=place)
 
 
 @pytest.fixture(scope="session")
@@ -26,6 +42,7 @@ def ray_cluster() -> Iterator[str]:
         with pytest.MonkeyPatch.context() as environ:
             environ.setenv("TMPDIR", directory)  # for what actors leave there when they are killed (vLLM's sockets)
             environ.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+            environ.setenv("RAY_prestart_worker_first_driver", "0")  # few actors could use what it would import
             resources = {"num_cpus": 8, "num_gpus": DECLARED_GPUS}
             context = ray.init(
                 address="local", **resources, include_dashboard=False, log_to_driver=False, _temp_dir=directory

@@ -2,7 +2,7 @@
 
 That each run learns, publishes the same weights as with the object store, and loses no more than a lost replica. What a
 sender and receivers do when one of them is lost: unit/transports/test_broadcast.py; what shards keep for commits:
-unit/transports/test_kept.py.
+unit/transports/test_kept.py. That it is the same run after another transport: test_resume.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from statistics import mean
 
 import pytest
 from chaos_support import armed
-from resume_support import DETERMINISTIC, assert_same_run, rows_of, run_and_kill
+from resume_support import rows_of
 from run_support import Ended, assert_bound_and_conservation, run_rl, taken
 
 from trireme.core.errors import EXIT_OK
@@ -39,25 +39,6 @@ def test_two_shards_send_every_version_to_two_replicas(tmp_path: Path) -> None:
     for replica in range(2):
         assert versions(ended, replica, "as it was broadcast") >= set(range(1, STEPS + 1)), ended.out
         assert versions(ended, replica, "on demand") <= {0}, "a replica may join after the first version was sent"
-    ended.assert_nothing_left()
-
-
-@pytest.mark.long  # after another transport, with commits that are waited for: test_resume.py
-def test_a_run_is_the_same_bit_for_bit_as_with_the_object_store(tmp_path: Path, deterministic: Ended) -> None:
-    """With commits that are written beside training from what the shards keep."""
-    ended = run_rl(tmp_path, *DETERMINISTIC, *BROADCAST)
-    assert ended.code == EXIT_OK, ended.out
-    assert_same_run(ended.root, deterministic.root)
-    ended.assert_nothing_left()
-
-
-@pytest.mark.long
-def test_the_transport_changes_when_a_run_is_resumed(tmp_path: Path, deterministic: Ended) -> None:
-    """What one transport published is committed, and continued with the other: the same run, bit for bit."""
-    run_and_kill(tmp_path, [*DETERMINISTIC, *BROADCAST], at="orchestrator.release@4")
-    ended = run_rl(tmp_path, *DETERMINISTIC, "--inference.transport", "object_store", "--resume")
-    assert ended.code == EXIT_OK, ended.out
-    assert_same_run(ended.root, deterministic.root)
     ended.assert_nothing_left()
 
 

@@ -56,6 +56,7 @@ def test_a_commit_goes_on_bit_for_bit(whole: Ended, tmp_path: Path) -> None:
     assert ends[0] == ends[1]
 
 
+@pytest.mark.long  # what peft opens: test_tinker_adapters.py; the form of the files: unit/trainer
 def test_a_commit_holds_adapters_that_vllm_and_peft_open(whole: Ended) -> None:
     """vLLM's own loader, which `vllm serve --lora-modules` uses too, reads the directory."""
     from peft import PeftModel
