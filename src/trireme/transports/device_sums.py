@@ -6,7 +6,7 @@ divides once for a row and never for an element. Programs add their two sums to 
 additions, which are exact modulo 2^64 in any order.
 
 Jobs that need different code (`Variant`) are launched separately: a few launches, however many tensors.
-`trireme.transports.tensor_sums` has the same sums by tensor operations, the oracle of the tests.
+The oracle of the tests has the same sums by tensor operations.
 """
 
 from __future__ import annotations

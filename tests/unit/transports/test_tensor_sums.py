@@ -35,37 +35,25 @@ def summed(*tables: torch.Tensor) -> Sums:
     return sum(to_sums(torch.stack(tables)), Sums())
 
 
-def on(device: str) -> Any:
-    """Within the block, tensors are summed as they are on a GPU, or as on a CPU."""
-    return patch.object(module, "_by_kernel", lambda _: device == "cpu")
-
-
-both = pytest.mark.parametrize("device", ["cpu", "gpu"])
-
-
-@both
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @given(shape=SHAPES, seed=st.integers(0, 9))
 @settings(max_examples=25)
-def test_the_sums_are_those_of_the_bytes(device: str, dtype: torch.dtype, shape: list[int], seed: int) -> None:
+def test_the_sums_are_those_of_the_bytes(dtype: torch.dtype, shape: list[int], seed: int) -> None:
     tensor = filled(shape, dtype, seed)
-    with on(device):
-        assert summed(tensor_sums(tensor)) == plain(tensor)
+    assert summed(tensor_sums(tensor)) == plain(tensor)
 
 
-@both
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_every_bit_counts(device: str, dtype: torch.dtype) -> None:
+def test_every_bit_counts(dtype: torch.dtype) -> None:
     """Of a NaN, of the sign of zero, of subnormals; and nothing is rounded on the way."""
     tensor = torch.tensor(SPECIAL, dtype=torch.float64).to(dtype)
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
-    with on(device):
-        sums = summed(tensor_sums(tensor))
-        assert sums == plain(tensor)
-        for place in range(len(SPECIAL)):
-            other = tensor.clone()
-            other.view(bits)[place] ^= 1
-            assert summed(tensor_sums(other)) != sums
+    sums = summed(tensor_sums(tensor))
+    assert sums == plain(tensor)
+    for place in range(len(SPECIAL)):
+        other = tensor.clone()
+        other.view(bits)[place] ^= 1
+        assert summed(tensor_sums(other)) != sums
 
 
 @st.composite
@@ -75,18 +63,17 @@ def cuts(draw: st.DrawFn) -> tuple[list[int], list[list[int]]]:
     return shape, [sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=2))}) for size in shape]
 
 
-@both
 @pytest.mark.parametrize("name", ["BF16", "F32", "U8"])
 @given(cut=cuts(), piece=st.integers(1, 60))
 @settings(max_examples=40)
 def test_rectangles_add_up_to_the_whole(
-    device: str, name: str, cut: tuple[list[int], list[list[int]]], piece: int
+    name: str, cut: tuple[list[int], list[list[int]]], piece: int
 ) -> None:
     """Views into the whole, with its strides in memory, and copies, in pieces of any size, one after the other."""
     shape, places = cut
     whole = filled(shape, DTYPES[name])
     total = Sums()
-    with on(device), patch.object(module, "PIECE_WORDS", 4 * piece):
+    with patch.object(module, "PIECE_WORDS", 4 * piece):
         for number, box in enumerate(product(*(pairwise(ends) for ends in places))):
             part = whole[tuple(slice(a, b) for a, b in box)]
             first, strides = rectangle(shape, [a for a, _ in box])
@@ -94,22 +81,19 @@ def test_rectangles_add_up_to_the_whole(
     assert total == plain(whole)
 
 
-@both
-def test_memory_in_another_order_is_summed_in_the_order_of_the_whole(device: str) -> None:
+def test_memory_in_another_order_is_summed_in_the_order_of_the_whole() -> None:
     whole = filled([6, 10], torch.bfloat16)
     held = whole.t().contiguous()
-    with on(device):
-        assert summed(tensor_sums(held.t())) == plain(whole)
-        parts = [tensor_sums(held[a : a + 5].t(), *rectangle(whole.shape, (0, a))) for a in (0, 5)]
-        assert summed(*parts) == plain(whole)
-        # `held` itself as a part: its columns are the rows of the whole.
-        assert summed(tensor_sums(held, 0, (1, 10))) == plain(whole)
+    assert summed(tensor_sums(held.t())) == plain(whole)
+    parts = [tensor_sums(held[a : a + 5].t(), *rectangle(whole.shape, (0, a))) for a in (0, 5)]
+    assert summed(*parts) == plain(whole)
+    # `held` itself as a part: its columns are the rows of the whole.
+    assert summed(tensor_sums(held, 0, (1, 10))) == plain(whole)
 
 
-@both
-def test_a_cast_is_summed_piece_by_piece(device: str) -> None:
+def test_a_cast_is_summed_piece_by_piece() -> None:
     master = torch.randn(70, 33)
-    with on(device), patch.object(module, "PIECE_WORDS", 100):
+    with patch.object(module, "PIECE_WORDS", 100):
         assert summed(tensor_sums(master, dtype=torch.bfloat16)) == plain(master.to(torch.bfloat16))
 
 
@@ -128,12 +112,11 @@ def test_pieces_bound_the_memory() -> None:
     assert sum(piece.numel() for piece, _ in pieces) == 2048 * 7900
 
 
-@both
 @pytest.mark.parametrize("name", ["BF16", "F32", "U8"])
 @given(cut=cuts(), count=st.integers(1, 6), piece=st.integers(1, 60), order=st.randoms(use_true_random=False))
 @settings(max_examples=40)
 def test_equal_parts_of_a_stack_have_the_sums_that_each_has_alone(
-    device: str, name: str, cut: tuple[list[int], list[list[int]]], count: int, piece: int, order: Any
+    name: str, cut: tuple[list[int], list[list[int]]], count: int, piece: int, order: Any
 ) -> None:
     """In any order and at any distances; also parts that are cut alike, and are cast."""
     shape, places = cut
@@ -144,7 +127,7 @@ def test_equal_parts_of_a_stack_have_the_sums_that_each_has_alone(
     first, strides = rectangle(shape, [a for a, _ in box])
     if not parts[0].numel():
         return
-    with on(device), patch.object(module, "PIECE_WORDS", 4 * piece):
+    with patch.object(module, "PIECE_WORDS", 4 * piece):
         for dtype in (None, torch.bfloat16) if name == "F32" else (None,):
             alone = torch.stack([tensor_sums(part, first, strides, dtype) for part in parts])
             assert torch.equal(part_sums(equal_parts(parts, first, strides, dtype)), alone)
