@@ -12,10 +12,9 @@ behind it. So a turn's prompt and answer are `tokens[start:end]`, and a segment 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -51,21 +50,6 @@ class Transition:
     logs: Mapping[str, Any] = field(default_factory=dict)
     in_loss: bool = True
     """False: the action's tokens are masked out of the loss."""
-
-    @property
-    def spans(self) -> tuple[VersionSpan, ...]:
-        """The weights of its tokens, as spans. Raises ValueError for a version that `identities` do not say."""
-        named = {identity.version: identity for identity in self.identities}
-        changes = (np.diff(self.versions) != 0) | (np.diff(self.mixed) != 0)
-        bounds = [0, *(np.flatnonzero(changes) + 1).tolist(), len(self.action)]
-        versions = self.versions[bounds[:-1]].tolist()
-        if len(named) != len(set(self.identities)) or not named.keys() >= set(versions):
-            said = ", ".join(map(str, self.identities))
-            raise ValueError(f"tokens of the versions {sorted(set(versions))} were sampled by {said or 'no weights'}")
-        return tuple(
-            VersionSpan(named[version], start, end, bool(self.mixed[start]))
-            for version, (start, end) in zip(versions, pairwise(bounds), strict=True)
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,21 +93,10 @@ class Trajectory:
     turns: tuple[Turn, ...]
     stop_reason: RolloutEnd
 
-    @classmethod
-    def of(cls, transitions: Iterable[Transition], stop_reason: RolloutEnd) -> Trajectory:
-        """Makes a trajectory of turns that have their whole prompts. Raises ValueError for a token whose weights are
-        not known."""
-        builder = TrajectoryBuilder()
-        for turn in transitions:
-            builder.ask(turn.observation)
-            said = (turn.stop_reason, turn.reward, turn.metrics, turn.logs, turn.in_loss)
-            builder.answer(turn.action, turn.logprobs, turn.spans, *said)
-        return builder.finish(stop_reason)
-
     @property
-    def transitions(self) -> Sequence[Transition]:
-        """Its turns with whole prompts. They are made when they are read, and hold parts of `tokens`, not copies."""
-        return _Transitions(self)
+    def transitions(self) -> tuple[Transition, ...]:
+        """Its turns with whole prompts, which are parts of `tokens`, not copies."""
+        return tuple(map(self._view, self.turns))
 
     @property
     def reward(self) -> float:
@@ -145,36 +118,12 @@ class Trajectory:
         """The number of its segments."""
         return len({turn.start for turn in self.turns})
 
-
-class _Transitions(Sequence[Transition]):
-    """The turns of a trajectory, each made when it is read."""
-
-    def __init__(self, trajectory: Trajectory) -> None:
-        self._trajectory = trajectory
-
-    def __len__(self) -> int:
-        return len(self._trajectory.turns)
-
-    @overload
-    def __getitem__(self, index: int) -> Transition: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Transition]: ...
-
-    def __getitem__(self, index: int | slice) -> Transition | Sequence[Transition]:
-        picked = self._trajectory.turns[index]
-        return self._view(picked) if isinstance(picked, Turn) else tuple(map(self._view, picked))
-
-    def __iter__(self) -> Iterator[Transition]:
-        return map(self._view, self._trajectory.turns)
-
     def _view(self, turn: Turn) -> Transition:
         lengths = [span.end - span.start for span in turn.spans]
-        tokens = self._trajectory.tokens
         return Transition(
-            observation=tokens[turn.start : turn.prompt_end],
-            action=tokens[turn.prompt_end : turn.end],
-            logprobs=self._trajectory.logprobs[turn.prompt_end : turn.end],
+            observation=self.tokens[turn.start : turn.prompt_end],
+            action=self.tokens[turn.prompt_end : turn.end],
+            logprobs=self.logprobs[turn.prompt_end : turn.end],
             versions=np.repeat(np.asarray([span.identity.version for span in turn.spans], np.int32), lengths),
             mixed=np.repeat(np.asarray([span.mixed for span in turn.spans], np.bool_), lengths),
             identities=tuple(span.identity for span in turn.spans),

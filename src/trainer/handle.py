@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -40,9 +40,7 @@ from trireme.core.types import (
     AdamParams,
     ForwardBackwardOutput,
     OptimStepResponse,
-    PassOutput,
     Provenance,
-    StoredOutput,
     WeightIdentity,
     Which,
 )
@@ -116,31 +114,13 @@ class TrainerHandle(ShardCalls):
         text, why_rows = self._call("shown")[0]
         return text, why_rows
 
-    @overload
-    def forward_backward(
-        self,
-        data: TokenBatch | Sequence[Datum],
-        loss_fn: str,
-        loss_fn_config: Mapping[str, float] | None = None,
-        provenance: Provenance | None = None,
-    ) -> ForwardBackwardOutput: ...
-
-    @overload
     def forward_backward(
         self,
         data: Data,
         loss_fn: str,
         loss_fn_config: Mapping[str, float] | None = None,
         provenance: Provenance | None = None,
-    ) -> PassOutput: ...
-
-    def forward_backward(
-        self,
-        data: Data,
-        loss_fn: str,
-        loss_fn_config: Mapping[str, float] | None = None,
-        provenance: Provenance | None = None,
-    ) -> PassOutput:
+    ) -> ForwardBackwardOutput:
         """Accumulates the gradient of the raw masked sum of the loss over the data.
 
         Costs one more forward pass for gspo where a sequence has several datums, of which no shard sees all. The
@@ -157,7 +137,7 @@ class TrainerHandle(ShardCalls):
         self._suspects.append(suspects)
         peak_s = sum(out.peak_s for out in outputs_R)
         if is_stored:
-            return StoredOutput(metrics, suspects, peak_s)
+            return ForwardBackwardOutput(np.zeros(0, np.float32), np.zeros(1, np.int64), metrics, suspects, peak_s)
         return ForwardBackwardOutput(scatter_outputs(batch, outputs_R), batch.offsets, metrics, suspects, peak_s)
 
     def forward_backward_custom(self, data: Data, loss: CustomLoss) -> ForwardBackwardOutput:

@@ -196,7 +196,8 @@ class AdamParams:
 
 @dataclass(frozen=True)
 class ForwardBackwardOutput:
-    """The result of a pass over a batch."""
+    """The result of a pass over a batch. For a gradient of a `StoredBatch` there are no log-probabilities in it: they
+    stay where the parts are, and the first two fields say nothing."""
 
     logprobs: npt.NDArray[np.float32]  # [T], the trainer's log-probability of each target
     offsets: npt.NDArray[np.int64]  # [D + 1]; datum d is at `offsets[d]:offsets[d + 1]`
@@ -209,18 +210,6 @@ class ForwardBackwardOutput:
         """The `logprobs` of each datum."""
         bounds = itertools.pairwise(self.offsets.tolist())
         return [{"logprobs": TensorData(self.logprobs[start:end])} for start, end in bounds]
-
-
-@dataclass(frozen=True)
-class StoredOutput:
-    """The result of a pass over a `StoredBatch`, whose log-probabilities stay where its parts are."""
-
-    metrics: Mapping[str, float]  # as in `ForwardBackwardOutput`
-    suspects: tuple[int, ...] = ()
-    peak_s: float = 0.0
-
-
-PassOutput = ForwardBackwardOutput | StoredOutput
 
 
 @dataclass(frozen=True)

@@ -8,19 +8,18 @@ from dataclasses import dataclass
 from functools import partial
 from math import isnan, nan
 from statistics import mean
-from typing import Any, Protocol, overload
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from trireme.config import CommonConfig
-from trireme.core.batch import Batch, Summary, TokenBatch
+from trireme.core.batch import Batch, Summary
 from trireme.core.types import (
     AdamParams,
     ForwardBackwardOutput,
     Minibatch,
     OptimStepResponse,
-    PassOutput,
     Provenance,
     StepSummary,
     Which,
@@ -36,23 +35,13 @@ from trireme.train.guards import RefusedSteps
 class Trainer(StatefulTrainer, Protocol):
     """The verbs of the trainer (`trainer.handle`)."""
 
-    @overload
-    def forward_backward(
-        self,
-        data: TokenBatch,
-        loss_fn: str,
-        loss_fn_config: Mapping[str, float] | None = None,
-        provenance: Provenance | None = None,
-    ) -> ForwardBackwardOutput: ...
-
-    @overload
     def forward_backward(
         self,
         data: Batch,
         loss_fn: str,
         loss_fn_config: Mapping[str, float] | None = None,
         provenance: Provenance | None = None,
-    ) -> PassOutput: ...
+    ) -> ForwardBackwardOutput: ...
 
     def forward(self, data: Batch, which: Which = "policy") -> ForwardBackwardOutput: ...
 
@@ -147,7 +136,7 @@ class StepRecord:
         self._peak_s = 0.0
         self._divisors = [0.0]  # of the summed gradient of each substep
 
-    def add(self, output: PassOutput, divisor: float, names_D: Sequence[str]) -> None:
+    def add(self, output: ForwardBackwardOutput, divisor: float, names_D: Sequence[str]) -> None:
         """Adds the output for one minibatch. `divisor`: what it adds to that of its substep."""
         self._outputs.append(output.metrics)
         self._peak_s += output.peak_s

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from orchestrator_fakes import trajectory_to_data
+from whole_turns import trajectory_of
 
 from orchestrator.advantages import (
     ScoredGroup,
@@ -44,7 +45,7 @@ def transition(ob: list[int], ac: list[int], logprobs: list[float] | None = None
 
 
 def trajectory(transitions: list[Transition], stop_reason: Any = "stop") -> Trajectory:
-    return Trajectory.of(transitions, stop_reason)
+    return trajectory_of(transitions, stop_reason)
 
 
 def test_trajectory_to_data_vector() -> None:

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 from config_support import small
+from whole_turns import trajectory_of
 
 from orchestrator.advantages import ScoredGroup
 from orchestrator.ledger import Group
 from orchestrator.recorder import Recorder
-from orchestrator.trajectory import Trajectory, Transition
+from orchestrator.trajectory import Transition
 from trireme.config import Config
 from trireme.core.types import WeightIdentity
 
@@ -39,7 +40,7 @@ def turn(observation: list[int], action: list[int], versions: list[int] | None =
 def group(index: int, rewards: list[float], turns: list[Transition] | None = None) -> ScoredGroup:
     return ScoredGroup(
         group=Group(index=index, problem=f"p{index}", floor=2),
-        trajectories_G=tuple(Trajectory.of(turns or [turn([1], [2])], "stop") for _ in rewards),
+        trajectories_G=tuple(trajectory_of(turns or [turn([1], [2])], "stop") for _ in rewards),
         rewards_G=tuple(rewards),
         metrics_G=tuple({} for _ in rewards),
         tags=("sort",),

@@ -15,12 +15,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from orchestrator_fakes import Problem, Problems, Run, published, quiesce, small_config, whole_run
+from whole_turns import trajectory_of
 
 from orchestrator.advantages import ScoredGroup
 from orchestrator.cursor import ProblemCursor
 from orchestrator.ledger import Group
 from orchestrator.state import LINES, STATE, OrchestratorState
-from orchestrator.trajectory import Trajectory, Transition
+from orchestrator.trajectory import Transition
 from trireme.checkpoint.files import checksum_of
 from trireme.checkpoint.manifest import Manifest
 from trireme.config import Config
@@ -64,7 +65,7 @@ def scored(seed: int, turns_G: list[int], finished: bool = True, logs: Mapping[s
     rng = np.random.default_rng(seed)
     return ScoredGroup(
         group=Group(seed, f"0.{seed}.1", 5, finished),
-        trajectories_G=tuple(Trajectory.of([turn(rng, logs or {}) for _ in range(n)], "stop") for n in turns_G),
+        trajectories_G=tuple(trajectory_of([turn(rng, logs or {}) for _ in range(n)], "stop") for n in turns_G),
         rewards_G=tuple(float(r) for r in rng.normal(size=len(turns_G))),
         metrics_G=tuple({"shared": float(n)} for n in turns_G),
         tags=("fake", "even"),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from whole_turns import continues, datums
+from whole_turns import continues, datums, trajectory_of
 
 from orchestrator import advantages
 from orchestrator.advantages import WeightedTrajectory, lay_out
@@ -71,7 +71,7 @@ def assert_same_turns(found: Trajectory, turns: Sequence[Transition]) -> None:
 @example([("anew", [1, 2], [(0, 2, False)], True), ("broken", [3], [(1, 1, False)], False)])
 def test_the_turns_come_back_as_they_were(turns: PlayedTurns) -> None:
     given_turns = played(turns)
-    trajectory = Trajectory.of(given_turns, "stop")
+    trajectory = trajectory_of(given_turns, "stop")
     assert_same_turns(trajectory, given_turns)
     assert trajectory.versions == {int(v) for turn in given_turns for v in turn.versions}
     assert trajectory.identities == {i for turn in given_turns for i in turn.identities}
@@ -93,7 +93,7 @@ def test_the_trainer_gets_what_it_got_of_whole_turns(rollouts: list[tuple[Played
         patch.setattr(advantages, "PART_TOKENS", at_once)
         batch = lay_out(
             [
-                WeightedTrajectory(Trajectory.of(turns[n], "stop"), n - 0.75, 0.5 + n, c)
+                WeightedTrajectory(trajectory_of(turns[n], "stop"), n - 0.75, 0.5 + n, c)
                 for n, (_, c) in enumerate(rollouts)
             ]
         )
@@ -153,22 +153,6 @@ def test_what_was_handed_out_does_not_change() -> None:
     assert [array.tolist() for array, _ in kept] == [values for _, values in kept]
     with pytest.raises(ValueError, match="read-only"):
         builder.prompt[0] = 5
-
-
-def test_turns_can_be_picked() -> None:
-    turns = played([("anew", [1], [(0, 1, False)], True)] * 3)
-    transitions = Trajectory.of(turns, "stop").transitions
-    assert transitions[-1].metrics == {"number": 2.0}
-    assert [turn.metrics["number"] for turn in transitions[1:]] == [1.0, 2.0]
-    with pytest.raises(IndexError):
-        transitions[3]
-
-
-def test_weights_that_are_not_named_are_refused() -> None:
-    (turn,) = played([("anew", [1], [(0, 2, False), (1, 1, False)], True)])
-    turn = Transition(**vars(turn) | {"identities": IDENTITIES[:1]})
-    with pytest.raises(ValueError, match=r"versions \[0, 1\] were sampled by 1:0:d0"):
-        Trajectory.of([turn], "stop")
 
 
 def test_memory_is_that_of_the_tokens() -> None:

@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from orchestrator.trajectory import Transition
-from trireme.core.types import Datum, ModelInput, TensorData
+from orchestrator.trajectory import RolloutEnd, Trajectory, TrajectoryBuilder, Transition
+from trireme.core.types import Datum, ModelInput, TensorData, VersionSpan
+
+
+def trajectory_of(transitions: Iterable[Transition], stop_reason: RolloutEnd) -> Trajectory:
+    builder = TrajectoryBuilder()
+    for turn in transitions:
+        builder.ask(turn.observation)
+        said = (turn.stop_reason, turn.reward, turn.metrics, turn.logs, turn.in_loss)
+        builder.answer(turn.action, turn.logprobs, spans_of(turn), *said)
+    return builder.finish(stop_reason)
+
+
+def spans_of(turn: Transition) -> tuple[VersionSpan, ...]:
+    named = {identity.version: identity for identity in turn.identities}
+    changes = (np.diff(turn.versions) != 0) | (np.diff(turn.mixed) != 0)
+    bounds = [0, *(np.flatnonzero(changes) + 1).tolist(), len(turn.action)]
+    return tuple(
+        VersionSpan(named[int(turn.versions[start])], start, end, bool(turn.mixed[start]))
+        for start, end in pairwise(bounds)
+    )
 
 
 def continues(turn: Transition, before: Transition) -> bool:
