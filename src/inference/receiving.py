@@ -28,7 +28,7 @@ from trireme.core.finite_json import to_json
 from trireme.core.transport import Offer
 from trireme.core.weights import TensorPlace
 from trireme.process.faults import fault_point
-from trireme.transports.meeting import BroadcastGroup, GroupMember, answering, open_store
+from trireme.transports.meeting import BroadcastGroup, GroupMember, open_store
 
 PAGE = 4096
 LEAST_S = 0.1
@@ -166,9 +166,7 @@ class Broadcast:
     def _receive(self, last: BroadcastGroup | None, pipe: int) -> BroadcastGroup:
         """Receives all buckets and tells where they are; returns the group by which they came."""
         host, port = self._offer.endpoints_R[self._offer.server]
-        ready_s = self._offer.ready_s
-        with answering(host, port, ready_s):
-            store = open_store(host, port, timeout_s=ready_s)
+        store = open_store(host, port, timeout_s=self._offer.ready_s)
         fault_point("transport.ready")
         self._tell(pipe, ready=True)
         ends = list(accumulate(-(-size // PAGE) * PAGE for size in self._offer.sizes))
@@ -178,8 +176,9 @@ class Broadcast:
         whole = landing.memory(max(ends[-1], 1))
         version, attempt = self._offer.version, self._offer.attempt
         member = GroupMember(store, host, self._number, attempt, version, self.given_up.is_set)
-        with answering(host, port, self._left_s):
-            group = member.meet(last, self._deadline)
+        # A store whose process is stopped never answers. Then this thread waits until that process ends, and the
+        # replica takes the version on demand at the deadline.
+        group = member.meet(last, self._deadline)
         offsets = [0, *ends[:-1]]
         summing = ThreadPoolExecutor(1, "sums")
         try:

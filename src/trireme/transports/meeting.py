@@ -11,18 +11,14 @@ group. Keys and groups are named by attempt, epoch and version.
 from __future__ import annotations
 
 import json
-import os
-import socket
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import DistError, Store, TCPStore
+from torch.distributed import Store, TCPStore
 
 from trireme.core.errors import RoomFailed
 from trireme.core.finite_json import to_json
@@ -57,44 +53,6 @@ def open_store(host: str, port: int, listening: int | None = None, timeout_s: fl
     store = TCPStore(host, port, None, hosts, timeout, wait_for_workers=False, master_listen_fd=listening)
     store.set_timeout(timedelta(seconds=STORE_S))  # for what others in a group have still to say there
     return store
-
-
-@contextmanager
-def answering(host: str, port: int, within_s: float) -> Iterator[None]:
-    """Gives calls to the store at an address at most `within_s` seconds inside the block. Raises RoomFailed.
-
-    TCPStore waits for an answer without a deadline, and a stopped process keeps its connections open. So after the time
-    limit a thread closes all connections of this process to that address, again and again until the block ends.
-    """
-    left = threading.Event()
-
-    def watch() -> None:
-        pause = within_s
-        while not left.wait(pause):
-            _hang_up(host, port)
-            pause = POLL_S
-
-    threading.Thread(target=watch, name=f"waiting for {host}:{port}", daemon=True).start()
-    try:
-        yield
-    except DistError as error:
-        raise RoomFailed(f"the store of the trainer shard at {host} does not answer: {error}") from error
-    finally:
-        left.set()
-
-
-def _hang_up(host: str, port: int) -> None:
-    """Ends all connections of this process to an address."""
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                continue
-            with socket.socket(fileno=os.dup(int(name))) as connection:
-                peer, peer_port, *_ = connection.getpeername()
-                if peer_port == port and peer.removeprefix("::ffff:") == host:
-                    connection.shutdown(socket.SHUT_RDWR)
-        except (OSError, ValueError):  # it has no peer with a port, or was closed meanwhile
-            continue
 
 
 def own_gpu() -> str:

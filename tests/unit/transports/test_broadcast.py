@@ -185,6 +185,31 @@ def test_a_later_offer_ends_what_is_still_received(sender: BroadcastSender) -> N
             assert member.digests() == sent
 
 
+def test_a_sender_that_is_stopped_holds_up_no_later_version(sender: BroadcastSender) -> None:
+    """Its store takes connections, since the system does that for it, and never answers."""
+    context = importing_once()
+    here, there = context.Pipe()
+    process = context.Process(target=host_a_store, args=(there,), daemon=True)
+    process.start()
+    assert here.poll(DEADLINE_S)
+    endpoint = here.recv()
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    with receivers(1) as members:
+        Fleet(members, (endpoint,)).offer(0, laid_out(tensors_of(0)))
+        sent = published(sender, Fleet(members, (sender.endpoint,)), 1)
+        assert members[0].outcome() == "arrived"
+        assert members[0].digests() == sent
+    process.kill()
+    process.join(DEADLINE_S)
+
+
+def host_a_store(end: Any) -> None:
+    """Says where its store is, and waits."""
+    end.send(BroadcastSender(0, 1, HOST, None).endpoint)
+    threading.Event().wait()
+
+
 def test_when_the_sender_dies_its_receivers_know() -> None:
     context = importing_once()
     here, there = context.Pipe()
