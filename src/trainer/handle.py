@@ -33,8 +33,6 @@ from trireme.checkpoint.parts import CommitSource
 from trireme.config import CommonConfig
 from trireme.config.losses import find_loss
 from trireme.core.batch import Assign, Batch, Data, StoredBatch, Summary, TokenBatch
-from trireme.core.datum import Datum
-from trireme.core.errors import NonFiniteGradient
 from trireme.core.transport import Offer, Session, load_transport
 from trireme.core.types import (
     AdamParams,
@@ -51,10 +49,6 @@ from trireme.run.metrics import reduce_metrics
 
 GIVERS = 4
 """Threads of a shard that give buckets to those who ask for them."""
-NAMED = 8
-"""Number of datums that an error names."""
-
-
 SENDING_SHARE = 0.5
 """The part of `timeouts.collective_s` in which a version is sent: a shard that waits for a replica keeps the others
 waiting in the next gather, which must not fail for that."""
@@ -83,8 +77,7 @@ class TrainerHandle(ShardCalls):
         self._offering: Callable[[Offer], Session] | None = None
         self._offered_s = 0.0
         self._assign: Assign | None = None
-        self._suspects: list[tuple[int, ...]] = []  # of each forward_backward since the last update
-        self._adapter, self._suspects_of = "", dict[str, list[tuple[int, ...]]]()  # of adapters that are not in use
+        self._adapter = ""  # the one in use
 
     @classmethod
     def start(
@@ -134,7 +127,6 @@ class TrainerHandle(ShardCalls):
         outputs_R = self._call_with(batch, "forward_backward", *arguments)
         metrics = reduce_metrics([output.metrics for output in outputs_R])
         suspects = tuple(sorted(d for output in outputs_R for d in output.suspects))
-        self._suspects.append(suspects)
         peak_s = sum(out.peak_s for out in outputs_R)
         if is_stored:
             return ForwardBackwardOutput(np.zeros(0, np.float32), np.zeros(1, np.int64), metrics, suspects, peak_s)
@@ -187,17 +179,12 @@ class TrainerHandle(ShardCalls):
     def optim_step(self, adam_params: AdamParams, normalizer: float = 1.0) -> OptimStepResponse:
         """Divides the gradient by `normalizer` (1: the gradient of the sum), clips its norm, and updates the weights.
 
-        Raises NonFiniteGradient, which names the datums whose losses were not finite; then nothing has changed.
+        Raises NonFiniteGradient; then nothing has changed. The `suspects` of the passes are the datums to look at.
         """
-        suspects, self._suspects = self._suspects, []
-        try:
-            return self._call("optim_step", adam_params, normalizer)[0]
-        except NonFiniteGradient as error:
-            raise NonFiniteGradient(f"{error} {self.blame(suspects)}") from None
+        return self._call("optim_step", adam_params, normalizer)[0]
 
     def drop_gradients(self) -> None:
         """Forgets the gradients that were added since the last update."""
-        self._suspects = []
         self._call("drop_gradients")
 
     def reset_optimizer(self) -> None:
@@ -215,29 +202,13 @@ class TrainerHandle(ShardCalls):
         is the one that the model began with. Does nothing for the one in use. Raises BadInput for an unknown name."""
         if name != self._adapter:
             self._call("use_adapter", name)
-            self._suspects_of[self._adapter] = self._suspects
-            self._adapter, self._suspects = name, self._suspects_of.pop(name, [])
+            self._adapter = name
 
     def drop_adapter(self, name: str) -> None:
         """Forgets an adapter; if it is in use, the first one is used. Raises BadInput for an unknown name."""
         if name == self._adapter:
             self.use_adapter("")
         self._call("drop_adapter", name)
-        self._suspects_of.pop(name, None)
-
-    @staticmethod
-    def blame(suspects: Sequence[Sequence[int]]) -> str:
-        """Names the datums whose losses were not finite: `suspects` of each forward_backward since the last update.
-
-        >>> TrainerHandle.blame([(3, 7), (), (0,)])
-        'Not finite: the loss of datum 3, 7 of batch 0; datum 0 of batch 2.'
-        """
-        named = [
-            f"datum {', '.join(map(str, data[:NAMED]))}{', ..' if len(data) > NAMED else ''} of batch {batch}"
-            for batch, data in enumerate(suspects)
-            if data
-        ]
-        return f"Not finite: the loss of {'; '.join(named)}." if named else "The loss of each datum was finite."
 
     def publish_weights(self, version: int) -> PublishedWeights:
         """Makes the weights available to replicas as `version`. The buckets live as long as the caller keeps the
@@ -278,7 +249,6 @@ class TrainerHandle(ShardCalls):
         """Loads what any number of shards saved at `path` (`save_state`), on nodes that do not see it from `source`.
         `identities` are those of the versions that were published then and may still be trained on. Gradients are
         dropped. Returns what is to be said of it ("" if nothing). Raises CheckpointInvalid, StorageFailed."""
-        self._suspects = []
         said_R = self._call("load_state", path, tuple(identities), source, timeout_s=self._timeouts.checkpoint_s)
         return str(said_R[0])
 

@@ -109,7 +109,7 @@ def test_the_culprits_are_named(ended: Ended) -> None:
     for step, line in zip(refused_at, said, strict=True):
         assert f"step {step + 1}, update 1 was refused" in line
         assert re.search(r"the gradient norm is nan; nothing was updated.* datum \d+.* of batch [01]", line), line
-        assert re.search(r"Their problems: 0\.\d+\.\d+", line), line
+        assert re.search(r"Problems to look at: 0\.\d+\.\d+", line), line
 
 
 def test_a_limit_of_refused_steps_ends_the_run_after_a_commit(ended: Ended) -> None:

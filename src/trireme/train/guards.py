@@ -30,13 +30,13 @@ class RefusedSteps:
     def update(self, update: Callable[[], OptimStepResponse], name: str, suspects: Sequence[str]) -> float:
         """Calls the optimiser for the update `name` and returns the norm of its gradient: NaN if the trainer refused it
         because the gradient is not finite. Then the weights stay as they are, and the run continues. `suspects`:
-        problems of the datums to blame, which the trainer names by number."""
+        problems of the datums whose loss was not finite."""
         try:
             return update().metrics["grad_norm"]
         except NonFiniteGradient as error:
             problems = list(dict.fromkeys(suspects))
             culprits = ", ".join(problems[:NAMED]) + (", .." if len(problems) > NAMED else "")
-            self._say(f"{name} was refused, the weights stay: {error} Their problems: {culprits or 'unknown'}")
+            self._say(f"{name} was refused, the weights stay: {error} Problems to look at: {culprits or 'unknown'}")
             return nan
 
     def check(self, row: Mapping[str, Any]) -> None:

@@ -33,7 +33,7 @@ def test_a_refused_step_names_its_problems_and_the_run_goes_on():
     assert math.isnan(guard.update(refuse, "step 1, update 2", ["7", "7", "3"]))
     assert said[0].startswith("step 1, update 2 was refused")
     assert "gradient norm is nan" in said[0]
-    assert said[0].endswith("Their problems: 7, 3")
+    assert said[0].endswith("Problems to look at: 7, 3")
     assert guard.update(step, "step 2, update 1", []) == 2.0
     assert len(said) == 1
 

@@ -17,14 +17,6 @@ from trireme.core.batch import StoredBatch
 from trireme.core.transport import Session
 
 
-def test_blame_names_batches_and_datums():
-    assert (
-        TrainerHandle.blame([(3, 7), (), (0,)]) == "Not finite: the loss of datum 3, 7 of batch 0; datum 0 of batch 2."
-    )
-    assert TrainerHandle.blame([tuple(range(99))]).endswith("6, 7, .. of batch 0.")
-    assert TrainerHandle.blame([(), ()]) == "The loss of each datum was finite."
-
-
 def test_options_for_another_number_of_processes_are_refused():
     with pytest.raises(ValueError, match=r"mesh .*'shard': 2.* got 2"):
         TrainerHandle.start(make_config("m", trainer__shards=2, trainer__replicate=2), [{}, {}], None)

@@ -66,9 +66,7 @@ def cuts(draw: st.DrawFn) -> tuple[list[int], list[list[int]]]:
 @pytest.mark.parametrize("name", ["BF16", "F32", "U8"])
 @given(cut=cuts(), piece=st.integers(1, 60))
 @settings(max_examples=40)
-def test_rectangles_add_up_to_the_whole(
-    name: str, cut: tuple[list[int], list[list[int]]], piece: int
-) -> None:
+def test_rectangles_add_up_to_the_whole(name: str, cut: tuple[list[int], list[list[int]]], piece: int) -> None:
     """Views into the whole, with its strides in memory, and copies, in pieces of any size, one after the other."""
     shape, places = cut
     whole = filled(shape, DTYPES[name])
