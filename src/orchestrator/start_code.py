@@ -21,7 +21,6 @@ import json
 import os
 import resource
 import signal
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -96,11 +95,10 @@ def main(text: str) -> int:
     start = CodeStart(**json.loads(text))
     os.set_inheritable(start.report, False)
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)  # they are waited for
-    if sys.platform == "linux":
-        libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != start.parent:  # it ended before that
-            return 1
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != start.parent:  # it ended before that
+        return 1
     try:
         report = run(start)
     except OSError as error:

@@ -34,14 +34,13 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
 
 
 def main(parent: int) -> None:
-    """Answers calls, one after the other, until the socket ends, or on Linux until process `parent` has ended."""
+    """Answers calls, one after the other, until the socket or process `parent` ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which ends this process in order
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None)
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        libc.prctl(PR_SET_DUMPABLE, 0)  # programs that a function starts read neither the socket nor the token
-        if os.getppid() != parent:  # it ended before that
-            sys.exit()
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    libc.prctl(PR_SET_DUMPABLE, 0)  # programs that a function starts read neither the socket nor the token
+    if os.getppid() != parent:  # it ended before that
+        sys.exit()
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     with take_connection() as connection, connection.makefile("rwb") as stream:
         while header := stream.read(HEADER.size):

@@ -18,8 +18,7 @@ Each answer repeats the token of its call, so what code left behind by an earlie
 sandbox: code that runs inside the process reads its memory, where the token is, and all that the user can read. A
 program that a model wrote belongs in `orchestrator.untrusted.run_code`.
 
-A process ends with its caller: the orchestrator closes all of them, Linux kills them when it dies, and on other systems
-they see the end of the socket.
+A process ends with its caller: the orchestrator closes all of them, and Linux kills them when it dies.
 """
 
 from __future__ import annotations
@@ -157,8 +156,8 @@ class Worker:
 
 
 def _process(connection: socket.socket, variables: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Starts a process that serves `connection`, which is closed here. It finds modules where this one does, and on
-    Linux ends with the thread of the event loop."""
+    """Starts a process that serves `connection`, which is closed here. It finds modules where this one does, and ends
+    with the thread of the event loop."""
     path = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
     with connection:
         return subprocess.Popen(

@@ -12,7 +12,6 @@ same result, with work that grows with the square of the row.
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -29,8 +28,6 @@ from transformers import AttentionInterface
 from trireme.core.errors import BadInput
 
 PACKED = "packed"
-_TAKES_GROUPS = "enable_gqa" not in inspect.signature(varlen_attn).parameters
-"""True: PyTorch's kernel takes fewer heads of keys than of queries without being told, as in 2.11."""
 
 
 def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
@@ -59,13 +56,10 @@ def _try_kernel(device: torch.device, dtype: torch.dtype, heads: int, key_heads:
     starts, longest = torch.tensor([0, 13, 24], dtype=torch.int32, device=device), 13
     shapes = [(24, count, head_dim) for count in (heads, key_heads, key_heads, heads)]
     *states, upstream = (torch.randn(shape, generator=generator, device=device).to(dtype) for shape in shapes)
-    options: dict[str, Any] = {"enable_gqa": heads != key_heads}
     q, k, v = (each.requires_grad_() for each in states)
-    told = {} if _TAKES_GROUPS else options
-    out = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(-1, 0), **told)
-    assert isinstance(out, Tensor), "no other output was requested"
+    out = _run_kernel(q, k, v, starts, longest, (-1, 0), None)
     exact = [each.detach().float().requires_grad_() for each in states]
-    expected = masked_attention(exact[0], exact[1], exact[2], starts, None, **options)
+    expected = masked_attention(exact[0], exact[1], exact[2], starts, None, enable_gqa=heads != key_heads)
     found = [out, *torch.autograd.grad(out, (q, k, v), upstream)]
     wanted = [expected, *torch.autograd.grad(expected, exact, upstream.float())]
     for what, got, right in zip(("output", "dq", "dk", "dv"), found, wanted, strict=True):
@@ -84,8 +78,10 @@ def _run_kernel(
     scale: float | None,
 ) -> Tensor:
     """Runs the variable-length kernel on [T, heads, dim]."""
-    told: dict[str, Any] = {} if _TAKES_GROUPS else {"enable_gqa": query.shape[1] != key.shape[1]}
-    out = varlen_attn(query, key, value, starts, starts, longest, longest, scale=scale, window_size=window, **told)
+    grouped = query.shape[1] != key.shape[1]
+    out = varlen_attn(
+        query, key, value, starts, starts, longest, longest, scale=scale, window_size=window, enable_gqa=grouped
+    )
     assert isinstance(out, Tensor), "no other output was requested"
     return out
 

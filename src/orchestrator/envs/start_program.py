@@ -4,8 +4,8 @@ Trireme, so that it takes some milliseconds.
     python -I -S start_program.py MEMORY_BYTES PARENT PROGRAM [ARGUMENT ...]
 
 It stays as the program's parent and ends with its exit code. When the program has ended, or on SIGTERM, or when process
-PARENT ends, it kills all that the program has started. On Linux it is their *subreaper*: whatever they do, such as
-`setsid` and a second fork, orphans among them become its children.
+PARENT ends, it kills all that the program has started. It is their *subreaper*: whatever they do, such as `setsid` and
+a second fork, orphans among them become its children.
 """
 
 import ctypes
@@ -24,33 +24,27 @@ WATCHED = (signal.SIGTERM, signal.SIGCHLD)
 def main(memory_bytes: int, parent: int, command: list[str]) -> int:
     """Returns the program's exit code; 128 and its signal for one that was killed."""
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)  # they are waited for
-    on_linux = sys.platform == "linux"
-    if on_linux:
-        libc = ctypes.CDLL(None)
-        libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # it ended before that
-            return 1
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # it ended before that
+        return 1
     own = os.getpid()
     program = os.fork()
     if not program:
-        become(memory_bytes, own, command, on_linux)
+        become(memory_bytes, own, command)
     silence()
     code = wait_for(program)
-    if on_linux:
-        kill_descendants()
-    else:
-        kill_group(program)
+    kill_descendants()
     return code
 
 
-def become(memory_bytes: int, parent: int, command: list[str], on_linux: bool) -> None:
+def become(memory_bytes: int, parent: int, command: list[str]) -> None:
     """Becomes the program, in a session of its own: `kill 0` of a script does not reach its parent."""
     os.setsid()
-    if on_linux:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
     resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     try:
@@ -123,12 +117,6 @@ def kill(pid: int) -> None:
     """Kills one process, if it is there."""
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-
-
-def kill_group(program: int) -> None:
-    """Kills the program's group: all that other systems can tell of what it started."""
-    with suppress(ProcessLookupError):
-        os.killpg(program, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ VARLEN = "torch.nn.attention.varlen.varlen_attn()"
 SLEEP = "vllm.entrypoints.llm.LLM.sleep()"
 ALLOWED = {
     SLEEP: "the check of GPUs does not look at what it returns",
-    VARLEN: "`enable_gqa` is given where its signature has it",
     "vllm.config.model.ModelConfig.hf_config": "a configuration of transformers",
     "vllm.config.model.ModelConfig.try_get_generation_config()": "values of a JSON file",
     "vllm.config.vllm.set_current_vllm_config()": "a context that yields nothing",
@@ -79,7 +78,7 @@ def test_each_use_of_vllm_is_resolved(source: BuildResult) -> None:
     found = uses(source, ["vllm"], closed=True)
     assert unresolved(found) == []
     ours = [use for use in found if not use.file.startswith("scripts/")]
-    assert Counter(use.name for use in ours if use.problem) == Counter(set(ALLOWED) - {VARLEN, SLEEP})
+    assert Counter(use.name for use in ours if use.problem) == Counter(set(ALLOWED) - {SLEEP})
     names = {use.name for use in found}
     assert {f"{runner}.reload_weights()" for runner in (V1, V2)} <= names
     assert {"vllm.v1.engine.async_llm.AsyncLLM.add_request()", "vllm.sampling_params.SamplingParams()"} <= names

@@ -259,7 +259,6 @@ def test_it_sees_what_code_needs_and_no_credentials(monkeypatch: pytest.MonkeyPa
     assert not seen.keys() & set(kept_back)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="finds sockets in /proc")  # reason: Linux alone has it
 @pytest.mark.parametrize("how", ["pickle", "json", "later"])
 def test_what_is_written_by_other_code_is_no_answer(tmp_path: Path, how: str) -> None:
     stolen = tmp_path / "stolen"
