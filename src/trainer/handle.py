@@ -5,8 +5,9 @@ Importing this module imports neither torch nor transformers: each shard's proce
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,6 @@ from ray.exceptions import RayActorError
 
 from trainer.actor import ShardActor
 from trainer.batching import scatter_outputs, scatter_sums
-from trainer.calls import ShardCalls
 from trainer.losses import (
     POLICY,
     CustomLoss,
@@ -33,6 +33,7 @@ from trireme.checkpoint.parts import CommitSource
 from trireme.config import CommonConfig
 from trireme.config.losses import find_loss
 from trireme.core.batch import Assign, Batch, Data, StoredBatch, Summary, TokenBatch
+from trireme.core.errors import RoomFailed
 from trireme.core.transport import Offer, Session, load_transport
 from trireme.core.types import (
     AdamParams,
@@ -52,9 +53,15 @@ GIVERS = 4
 SENDING_SHARE = 0.5
 """The part of `timeouts.collective_s` in which a version is sent: a shard that waits for a replica keeps the others
 waiting in the next gather, which must not fail for that."""
+INQUEST_S = 3.0
+"""Time limit, after a failure, for asking the other shards about it."""
+COLLECTIVE_TIMEOUT = re.compile(r"timed out|timeout", re.IGNORECASE)
+"""In the error of a rank that has waited for others in a collective."""
+PROGRESS_S = 30.0
+"""Seconds between lines about a call that takes long."""
 
 
-class TrainerHandle(ShardCalls):
+class TrainerHandle:
     """All shards of the trainer. Every verb is collective and waits for all of them, at most `timeouts.step_s`.
 
     A shard that raises, dies or hangs ends the call with one RoomFailed that names it, with its traceback and its log;
@@ -70,8 +77,11 @@ class TrainerHandle(ShardCalls):
         log_dir: Path | None,
         attempt: int = 1,
     ) -> None:
-        super().__init__(config.timeouts, actors_R, log_dir, RayActorError)
+        self._timeouts = config.timeouts
+        self._actors_R = actors_R
         self._ready_R = ready_R
+        where = "" if log_dir is None else f" (log {log_dir}/trainer_{{rank}}.log)"
+        self._names_R = [f"trainer shard {rank}" + where.format(rank=rank) for rank in range(len(actors_R))]
         self._transport, self._attempt = load_transport(config.transport), attempt
         self._terms_R: list[Any] = []  # of offers, by each shard
         self._offering: Callable[[Offer], Session] | None = None
@@ -266,6 +276,56 @@ class TrainerHandle(ShardCalls):
         """Ends the shards' processes."""
         for actor in self._actors_R:
             ray.kill(actor, no_restart=True)
+
+    # ---- calls of all shards, and who is to blame when one does not answer
+
+    def _call(self, verb: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
+        return self._wait(verb, [actor.call.remote(verb, *args) for actor in self._actors_R], timeout_s)
+
+    def _call_with(self, batch: StoredBatch, verb: str, *args: Any) -> list[Any]:
+        """Calls a verb whose first argument is the shard's part of a batch."""
+        parts_R = zip(self._actors_R, batch.parts_R, strict=True)
+        return self._wait(verb, [actor.call.remote(verb, part, *args) for actor, part in parts_R])
+
+    def _wait(self, verb: str, refs_R: Sequence[Any], timeout_s: float | None = None) -> list[Any]:
+        said = waits.LongWait(verb.replace("_", " "), PROGRESS_S)
+        try:
+            return waits.get_all(refs_R, who=self._names_R, timeout_s=timeout_s or self._timeouts.step_s, on_tick=said)
+        except RoomFailed as error:
+            raise self._inquest(verb, error, refs_R) from error.__cause__
+
+    def _inquest(self, verb: str, error: RoomFailed, refs_R: Sequence[Any]) -> RoomFailed:
+        """Returns the error to report for a failed call: the death of a shard instead of the lost connection that
+        others see, and for a hang the place where each shard is, or those for which a collective waited too long."""
+        if error.__cause__ is None:
+            return RoomFailed(f"{verb}: {error}\n{''.join(self._whereabouts(range(len(refs_R))))}")
+        if isinstance(error.__cause__, RayActorError):
+            return error
+        answers = self._ask(dict(enumerate(refs_R)))
+        failures = {rank: said for rank, said in answers if isinstance(said, RoomFailed)}
+        if dead := next((f for f in failures.values() if isinstance(f.__cause__, RayActorError)), None):
+            return dead
+        hung = [rank for rank, failure in failures.items() if failure.__cause__ is None]
+        if not hung or not COLLECTIVE_TIMEOUT.search(str(getattr(error.__cause__, "cause", ""))):
+            return error
+        limit = f"timeouts.collective_s = {self._timeouts.collective_s:g}"
+        return RoomFailed(f"{verb}: a collective exceeded {limit}. {error}\n{''.join(self._whereabouts(hung))}")
+
+    def _whereabouts(self, ranks: Sequence[int]) -> Iterator[str]:
+        """Yields what each of these ranks is doing."""
+        for rank, stack in self._ask({rank: self._actors_R[rank].stack.remote() for rank in ranks}):
+            silent = "does not answer at all: its process is stopped, or stuck outside Python\n"
+            where = silent if isinstance(stack, RoomFailed) else f"is at:\n{stack}"
+            yield f"trainer shard {rank} {where}"
+
+    def _ask(self, refs: Mapping[int, Any]) -> Iterator[tuple[int, Any]]:
+        """Yields (rank, its answer, or the RoomFailed in its place) for {rank: reference}; all within INQUEST_S."""
+        deadline = time.monotonic() + INQUEST_S
+        for rank, ref in refs.items():
+            try:
+                yield rank, waits.get(ref, who=self._names_R[rank], timeout_s=max(deadline - time.monotonic(), 0.1))
+            except RoomFailed as error:
+                yield rank, error
 
 
 def _looks_at_sequences(loss_fn: str, batch: Batch) -> bool:
