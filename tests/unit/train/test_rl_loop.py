@@ -139,7 +139,7 @@ def test_each_substep_is_guarded_reported_and_blamed_on_its_own() -> None:
     assert [row["optim/refused"] for row in all_.rows] == [0.75, 0.75]
     assert [row["optim/grad_norm"] for row in all_.rows] == [3.0, 1.0]
     assert [line.partition(" was refused")[0] for line in said[:3]] == [f"step 1, update {n}" for n in (1, 2, 4)]
-    assert [line.rpartition("problems: ")[2] for line in said[:3]] == [f"problem 0.{n}.0" for n in (0, 1, 3)]
+    assert [line.rpartition("look at: ")[2] for line in said[:3]] == [f"problem 0.{n}.0" for n in (0, 1, 3)]
 
 
 def test_norms_are_those_of_the_updates_that_were_made() -> None:
