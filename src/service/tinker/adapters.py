@@ -3,43 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
-from service.tinker.promises import UserError
+from service.asked import RequestRefused
+from service.tinker.bodies import LoraBody
 from trireme.config.trainer import ATTENTION, MLP, UNEMBED, LoraConfig
 from trireme.core.weights import AdapterSpec
 
 STATES = "tinker://<model>/weights/<name>"
 
 
-@dataclass(frozen=True)
-class AdapterWish:
-    """An adapter that a client wants (`lora_config`)."""
-
-    rank: int
-    seed: int | None = None
-    """None: that of the server."""
-    train_attn: bool = True
-    train_mlp: bool = True
-    train_unembed: bool = True
-
-
-def spec_of(wish: AdapterWish | None, lora: LoraConfig) -> AdapterSpec:
+def spec_of(wish: LoraBody | None, lora: LoraConfig) -> AdapterSpec:
     """Returns the adapter that a client gets: the layers that it wants, of those that `lora` has. `lora` has a seed.
-    Raises UserError."""
+    Raises RequestRefused."""
     assert lora.rank is not None
     assert lora.seed is not None
     if wish is None:
-        raise UserError(f"create_model without a lora_config; expected one with a rank of 1 to {lora.rank}")
+        raise RequestRefused(f"create_model without a lora_config; expected one with a rank of 1 to {lora.rank}")
     if not 1 <= wish.rank <= lora.rank:
-        raise UserError(
+        raise RequestRefused(
             f"lora_config.rank = {wish.rank}; expected 1 to {lora.rank}, or a server with a larger trainer.lora.rank"
         )
     parts = ((wish.train_attn, ATTENTION), (wish.train_mlp, MLP), (wish.train_unembed, UNEMBED))
     unwanted = {name for wanted, names in parts if not wanted for name in names}
     if not (targets := tuple(name for name in lora.target_modules if name not in unwanted)):
-        raise UserError(
+        raise RequestRefused(
             f"lora_config without {', '.join(sorted(unwanted))}; expected some of "
             f"{', '.join(lora.target_modules)}: only these layers can have an adapter here"
         )
@@ -52,24 +41,29 @@ def record_of(spec: AdapterSpec, lora: LoraConfig) -> dict[str, Any]:
 
 
 def exported_spec(path: str, record: Mapping[str, Any] | None) -> AdapterSpec:
-    """Returns the adapter whose weights were saved for samplers, or for download. Raises UserError for those of a whole
-    model. They are as large as the adapter itself, so they fit into any server with its rank and layers, or more."""
+    """Returns the adapter whose weights were saved for samplers, or for download. They are as large as the adapter
+    itself, so they fit into any server with its rank and layers, or more. Raises RequestRefused for those of a whole
+    model."""
     if record is None:
-        raise UserError(f"{path} has the weights of a whole model; expected a state ({STATES}) to train from")
-    return AdapterSpec(record["rank"], record["alpha"], tuple(record["targets"]), record["seed"])
+        raise RequestRefused(f"{path} has the weights of a whole model; expected a state ({STATES}) to train from")
+    return _spec_in(record)
 
 
 def recorded_spec(path: str, record: Mapping[str, Any] | None, lora: LoraConfig | None) -> AdapterSpec | None:
-    """Returns the adapter of a saved state, None for the state of a whole model. Raises UserError for a state that a
-    server with this `lora` cannot load."""
+    """Returns the adapter of a saved state, None for the state of a whole model. Raises RequestRefused for a state that
+    a server with this `lora` cannot load."""
     if record is None and lora is None:
         return None
     if record is None:
-        raise UserError(f"{path} is a state of the whole model; load it with a server without trainer.lora")
+        raise RequestRefused(f"{path} is a state of the whole model; load it with a server without trainer.lora")
     rank, targets = record["of_rank"], tuple(record["of_targets"])
     if lora is None or (rank, targets) != (lora.rank, lora.target_modules):
-        raise UserError(
+        raise RequestRefused(
             f"{path} is the state of an adapter of a server with trainer.lora.rank = {rank} and adapters for "
             f"{', '.join(targets)}; load it with such a one"
         )
+    return _spec_in(record)
+
+
+def _spec_in(record: Mapping[str, Any]) -> AdapterSpec:
     return AdapterSpec(record["rank"], record["alpha"], tuple(record["targets"]), record["seed"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
@@ -18,10 +19,10 @@ from service.asked import RequestRefused
 from service.errors import JsonReply, error_reply
 from service.guard import Limits, RequestGuard
 from service.keys import ServiceKeys
-from service.tinker.asked import Creation, Loading, Saving, Update, Work
 from service.tinker.bodies import (
     BeatBody,
     CreateModelBody,
+    LoadModelBody,
     LoadWeightsBody,
     ModelBody,
     OptimStepBody,
@@ -30,19 +31,24 @@ from service.tinker.bodies import (
     SampleBody,
     SamplerBody,
     SamplerIdBody,
-    SaveBody,
+    SaveExternalBody,
+    SaveForSamplerBody,
+    SaveStateBody,
     SessionBody,
+    TrainingBody,
+    Unusable,
 )
-from service.tinker.callers import Asking, OwnThings, caller_of
+from service.tinker.callers import Asking, caller_of
 from service.tinker.codec import PROTOBUF, ForwardBackwardCall
 from service.tinker.downloads import DownloadRoutes
 from service.tinker.lists import SavedRoutes, lora_of
 from service.tinker.owners import Caller
-from service.tinker.promises import Failure, GoneError, Promise, SampleWork, UnknownId, UserError
+from service.tinker.promises import Failure, GoneError, Promise, SampleWork, UnknownId
 from service.tinker.serving import TinkerServer
 from service.tinker.session_lists import SessionListRoutes
+from service.tinker.shelf import BASE
 from trireme.core.datum import ModelInput
-from trireme.core.errors import StorageFailed
+from trireme.core.errors import TriremeError
 
 PREFIX = "/api/v1"
 OLDEST, NEWEST = (0, 25), (0, 38)
@@ -78,6 +84,7 @@ class TinkerRoutes:
             "optim_step": self.optim_step,
             "save_weights": self.save_weights,
             "save_weights_for_sampler": self.save_for_sampler,
+            "save_weights_external": self.save_external,
             "create_sampling_session": self.create_sampler,
             "join_sampling_session": self.join,
             "asample": self.sample,
@@ -89,9 +96,6 @@ class TinkerRoutes:
         app.get(PREFIX + "/healthz")(self.health)
         app.get(PREFIX + "/get_server_capabilities")(self.capabilities)
         app.get(PREFIX + "/samplers/{sampler_id}")(self.sampler)
-
-    def _own(self, caller: Asking) -> OwnThings:
-        return OwnThings(self._server.state, caller)
 
     # ---- the client
 
@@ -122,8 +126,9 @@ class TinkerRoutes:
 
     async def create_session(self, caller: Asking, body: SessionBody) -> JsonReply:
         """Begins a session."""
+        session_id = uuid.uuid4().hex
         said = body.model_dump(include={"user_metadata", "display_name", "project_id"})
-        session_id = self._server.begin_session(caller.owner, {**said, "created_s": time.time()})
+        self._state.begin_session(session_id, self._server.now(), caller, **said, created_s=time.time())
         told = {"info_message": self._server.offer.told}
         if not _tried(body.sdk_version):
             oldest, newest = (".".join(map(str, version)) for version in (OLDEST, NEWEST))
@@ -133,8 +138,7 @@ class TinkerRoutes:
     async def beat(self, caller: Asking, body: BeatBody) -> JsonReply:
         """Notes that a client is there. One that the store does not know is told that its session is over."""
         try:
-            self._own(caller).session(body.session_id)
-            self._state.beat(body.session_id, self._server.now())
+            self._state.living(body.session_id, caller).beat_s = self._server.now()
         except UnknownId as error:
             raise GoneError(str(error)) from None
         return JsonReply({})
@@ -143,31 +147,21 @@ class TinkerRoutes:
 
     async def create_model(self, caller: Asking, body: CreateModelBody) -> JsonReply:
         """Accepts a new model."""
-        self._own(caller).session(body.session_id)
-        wish = body.lora_config.wish() if body.lora_config else None
-        work = Creation(body.base_model, body.user_metadata, body.optimizer_config.type, wish=wish, caller=caller)
-        return _promised(self._server.create(body.session_id, body.model_seq_id, work))
+        return _promised(self._state.create_model(body.session_id, body.model_seq_id, body, caller))
 
-    async def load_weights(self, caller: Asking, body: LoadWeightsBody) -> JsonReply:
+    async def load_weights(self, caller: Asking, body: LoadModelBody | LoadWeightsBody) -> JsonReply:
         """Accepts a model that begins with a state, or has a model take one."""
-        if body.session_id is not None and body.model_seq_id is not None:
-            self._own(caller).session(body.session_id)
-            optimizer = body.optimizer_config.type if body.optimizer_config else "adamw"
-            asked = (body.base_model, body.user_metadata, optimizer, body.path, body.optimizer)
-            work = Creation(*asked, caller=caller)
-            return _promised(self._server.create(body.session_id, body.model_seq_id, work))
-        if body.model_id is None or body.seq_id is None:
-            raise RequestRefused("load_weights without a model; expected session_id and model_seq_id, or model_id")
-        return self._train(caller, body.model_id, body.seq_id, Loading(body.path, body.optimizer, caller))
+        if isinstance(body, LoadModelBody):
+            return _promised(self._state.create_model(body.session_id, body.model_seq_id, body, caller))
+        return self._train(caller, body)
 
-    def _train(self, caller: Asking, model_id: str, seq_id: int, work: Work) -> JsonReply:
+    def _train(self, caller: Caller, work: TrainingBody | ForwardBackwardCall) -> JsonReply:
         """Accepts a request of a model of this caller."""
-        self._own(caller).model(model_id)
-        return _promised(self._server.train(model_id, seq_id, work))
+        return _promised(self._server.train(work.model_id, work.seq_id, work, caller))
 
     async def info(self, caller: Asking, body: ModelBody) -> JsonReply:
         """Describes a model."""
-        model, name = self._own(caller).model(body.model_id), self._server.offer.base_model
+        model, name = self._state.model(body.model_id, caller), self._server.offer.base_model
         data = {"model_name": name, "tokenizer_id": self._server.offer.tokenizer_id}
         lora = lora_of(self._server.catalog.run(model.model_id)) if model.next_seq else {}
         return JsonReply({"model_id": model.model_id, "model_name": name, "model_data": data, **lora})
@@ -176,64 +170,57 @@ class TinkerRoutes:
         """Accepts a part of a batch, in protobuf."""
         if encoding := request.headers.get("content-encoding"):
             raise RequestRefused(f"a body in the encoding {encoding}; expected none, as client/config says")
-        call = ForwardBackwardCall.of(await request.body())
-        return self._train(caller, call.model_id, call.seq_id, call)
+        return self._train(caller, ForwardBackwardCall.of(await request.body()))
 
     async def optim_step(self, caller: Asking, body: OptimStepBody) -> JsonReply:
         """Accepts an update."""
-        self._own(caller).model(body.model_id)
-        if body.adam_params is None:
-            kind = body.optimizer_params.type if body.optimizer_params else "none"
-            said = f"optim_step with parameters of {kind}; expected AdamParams, the only optimiser here"
-            self._server.take_number(body.model_id, body.seq_id, said)
-            raise RequestRefused(said)
-        return self._train(caller, body.model_id, body.seq_id, Update(body.adam_params.params()))
+        return self._train(caller, body)
 
-    async def save_weights(self, caller: Asking, body: SaveBody) -> JsonReply:
+    async def save_weights(self, caller: Asking, body: SaveStateBody) -> JsonReply:
         """Accepts that the state of a model is saved."""
-        work = Saving("state", body.path, body.ttl_seconds, body.overwrite, body.user_metadata)
-        return self._train(caller, body.model_id, body.seq_id, work)
+        return self._train(caller, body)
 
-    async def save_for_sampler(self, caller: Asking, body: SaveBody) -> JsonReply:
+    async def save_for_sampler(self, caller: Asking, body: SaveForSamplerBody) -> JsonReply:
         """Accepts that samplers may have the weights of a model."""
-        self._own(caller).model(body.model_id)
-        number = body.sampling_session_seq_id
-        if (body.path is None) == (number is None):
-            said = "save_weights_for_sampler; expected a path, or else a sampling_session_seq_id"
-            self._server.take_number(body.model_id, body.seq_id, said)
-            raise RequestRefused(said)
-        work = Saving(body.kind, body.path, body.ttl_seconds, body.overwrite, body.user_metadata, number)
-        return self._train(caller, body.model_id, body.seq_id, work)
+        return self._train(caller, body)
+
+    async def save_external(self, caller: Asking, body: SaveExternalBody) -> JsonReply:
+        """Accepts that weights are saved for download."""
+        return self._train(caller, body)
 
     # ---- sampling
 
     async def create_sampler(self, caller: Asking, body: SamplerBody) -> JsonReply:
-        """Begins a sampling session."""
-        self._own(caller).session(body.session_id)
-        if body.model_path is None and not self._server.offer.serves(body.base_model):
+        """Begins a sampling session from the base, or from weights that were saved by name and that the caller may
+        read."""
+        self._state.living(body.session_id, caller)
+        if body.model_path is not None:
+            self._server.catalog.find(body.model_path, "sampler_weights", caller)
+            self._server.check_held(body.model_path)
+        elif not self._server.offer.serves(body.base_model):
             names = " or ".join(self._server.offer.listed)
             raise RequestRefused(f"base_model = {body.base_model!r}; expected {names}", param="base_model")
-        asked = (body.session_id, body.sampling_session_seq_id, body.model_path, caller)
-        return JsonReply({"sampling_session_id": self._server.create_sampler(*asked)})
+        target = body.model_path or BASE
+        sampler = self._state.create_sampler(body.session_id, body.sampling_session_seq_id, target)
+        return JsonReply({"sampling_session_id": sampler.sampler_id})
 
     async def sampler(self, caller: Asking, sampler_id: str) -> JsonReply:
         """Describes a sampling session."""
-        sampler = self._own(caller).sampler(sampler_id)
+        sampler = self._state.sampler(sampler_id, caller)
         path = {"model_path": sampler.target} if sampler.target.startswith("tinker://") else {}
         return JsonReply({"sampler_id": sampler_id, "base_model": self._server.offer.base_model, **path})
 
     async def join(self, caller: Asking, body: SamplerIdBody) -> JsonReply:
         """Gives a clone of a sampler a number of its own."""
-        sampler = self._own(caller).sampler(body.sampling_session_id)
-        return JsonReply({"client_counter": self._state.join(sampler.sampler_id)})
+        return JsonReply({"client_counter": self._state.join(self._state.sampler(body.sampling_session_id, caller))})
 
     async def sample(self, caller: Asking, body: SampleBody) -> JsonReply:
         """Accepts a request for samples."""
-        self._own(caller).sampler(body.sampling_session_id)
+        sampler = self._state.sampler(body.sampling_session_id, caller)
         prompt = ModelInput(body.tokens())
         params = body.params(self._server.offer.room(prompt, body.sampling_params.stop_ids()))
         work = SampleWork(prompt, body.num_samples, params, bool(body.prompt_logprobs), body.topk_prompt_logprobs)
-        promise = self._server.sample(body.sampling_session_id, body.seq_id, work)
+        promise = self._server.sample(sampler, body.seq_id, work)
         names = [f"{promise.request_id}/{number}" for number in range(body.num_samples)]
         return _promised(promise, sample_sequence_ids=names)
 
@@ -241,11 +228,11 @@ class TinkerRoutes:
 
     async def retrieve(self, caller: Asking, body: RetrieveBody) -> Response:
         """Answers with the outcome of a request, after a while with 408: not yet."""
-        promise = self._own(caller).promise(body.request_id)
+        promise = self._state.promise(body.request_id, caller)
         outcome = await self._server.outcome(promise)
         if outcome is None:
-            position = self._state.position(promise)
-            told = {"queue_state": position.queue_state, "queue_state_reason": position.reason}
+            reason = self._state.queued(promise)
+            told = {"queue_state": "paused_capacity" if reason else "active", "queue_state_reason": reason}
             return JsonReply({"request_id": body.request_id, **told}, status_code=408)
         if isinstance(outcome, Failure):
             return JsonReply({"error": outcome.error, "category": outcome.category})
@@ -258,8 +245,8 @@ class TinkerRoutes:
     async def retrieve_many(self, caller: Asking, body: RetrieveManyBody) -> JsonReply:
         """Tells which samples of a clone are done since the last question."""
         target, retrieved = body.target, body.retrieved_request_ids
-        self._own(caller).sampler(target.sampling_session_id)
-        asked = (target.sampling_session_id, target.cloned_sampler_id, body.prev_cursor, retrieved, body.timeout)
+        sampler = self._state.sampler(target.sampling_session_id, caller)
+        asked = (sampler, target.cloned_sampler_id, body.prev_cursor, retrieved, body.timeout)
         done, cursor = await self._server.completions(*asked)
         return JsonReply({"completions": [_completion(promise) for promise in done], "cursor": cursor})
 
@@ -287,41 +274,22 @@ def make_tinker_app(server: TinkerServer, keys: ServiceKeys, limits: Limits) -> 
     TinkerRoutes(server).add(app)
     SavedRoutes(server).add(app)
     SessionListRoutes(server).add(app)
-    DownloadRoutes(server, time.time).add(app)
+    DownloadRoutes(server.catalog, time.time).add(app)
 
     async def refused(request: Request, error: Exception) -> Response:
-        answer = _as_refused(error)
+        answer = as_refused(error)
         if isinstance(error, RequestValidationError) and isinstance(error.body, dict):
             _take_number(server, caller_of(request), error.body, answer.message)
         return error_reply(request.url.path, answer)
 
-    kinds = (
-        RequestRefused,
-        RequestValidationError,
-        HTTPException,
-        UnknownId,
-        GoneError,
-        UserError,
-        StorageFailed,
-        Exception,
-    )
-    for kind in kinds:
+    for kind in (RequestRefused, RequestValidationError, HTTPException, TriremeError, Exception):
         app.add_exception_handler(kind, refused)
     app.add_middleware(RequestGuard, keys=keys, limits=limits, metrics=None)
     return app
 
 
 def _take_number(server: TinkerServer, caller: Caller, body: dict[str, Any], said: str) -> None:
-    """Notes that a request was refused, if it was to one of this caller's models."""
-    with suppress(UnknownId):
-        OwnThings(server.state, caller).model(str(body.get("model_id")))
-        server.take_number(body.get("model_id"), body.get("seq_id"), said)
-
-
-def _as_refused(error: Exception) -> RequestRefused:
-    """Returns the answer to an error. It is never 409, which the client takes for one that passes by itself."""
-    statuses: dict[type[Exception], int] = {UnknownId: 404, GoneError: 410, UserError: 400, StorageFailed: 503}
-    for kind, status in statuses.items():
-        if isinstance(error, kind):
-            return RequestRefused(str(error), status=status)
-    return as_refused(error)
+    """Notes that a request was refused, if it was to one of this caller's models: later ones would wait for it."""
+    if isinstance(body.get("seq_id"), int):
+        with suppress(RequestRefused):
+            server.train(str(body.get("model_id")), body["seq_id"], Unusable(error=said), caller)

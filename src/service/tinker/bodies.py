@@ -1,16 +1,19 @@
-"""The JSON bodies of the protocol's requests. Unknown fields of samples and updates are refused."""
+"""The JSON bodies of the protocol's requests. Unknown fields of samples and updates are refused.
+
+Those to the trainer are its work too: they are stored, done, and done again as they came.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, model_validator
 
 from service.asked import RequestRefused
-from service.dialects.wire import Body, Few, Many, Stop, StopIds, Stops, Temperature, TokenId, TopK, TopP
-from service.tinker.adapters import AdapterWish
+from service.dialects.wire import Absent, Body, Few, Many, Stop, StopIds, Stops, Temperature, TokenId, TopK, TopP
+from service.tinker.codec import ForwardBackwardCall
 from trireme.core.sampling_bounds import MOST_PROMPT_LOGPROBS, MOST_SAMPLES
 from trireme.core.types import AdamParams, SamplingParams
 
@@ -68,52 +71,62 @@ class BeatBody(Told):
 class OptimizerBody(Told):
     """Names an optimiser."""
 
-    type: str = "adamw"
+    type: Literal["adamw"] = "adamw"
 
 
 class LoraBody(Told):
-    """Describes the adapter that is wanted."""
+    """Describes the adapter that is wanted. A server that trains the whole model does not look at it."""
 
     rank: Seq
     seed: Seed | None = None
+    """None: that of the server."""
     train_attn: bool = True
     train_mlp: bool = True
     train_unembed: bool = True
 
-    def wish(self) -> AdapterWish:
-        """Returns it as the server has it."""
-        return AdapterWish(**self.model_dump())
 
-
-class CreateModelBody(Told):
+class NewModelBody(Told):
     """Asks for a new model."""
 
     session_id: str
     model_seq_id: Seq
-    base_model: str
-    user_metadata: dict[str, Any] | None = None
-    lora_config: LoraBody | None = None
-    optimizer_config: OptimizerBody = OptimizerBody()
-
-
-class LoadWeightsBody(Told):
-    """Asks for a new model that begins with a saved state, or has a model take one."""
-
-    session_id: str | None = None
-    model_seq_id: Seq | None = None
-    model_id: str | None = None
-    seq_id: Seq | None = None
     base_model: str | None = None
+    """None: that of the state with which it begins."""
     user_metadata: dict[str, Any] | None = None
+    optimizer_config: OptimizerBody | None = None
+
+
+class CreateModelBody(NewModelBody):
+    """Asks for one with the weights of the base."""
+
+    lora_config: LoraBody | None = None
+
+
+class LoadModelBody(NewModelBody):
+    """Asks for one that begins with what was saved."""
+
     path: str
     optimizer: bool
-    optimizer_config: OptimizerBody | None = None
+    """The optimiser's state is loaded too."""
 
 
 class ModelBody(Told):
     """Asks about a model."""
 
     model_id: str
+
+
+class TrainingBody(ModelBody):
+    """Asks a model that is there for something."""
+
+    seq_id: Seq
+
+
+class LoadWeightsBody(TrainingBody):
+    """Has a model take a saved state."""
+
+    path: str
+    optimizer: bool
 
 
 class AdamBody(Body):
@@ -132,26 +145,58 @@ class AdamBody(Body):
         return AdamParams(**given, max_grad_norm=self.grad_clip_norm if self.grad_clip_norm > 0 else float("inf"))
 
 
-class OptimStepBody(Told):
+class OptimStepBody(TrainingBody):
     """Asks for an update."""
 
-    model_id: str
-    seq_id: Seq
-    adam_params: AdamBody | None = None
-    optimizer_params: OptimizerBody | None = None
+    adam_params: AdamBody
+    optimizer_params: Absent = None
 
 
-class SaveBody(Told):
-    """Asks for a state or for weights to be saved."""
+class SaveBody(TrainingBody):
+    """Asks for something to be saved."""
 
-    model_id: str
-    seq_id: Seq
-    path: str | None = None
     ttl_seconds: Lifetime | None = None
     overwrite: bool = False
     user_metadata: Labels | None = None
+
+
+class SaveStateBody(SaveBody):
+    """Asks for the state of a model to be saved."""
+
+    path: str
+
+
+class SaveExternalBody(SaveBody):
+    """Asks for weights to be saved for download."""
+
+    path: str
+    age_encryption_recipients: Absent = None
+
+
+class SaveForSamplerBody(SaveBody):
+    """Asks that samplers may have the weights of a model: by their name, or one sampler, for which nothing is saved."""
+
+    path: str | None = None
     sampling_session_seq_id: Seq | None = None
+    """The number of the sampler, in its session."""
     kind: Literal["snapshot", "inflight"] = "snapshot"
+
+    @model_validator(mode="after")
+    def path_or_sampler(self) -> Self:
+        """Refuses both, and neither."""
+        if (self.path is None) == (self.sampling_session_seq_id is None):
+            raise ValueError("expected a path, or else a sampling_session_seq_id")
+        return self
+
+
+class Unusable(Told):
+    """Takes the number of a request that was refused when it came: later ones wait for that number."""
+
+    error: str
+
+
+Work = NewModelBody | TrainingBody | ForwardBackwardCall | Unusable
+"""What the trainer is asked for."""
 
 
 class SamplerBody(Told):
@@ -291,16 +336,6 @@ class CopyBody(Told):
     source_path: str
     destination_project_id: str
     ttl_seconds: Lifetime | None = None
-
-
-class SaveExternalBody(Told):
-    """Asks for weights to be saved for download."""
-
-    model_id: str
-    seq_id: Seq
-    path: str
-    ttl_seconds: Lifetime | None = None
-    age_encryption_recipients: Many[str] | None = None
 
 
 class OwnerBody(Body):

@@ -15,15 +15,15 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from service.asked import RequestRefused
 from service.tinker.owners import SERVER, Caller
-from service.tinker.promises import UserError
-from trireme.checkpoint.files import FileRecord, fsync_directory, make_directory, replace_file, storage_errors
+from trireme.checkpoint.files import fsync_directory, make_directory, replace_file, storage_errors
 from trireme.core.errors import CheckpointInvalid
 from trireme.core.finite_json import to_json
 from trireme.core.paths import path_in
@@ -75,6 +75,11 @@ class SavedWeights:
         """The name by which clients know it."""
         return path_of(self.model_id, self.kind, self.name)
 
+    @property
+    def size(self) -> int:
+        """The size of all files, in bytes."""
+        return sum(self.files.values())
+
 
 def path_of(model_id: str, kind: SavedKind, name: str) -> str:
     """Returns the `tinker://` path of what a model saved."""
@@ -97,107 +102,93 @@ class Catalog:
         owner: str = "",
     ) -> None:
         """Notes that a model is trained, for its `owner`. A second call does nothing. Raises StorageFailed."""
-        directory = self._directory(model_id)
-        if (directory / RUN).exists():
-            return
-        run = SavedRun(model_id, self._base_model, user_metadata or {}, self._now(), lora, owner=owner)
+        if not (self._directory(model_id) / RUN).exists():
+            self._begin(SavedRun(model_id, self._base_model, user_metadata or {}, self._now(), lora, owner=owner))
+
+    def _begin(self, run: SavedRun) -> None:
+        directory = self._directory(run.model_id)
         with storage_errors(directory):
             make_directory(directory)
             replace_file(directory / RUN, to_json(asdict(run)).encode())
 
-    def staging(self, model_id: str, kind: SavedKind, name: str, overwrite: bool) -> Path:
-        """Returns a directory that is not there yet, to be written and then given to `keep`. Raises UserError for a
-        name that cannot be used."""
-        if not NAME.fullmatch(name):
-            raise UserError(f"the name {name!r}; expected up to 255 letters, digits, `_`, `-` and `.`")
-        model = self._directory(model_id)
-        if (path_in(model, f"{kind}/{name}/{MARK}")).exists() and not overwrite:
-            raise UserError(f"{path_of(model_id, kind, name)} is there already; give another name, or overwrite = True")
-        staging = path_in(model, f"{STAGING}{kind}/{name}")
+    def staging(self, path: str, overwrite: bool = False) -> Path:
+        """Returns a directory that is not there yet, to be written before `keep` is called. Raises RequestRefused for a
+        path that cannot be used."""
+        if (self._place(path) / MARK).exists() and not overwrite:
+            raise RequestRefused(f"{path} is there already; give another name, or overwrite = True")
+        staging = self._place(path, STAGING)
         with storage_errors(staging):
-            shutil.rmtree(staging, ignore_errors=True)
+            self.discard(path)
             make_directory(staging.parent)
         return staging
 
-    def discard(self, staging: Path) -> None:
+    def discard(self, path: str) -> None:
         """Removes what could not be written whole, and the space that it takes."""
-        shutil.rmtree(staging, ignore_errors=True)
+        shutil.rmtree(self._place(path, STAGING), ignore_errors=True)
 
-    def kept(self, path: str, request: str) -> bool:
-        """Tells whether `path` is what `request` saved: the server was killed before it said so."""
+    def kept(self, path: str, request: str) -> SavedWeights | None:
+        """Returns what `request` saved at a path: the server was killed before it said so."""
         try:
-            return bool(request) and self._look_up(path)[1].request == request
-        except UserError:
-            return False
+            saved = self._look_up(path, SERVER)
+        except RequestRefused:
+            return None
+        return saved if request and saved.request == request else None
 
     def keep(
         self,
-        staging: Path,
-        files: Sequence[FileRecord],
-        ttl_s: int | None,
-        user_metadata: Mapping[str, str] | None,
-        request: str = "",
-    ) -> SavedWeights:
-        """Makes a directory count, in place of one of its name. Raises StorageFailed."""
-        sizes = {file.path.partition("/")[2]: file.size for file in files}  # it stands below its directory's name
-        return self._keep(staging, sizes, ttl_s, user_metadata or {}, request)
-
-    def copy(
-        self, path: str, model_id: str, ttl_s: int | None, project_id: str, caller: Caller = SERVER
-    ) -> SavedWeights:
-        """Makes a training run of the id `model_id` that has a copy of a path, and cannot be trained. The copy shares
-        the files. If that run is there already, nothing is done. Raises UserError, StorageFailed."""
-        source, saved = self.find(path, caller=caller)
-        directory = self._directory(model_id)
-        if not path_in(directory, f"{saved.kind}/{saved.name}/{MARK}").exists():
-            of = self.run(saved.model_id)
-            run = SavedRun(model_id, of.base_model, {}, self._now(), of.lora, project_id, caller.owner)
-            with storage_errors(directory):
-                make_directory(directory)
-                replace_file(directory / RUN, to_json(asdict(run)).encode())
-            staging = self.staging(model_id, saved.kind, saved.name, overwrite=False)
-            with storage_errors(staging):
-                for file in saved.files:
-                    copied = path_in(staging, file)
-                    make_directory(copied.parent)
-                    os.link(path_in(source, file), copied)
-            self._keep(staging, saved.files, ttl_s, saved.user_metadata)
-        return self._look_up(path_of(model_id, saved.kind, saved.name))[1]
-
-    def _keep(
-        self,
-        staging: Path,
+        path: str,
         sizes: Mapping[str, int],
         ttl_s: int | None,
         user_metadata: Mapping[str, str],
         request: str = "",
     ) -> SavedWeights:
-        directory, now = _place_of(staging), self._now()
-        run = self._run_in(directory.parent.parent)
-        kind = next(each for each in KINDS if each == directory.parent.name)
-        expires_s = None if ttl_s is None else now + ttl_s
-        saved = SavedWeights(run.model_id, kind, directory.name, now, expires_s, user_metadata, sizes, request)
+        """Makes the directory of `staging` count, in place of one of its path. Raises StorageFailed."""
+        directory, staging = self._place(path), self._place(path, STAGING)
+        expires_s = self._expiry(ttl_s)
+        saved = SavedWeights(*_parts(path), self._now(), expires_s, user_metadata, sizes, request)
         with storage_errors(directory):
             replace_file(staging / MARK, to_json(asdict(saved)).encode())
             _move(staging, directory)
         return saved
 
-    def set_ttl(self, path: str, ttl_s: int | None, caller: Caller = SERVER) -> None:
-        """Sets how long something is kept from now on; None: for ever. Raises UserError."""
-        self._note(path, caller, expires_s=None if ttl_s is None else self._now() + ttl_s)
+    def copy(self, path: str, model_id: str, ttl_s: int | None, project_id: str, caller: Caller = SERVER) -> str:
+        """Makes a training run of the id `model_id` that has a copy of a path, and cannot be trained; returns the path
+        of the copy, which shares the files. If it is there already, nothing is done. Raises RequestRefused,
+        StorageFailed."""
+        source, saved = self.find(path, caller=caller)
+        copied = path_of(model_id, saved.kind, saved.name)
+        if not (self._place(copied) / MARK).exists():
+            of = self.run(saved.model_id)
+            self._begin(SavedRun(model_id, of.base_model, {}, self._now(), of.lora, project_id, caller.owner))
+            staging = self.staging(copied)
+            with storage_errors(staging):
+                for file in saved.files:
+                    place = path_in(staging, file)
+                    make_directory(place.parent)
+                    os.link(path_in(source, file), place)
+            self.keep(copied, saved.files, ttl_s, saved.user_metadata)
+        return copied
 
-    def set_public(self, path: str, public: bool, caller: Caller = SERVER) -> None:
-        """Notes whether something is published: whether all may read it. Raises UserError."""
+    def _expiry(self, ttl_s: int | None) -> float | None:
+        return None if ttl_s is None else self._now() + ttl_s
+
+    def set_ttl(self, path: str, ttl_s: int | None, caller: Caller = SERVER) -> None:
+        """Sets how long something is kept from now on; None: for ever. Raises RequestRefused, StorageFailed."""
+        self._note(path, caller, expires_s=self._expiry(ttl_s))
+
+    def set_public(self, path: str, public: bool, caller: Caller) -> None:
+        """Notes whether something is published: whether all may read it. Raises RequestRefused, StorageFailed."""
         self._note(path, caller, public=public)
 
     def _note(self, path: str, caller: Caller, **changed: Any) -> None:
-        directory, saved = self._own(path, caller)
+        saved, directory = self._look_up(path, caller), self._place(path)
         with storage_errors(directory):
             replace_file(directory / MARK, to_json(asdict(saved) | changed).encode())
 
     def delete(self, path: str, caller: Caller = SERVER) -> None:
-        """Deletes something, also what is damaged. Raises UserError, StorageFailed."""
-        directory, _ = self._own(path, caller)
+        """Deletes something, also what is damaged. Raises RequestRefused, StorageFailed."""
+        self._look_up(path, caller)
+        directory = self._place(path)
         with storage_errors(directory):
             (directory / MARK).unlink(missing_ok=True)  # from now on it does not count
             shutil.rmtree(directory, ignore_errors=True)
@@ -207,51 +198,48 @@ class Catalog:
         for run in self.runs():
             for saved in self.saved(run.model_id):
                 if saved.expires_s is not None and saved.expires_s <= self._now():
-                    with suppress(UserError):  # it was deleted in between
+                    with suppress(RequestRefused):  # it was deleted in between
                         self.delete(saved.path)
 
     # ---- reading
 
     def find(self, path: str, kind: SavedKind | None = None, caller: Caller = SERVER) -> tuple[Path, SavedWeights]:
-        """Returns the directory of a path, and what is known of it. Raises UserError for a path that names nothing that
-        `caller` may read, or something of another kind, and for a directory that has lost a file."""
-        directory, saved = self._look_up(path)
-        if not saved.public:
-            self._own(path, caller)
+        """Returns the directory of a path, and what is known of it. Raises RequestRefused for a path that names nothing
+        that `caller` may read, or something of another kind, and for a directory that has lost a file."""
+        directory, saved = self._place(path), self._look_up(path, caller, reads=True)
         if kind and saved.kind != kind:
-            raise UserError(f"the path {path}; expected {SCHEME}<model>/{kind}/<name>")
+            raise RequestRefused(f"the path {path}; expected {SCHEME}<model>/{kind}/<name>")
         for file, size in saved.files.items():
             try:
                 place = path_in(directory, file)
             except CheckpointInvalid as error:
-                raise UserError(f"{path} is damaged: {error}; use another one") from None
+                raise RequestRefused(f"{path} is damaged: {error}; use another one") from None
             found = place.stat().st_size if place.exists() else None
             if found != size:
-                raise UserError(f"{path} is damaged: its file {file} had {size} bytes and has {found}; use another one")
+                raise RequestRefused(
+                    f"{path} is damaged: its file {file} had {size} bytes and has {found}; use another one"
+                )
         return directory, saved
 
-    def _own(self, path: str, caller: Caller) -> tuple[Path, SavedWeights]:
-        """Returns what belongs to `caller`. What belongs to others is answered as what is not there."""
-        directory, saved = self._look_up(path)
-        if not caller.may(self._run_in(directory.parent.parent).owner):
-            raise _nothing_at(path)
-        return directory, saved
+    def _look_up(self, path: str, caller: Caller, reads: bool = False) -> SavedWeights:
+        """Returns what is known of a path, without a look at the files. What belongs to others is answered as what is
+        not there, unless it is published and the caller only `reads` it."""
+        with suppress(FileNotFoundError):
+            saved = SavedWeights(**json.loads((self._place(path) / MARK).read_bytes()))
+            if (saved.public and reads) or caller.may(self.run(_parts(path)[0]).owner):
+                return saved
+        raise RequestRefused(f"the path {path}, at which nothing is saved here; the list of checkpoints tells what is")
 
-    def _look_up(self, path: str) -> tuple[Path, SavedWeights]:
-        """Does the same for any kind and all callers, without a look at the files."""
+    def _place(self, path: str, prefix: str = "") -> Path:
         model_id, kind, name = _parts(path)
-        directory = path_in(self._directory(model_id), f"{kind}/{name}")
-        try:
-            return directory, SavedWeights(**json.loads((directory / MARK).read_bytes()))
-        except FileNotFoundError:
-            raise _nothing_at(path) from None
+        return path_in(self._directory(model_id), f"{prefix}{kind}/{name}")
 
     def run(self, model_id: str, caller: Caller = SERVER) -> SavedRun:
-        """Returns what is known of a model. Raises UserError."""
+        """Returns what is known of a model. Raises RequestRefused."""
         directory = self._directory(model_id)
         run = self._run_in(directory) if (directory / RUN).exists() else None
         if run is None or not caller.may(run.owner):
-            raise UserError(
+            raise RequestRefused(
                 f"the training run {model_id!r}, which is not here; the list of training runs tells what is"
             )
         return run
@@ -278,7 +266,7 @@ class Catalog:
 
     def _directory(self, model_id: str) -> Path:
         if not re.fullmatch(r"[A-Za-z0-9_-]+:train:\d+", model_id):
-            raise UserError(f"the model {model_id!r}; expected <session>:train:<number>")
+            raise RequestRefused(f"the model {model_id!r}; expected <session>:train:<number>")
         return path_in(self._root, model_id.replace(":", "-"))
 
 
@@ -288,17 +276,11 @@ def recover(root: Path) -> None:
     for staging in root.glob(f"*/{STAGING}*/*"):
         with storage_errors(staging):
             if (staging / MARK).exists():
-                _move(staging, _place_of(staging))
+                _move(
+                    staging, path_in(staging.parents[1], f"{staging.parent.name.removeprefix(STAGING)}/{staging.name}")
+                )
             else:
                 shutil.rmtree(staging)
-
-
-def _nothing_at(path: str) -> UserError:
-    return UserError(f"the path {path}, at which nothing is saved here; the list of checkpoints tells what is")
-
-
-def _place_of(staging: Path) -> Path:
-    return path_in(staging.parents[1], f"{staging.parent.name.removeprefix(STAGING)}/{staging.name}")
 
 
 def _move(staging: Path, directory: Path) -> None:
@@ -315,4 +297,7 @@ def _parts(path: str) -> tuple[str, SavedKind, str]:
     for each in KINDS:
         if path.startswith(SCHEME) and kind == each and NAME.fullmatch(name):
             return model_id, each, name
-    raise UserError(f"the path {path!r}; expected {SCHEME}<model>/<{' or '.join(KINDS)}>/<name>")
+    raise RequestRefused(
+        f"the path {path!r}; expected {SCHEME}<model>/<{' or '.join(KINDS)}>/<name>, with a name of up to 255 letters, "
+        "digits, `_`, `-` and `.`"
+    )

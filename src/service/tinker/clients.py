@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from service.tinker.history import ModelHistory
+from service.tinker.owners import SERVER, Caller
 from service.tinker.promises import Failure, Promise
 
 Ranges = tuple[tuple[int, int], ...]
@@ -33,14 +34,10 @@ class ClientModel:
     next_seq: int = 0
     """The number of the request that comes next."""
     waiting: dict[int, Promise] = field(default_factory=dict)
-    gap: tuple[int, float] | None = None
-    """The number of a request that later ones wait for, and when that was seen first."""
-    ended: str = ""
-    """Why it cannot be trained any more."""
-    lined_s: float | None = None
-    """When it was first seen to wait for a place while models of its own session have some."""
-    origin: str = ""
-    """The path of the state with which it began; "": with none. It is known while the model waits for a place."""
+    blocked: tuple[object, float] = None, 0.0
+    """What it was last seen to wait for, and when that was seen first."""
+    ended: Failure | None = None
+    """The outcome of requests once it cannot be trained any more."""
     history: ModelHistory = field(default_factory=ModelHistory)
     """What the trainer has done for it."""
 
@@ -49,10 +46,11 @@ class ClientModel:
         """The request that may run."""
         return self.waiting.get(self.next_seq)
 
-    @property
-    def refusal(self) -> Failure:
-        """The outcome of requests to a model that has ended."""
-        return Failure(f"the model {self.model_id} cannot be trained any more: {self.ended}", "user")
+    def waited(self, what: object, now: float) -> float:
+        """Returns the seconds for which it was seen to wait for the same."""
+        if self.blocked[0] != what:
+            self.blocked = (what, now)
+        return now - self.blocked[1]
 
 
 @dataclass(eq=False)
@@ -83,20 +81,12 @@ class ClientSession:
     session_id: str
     beat_s: float
     """When it was last heard of."""
-    owner: str = ""
-    """The name of the key with which it began."""
+    caller: Caller = SERVER
+    """The client, who may read what its models load."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """What the client said of it."""
+    ended: str = ""
+    """Why it has ended."""
     ended_s: float | None = None
     models: list[str] = field(default_factory=list)
     samplers: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Position:
-    """Where a request is that has no outcome yet."""
-
-    queue_state: str
-    """`active`, or `paused_capacity`: the places of the trainer belong to other clients."""
-    reason: str
-    """A sentence for the user."""

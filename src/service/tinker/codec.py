@@ -1,6 +1,6 @@
 """Turns the protocol's messages of training and sampling into the project's types, and these back.
 
-Numbers travel as bytes, little endian. What this server does not do is refused by name (`UserError`).
+Numbers travel as bytes, little endian. What this server does not do is refused by name (`RequestRefused`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from google.protobuf.message import DecodeError
 
 from service.asked import RequestRefused
 from service.tinker.messages import message_class
-from service.tinker.promises import UserError
 from trireme.config.losses import LOSSES, find_loss, loss_refusals
 from trireme.core.datum import Datum, ModelInput
 from trireme.core.types import ForwardBackwardOutput, PromptLogprobs, SampleResponse, TopkPromptLogprobs
@@ -65,22 +64,24 @@ class ForwardBackwardCall:
 
     @property
     def parameters(self) -> dict[str, float]:
-        """The parameters of the loss. Raises UserError."""
+        """The parameters of the loss. Raises RequestRefused."""
         if self.loss_fn == RECORDED:
-            raise UserError(
+            raise RequestRefused(
                 f"the loss {RECORDED} needs what only its inventor's server records; set loss_fn to one of "
                 f"{', '.join(LOSSES)} (importance_sampling where data is on-policy, else ppo)"
             )
         if self.loss_fn not in LOSSES:
-            raise UserError(
+            raise RequestRefused(
                 f"the loss {self.loss_fn!r}; expected one of {', '.join(LOSSES)}, or forward_backward_custom, which "
                 "computes any loss in the client"
             )
         if words := {name: value for name, value in self.loss_fn_config.items() if isinstance(value, str)}:
-            raise UserError(f"loss_fn_config {words}; expected numbers: no loss here has a parameter that is a text")
+            raise RequestRefused(
+                f"loss_fn_config {words}; expected numbers: no loss here has a parameter that is a text"
+            )
         given = {name: float(value) for name, value in self.loss_fn_config.items()}
         if refusals := list(loss_refusals(self.loss_fn, given)):
-            raise UserError(" ".join(f"{each.given}; expected {each.expected}." for each in refusals))
+            raise RequestRefused(" ".join(f"{each.given}; expected {each.expected}." for each in refusals))
         return given
 
     @property
@@ -89,7 +90,7 @@ class ForwardBackwardCall:
         return sum(len(chunk.encoded_text.tokens) // 4 for datum in self.encoded.data for chunk in datum.model_input)
 
     def data(self) -> list[Datum]:
-        """Returns the datums with the columns that the loss reads. Raises UserError, which names the datum."""
+        """Returns the datums with the columns that the loss reads. Raises RequestRefused, which names the datum."""
         return [self._datum(number, each) for number, each in enumerate(self.encoded.data)]
 
     def _datum(self, number: int, encoded: Any) -> Datum:
@@ -100,7 +101,7 @@ class ForwardBackwardCall:
             given = {name: _array(name, tensor) for name, tensor in encoded.loss_fn_inputs.items()}
             return Datum(ModelInput(tokens), columns_of(self.loss_fn, given))
         except ValueError as error:
-            raise UserError(f"datum {number}: {error}") from None
+            raise RequestRefused(f"datum {number}: {error}") from None
 
 
 def columns_of(loss_fn: str, given: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:

@@ -19,11 +19,9 @@ from service.asked import RequestRefused
 from service.errors import JsonReply
 from service.keys import ANY_TEXT, same_text
 from service.routes import SIGNED
-from service.tinker.asked import Saving
-from service.tinker.bodies import SaveExternalBody, Seq
-from service.tinker.callers import Asking, OwnThings
-from service.tinker.catalog import SCHEME, Catalog, SavedKind
-from service.tinker.serving import TinkerServer
+from service.tinker.bodies import Seq
+from service.tinker.callers import Asking
+from service.tinker.catalog import Catalog, SavedKind, path_of
 from trireme.core.paths import path_in
 
 KIND: SavedKind = "external_weights"
@@ -33,31 +31,19 @@ HOLDS_S = 3600
 class DownloadRoutes:
     """The routes of weights for download."""
 
-    def __init__(self, server: TinkerServer, now: Callable[[], float]) -> None:
+    def __init__(self, catalog: Catalog, now: Callable[[], float]) -> None:
         """`now`: seconds since 1970."""
-        self._server, self._now = server, now
-        self._catalog: Catalog = server.catalog
+        self._catalog, self._now = catalog, now
         self._secret = secrets.token_bytes(32)
 
     def add(self, app: FastAPI) -> None:
         """Adds them to an app."""
-        app.post("/api/v1/save_weights_external")(self.save)
         app.get(f"/api/v1/training_runs/{{model_id}}/checkpoints/{KIND}/{{name}}/external_weights_urls")(self.urls)
         app.get(SIGNED + "{until}/{signature}/{model_id}/{name}/{file:path}")(self.file)
 
-    async def save(self, caller: Asking, body: SaveExternalBody) -> JsonReply:
-        """Accepts that weights are saved for download."""
-        OwnThings(self._server.state, caller).model(body.model_id)
-        if body.age_encryption_recipients:
-            said = "age_encryption_recipients, which is not supported; leave it out, and encrypt what was downloaded"
-            self._server.take_number(body.model_id, body.seq_id, said)
-            raise RequestRefused(said, param="age_encryption_recipients")
-        work = Saving("external", body.path, body.ttl_seconds, False, None)
-        return JsonReply({"request_id": self._server.train(body.model_id, body.seq_id, work).request_id})
-
     async def urls(self, caller: Asking, request: Request, model_id: str, name: str) -> JsonReply:
         """Tells where the files of saved weights are fetched."""
-        _, saved = self._catalog.find(f"{SCHEME}{model_id}/{KIND}/{name}", KIND, caller)
+        _, saved = self._catalog.find(path_of(model_id, KIND, name), KIND, caller)
         until = int(self._now()) + HOLDS_S
         base = str(request.base_url).rstrip("/")
         urls = {}
@@ -74,7 +60,7 @@ class DownloadRoutes:
                 "gives new ones",
                 status=403,
             )
-        directory, _ = self._catalog.find(f"{SCHEME}{model_id}/{KIND}/{name}", KIND)
+        directory, _ = self._catalog.find(path_of(model_id, KIND, name), KIND)
         return FileResponse(path_in(directory, file))
 
     def _sign(self, until: int, *parts: str) -> str:

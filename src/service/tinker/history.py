@@ -10,7 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from service.tinker.asked import Creation, Loading, Saving, Update, Work
+from service.tinker.bodies import (
+    LoadModelBody,
+    LoadWeightsBody,
+    NewModelBody,
+    OptimStepBody,
+    SaveForSamplerBody,
+    Work,
+)
 from service.tinker.codec import ForwardBackwardCall
 
 
@@ -44,14 +51,14 @@ class ModelHistory:
         match step.work:
             case ForwardBackwardCall() if not step.work.forward_only:
                 batch += (step,)
-            case Update():
+            case OptimStepBody():
                 if not step.error:
                     steps += (*batch, step)
                 batch = ()  # an update that failed has dropped all gradients
-            case Creation() | Loading() if not step.error:
+            case NewModelBody() | LoadWeightsBody() if not step.error:
                 steps += (step,)
                 batch = ()
-            case Saving(kind="snapshot" | "inflight") if not step.error:
+            case SaveForSamplerBody() if not step.error:
                 steps += (step,)
             case _:
                 return self
@@ -66,12 +73,12 @@ class ModelHistory:
         began with may be deleted by its client. Never while gradients are held."""
         if self.batch or not self.steps:
             return False
-        if any(isinstance(step.work, Creation | Loading) and step.work.path for step in self.steps):
+        if any(isinstance(step.work, LoadModelBody | LoadWeightsBody) for step in self.steps):
             return True
         return (
             self.began_s is not None
             and now - self.began_s >= every_s
-            and isinstance(self.steps[-1].work, Update)  # after a later snapshot, a commit would let go of that
+            and isinstance(self.steps[-1].work, OptimStepBody)  # after a later snapshot, a commit would let go of that
         )
 
     def kept(self) -> Iterator[Step]:

@@ -8,20 +8,22 @@ from collections import defaultdict
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
-from fastapi import FastAPI, Header, Request
-from starlette.responses import Response
+from fastapi import Depends, FastAPI, Header, Request
 
 from service.asked import RequestRefused
 from service.errors import JsonReply
 from service.tinker.bodies import CopyBody, PathBody, Seq, TtlBody
 from service.tinker.callers import Asking
-from service.tinker.catalog import KINDS, SCHEME, SavedKind, SavedRun, SavedWeights
+from service.tinker.catalog import KINDS, SavedKind, SavedRun, SavedWeights, path_of
 from service.tinker.owners import Caller
-from service.tinker.promises import UnknownId, UserError
+from service.tinker.promises import UnknownId
 from service.tinker.serving import TinkerServer
 from trireme.config.trainer import ATTENTION, MLP, UNEMBED
 
 RUNS = "/api/v1/training_runs"
+SAVED = RUNS + "/{model_id}/checkpoints/{kind}/{name}"
+At = Annotated[str, Depends(path_of)]
+"""The `tinker://` path of what such a route names."""
 OWNER = "trireme"
 TYPES: dict[SavedKind, str] = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 BILLING = "/api/v1/billing/usage"
@@ -39,17 +41,17 @@ class SavedRoutes:
     """The routes of runs and checkpoints."""
 
     def __init__(self, server: TinkerServer) -> None:
-        self._server, self._catalog = server, server.catalog
+        self._sessions, self._catalog = server.state.sessions, server.catalog
 
     def add(self, app: FastAPI) -> None:
         """Adds them to an app."""
         app.get(RUNS)(self.runs)
         app.get(RUNS + "/{model_id}")(self.run)
         app.get(RUNS + "/{model_id}/checkpoints")(self.checkpoints)
-        app.delete(RUNS + "/{model_id}/checkpoints/{kind}/{name}")(self.delete)
-        app.put(RUNS + "/{model_id}/checkpoints/{kind}/{name}/ttl")(self.set_ttl)
-        app.post(RUNS + "/{model_id}/checkpoints/{kind}/{name}/publish")(self.publish)
-        app.delete(RUNS + "/{model_id}/checkpoints/{kind}/{name}/publish")(self.unpublish)
+        app.delete(SAVED, status_code=204)(self.delete)
+        app.put(SAVED + "/ttl", status_code=204)(self.set_ttl)
+        app.post(SAVED + "/publish", status_code=204)(self.publish)
+        app.delete(SAVED + "/publish", status_code=204)(self.publish)
         app.post("/api/v1/copy_weights")(self.copy)
         app.get(BILLING + "/checkpoints/current")(self.usage)
         app.get("/api/v1/checkpoints")(self.all_checkpoints)
@@ -57,15 +59,15 @@ class SavedRoutes:
         for path in NOT_HERE:
             app.add_api_route(path, self.not_here, methods=["GET", "POST"])
 
-    async def not_here(self, request: Request) -> Response:
+    async def not_here(self, request: Request) -> None:
         """Refuses what this server has not got."""
         raise RequestRefused(f"this server has not got {NOT_HERE[request.scope['route'].path]}", status=404)
 
     async def runs(self, caller: Asking, limit: Seq = 20, offset: Seq = 0, project_id: str | None = None) -> JsonReply:
         """Lists training runs, the newest first."""
         found = [run for run in self._catalog.runs(caller) if project_id in (None, self._project(run))]
-        shown = [self._run(run) for run in found[offset : offset + limit]]
-        return JsonReply({"training_runs": shown, "cursor": _cursor(offset, limit, len(found))})
+        cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
+        return JsonReply({"training_runs": list(map(self._run, found[offset : offset + limit])), "cursor": cursor})
 
     async def run(self, caller: Asking, model_id: str) -> JsonReply:
         """Describes a training run."""
@@ -74,7 +76,7 @@ class SavedRoutes:
     def _found(self, caller: Caller, model_id: str) -> SavedRun:
         try:
             return self._catalog.run(model_id, caller)
-        except UserError as error:
+        except RequestRefused as error:
             raise UnknownId(str(error)) from None
 
     async def checkpoints(self, caller: Asking, model_id: str) -> JsonReply:
@@ -85,18 +87,20 @@ class SavedRoutes:
     async def all_checkpoints(self, caller: Asking, limit: Seq = 100, offset: Seq = 0) -> JsonReply:
         """Lists what all training runs saved."""
         found = [saved for run in self._catalog.runs(caller) for saved in self._catalog.saved(run.model_id)]
-        shown = [_checkpoint(each) for each in found[offset : offset + limit]]
-        return JsonReply({"checkpoints": shown, "cursor": _cursor(offset, limit, len(found))})
+        cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
+        return JsonReply({"checkpoints": list(map(_checkpoint, found[offset : offset + limit])), "cursor": cursor})
 
-    async def delete(self, caller: Asking, model_id: str, kind: str, name: str) -> Response:
+    async def delete(self, caller: Asking, path: At) -> None:
         """Deletes something that was saved."""
-        self._catalog.delete(f"{SCHEME}{model_id}/{kind}/{name}", caller)
-        return Response(status_code=204)
+        self._catalog.delete(path, caller)
 
-    async def set_ttl(self, caller: Asking, model_id: str, kind: str, name: str, body: TtlBody) -> Response:
+    async def set_ttl(self, caller: Asking, path: At, body: TtlBody) -> None:
         """Sets how long something is kept."""
-        self._catalog.set_ttl(f"{SCHEME}{model_id}/{kind}/{name}", body.ttl_seconds, caller)
-        return Response(status_code=204)
+        self._catalog.set_ttl(path, body.ttl_seconds, caller)
+
+    async def publish(self, caller: Asking, path: At, request: Request) -> None:
+        """Lets the owners of all keys read something, or closes it to them again (DELETE)."""
+        self._catalog.set_public(path, request.method == "POST", caller)
 
     async def weights_info(self, caller: Asking, body: PathBody) -> JsonReply:
         """Tells which base a path belongs to, and of an adapter what it is."""
@@ -107,37 +111,35 @@ class SavedRoutes:
         trained = {name: not layers.isdisjoint(names) for name, names in parts.items()} if run.lora else {}
         return JsonReply({"base_model": run.base_model, **lora_of(run), **trained})
 
-    async def publish(self, caller: Asking, model_id: str, kind: str, name: str) -> Response:
-        """Lets the owners of all keys read something."""
-        self._catalog.set_public(f"{SCHEME}{model_id}/{kind}/{name}", True, caller)
-        return Response(status_code=204)
-
-    async def unpublish(self, caller: Asking, model_id: str, kind: str, name: str) -> Response:
-        """Closes it to others again."""
-        self._catalog.set_public(f"{SCHEME}{model_id}/{kind}/{name}", False, caller)
-        return Response(status_code=204)
-
     async def copy(self, caller: Asking, body: CopyBody, x_idempotency_key: Annotated[str, Header()] = "") -> JsonReply:
         """Copies something into a training run of its own. The same request, made again, gets the same copy."""
         number = (
             uuid.uuid5(uuid.NAMESPACE_URL, f"{caller.owner}/{x_idempotency_key}") if x_idempotency_key else uuid.uuid4()
         )
         asked = (body.source_path, f"{number.hex}:train:0", body.ttl_seconds, body.destination_project_id, caller)
-        copied = await asyncio.to_thread(self._catalog.copy, *asked)
-        return JsonReply({"tinker_path": copied.path})
+        return JsonReply({"tinker_path": await asyncio.to_thread(self._catalog.copy, *asked)})
 
     async def usage(self, caller: Asking, project_id: str | None = None) -> JsonReply:
         """Tells how much is saved in each project. It costs nothing."""
         sizes: dict[str, list[int]] = defaultdict(list)
         for run in self._catalog.runs(caller):
-            saved = [sum(each.files.values()) for each in self._catalog.saved(run.model_id)]
-            if saved and project_id in (None, self._project(run)):
-                sizes[self._project(run)] += saved
-        return JsonReply({"data": [_usage(project, each) for project, each in sizes.items()]})
+            sizes[self._project(run)] += [each.size for each in self._catalog.saved(run.model_id)]
+        shown = [
+            {
+                "project_id": project or None,
+                "estimated_monthly_cost_usd": 0.0,
+                "checkpoint_count": len(saved),
+                "size_bytes": sum(saved),
+                "size_gigabytes": sum(saved) / 1e9,
+            }
+            for project, saved in sizes.items()
+            if saved and project_id in (None, project)
+        ]
+        return JsonReply({"data": shown})
 
     def _project(self, run: SavedRun) -> str:
-        session = run.model_id.partition(":")[0]
-        return run.project_id or self._server.said(session).get("project_id") or ""
+        session = self._sessions.get(run.model_id.partition(":")[0])
+        return run.project_id or (session and session.metadata.get("project_id")) or ""
 
     def _run(self, run: SavedRun) -> dict[str, Any]:
         newest = {saved.kind: saved for saved in self._catalog.saved(run.model_id)}
@@ -166,21 +168,11 @@ def _checkpoint(saved: SavedWeights) -> dict[str, Any]:
         "checkpoint_type": TYPES[saved.kind],
         "time": _time(saved.saved_s),
         "tinker_path": saved.path,
-        "size_bytes": sum(saved.files.values()),
+        "size_bytes": saved.size,
         "public": saved.public,
         "user_metadata": dict(saved.user_metadata),
         "expires_at": None if saved.expires_s is None else _time(saved.expires_s),
     }
-
-
-def _usage(project: str, sizes: list[int]) -> dict[str, Any]:
-    total = sum(sizes)
-    counted = {"checkpoint_count": len(sizes), "size_bytes": total, "size_gigabytes": total / 1e9}
-    return {"project_id": project or None, "estimated_monthly_cost_usd": 0.0, **counted}
-
-
-def _cursor(offset: int, limit: int, total: int) -> dict[str, int]:
-    return {"offset": offset, "limit": limit, "total_count": total}
 
 
 def _time(seconds: float) -> str:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from service.asked import ServedModels
-from service.tinker.promises import UserError
+from service.asked import RequestRefused, ServedModels
 from trireme.config.service import TinkerConfig
 from trireme.config.trainer import LoraConfig
 from trireme.core.datum import ModelInput
@@ -56,14 +55,16 @@ class TinkerOffer:
         return base_model in self.served.names
 
     def room(self, prompt: ModelInput, stop: Sequence[int]) -> int:
-        """Returns how many tokens may follow a prompt. Raises UserError for one that the model cannot read, and for ids
-        in `stop` that it cannot sample."""
+        """Returns how many tokens may follow a prompt. Raises RequestRefused for one that the model cannot read, and
+        for ids in `stop` that it cannot sample."""
         served, tokens = self.served, prompt.tokens
         vocabulary, most = served.vocab_size, served.max_len
         if not len(tokens) or tokens.max() >= vocabulary:
-            raise UserError(f"a prompt of {len(tokens)} tokens; expected at least one, all below {vocabulary}")
+            raise RequestRefused(f"a prompt of {len(tokens)} tokens; expected at least one, all below {vocabulary}")
         if unknown := [token for token in stop if token >= vocabulary]:
-            raise UserError(f"stop = {unknown[0]}; expected ids below {vocabulary}, the model's vocabulary")
+            raise RequestRefused(f"stop = {unknown[0]}; expected ids below {vocabulary}, the model's vocabulary")
         if len(tokens) >= most:
-            raise UserError(f"a prompt of {len(tokens)} tokens; expected less than {most}, the context of the model")
+            raise RequestRefused(
+                f"a prompt of {len(tokens)} tokens; expected less than {most}, the context of the model"
+            )
         return most - len(tokens)

@@ -21,5 +21,3 @@ class Caller:
 
 SERVER = Caller("", sees_all=True)
 """The server itself."""
-UNKNOWN = Caller("")
-"""Someone to whom nothing belongs."""

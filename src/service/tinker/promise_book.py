@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from service.asked import count_of
 from service.tinker.clients import ClientModel, ClientSampler, ClientSession, with_numbers
+from service.tinker.owners import SERVER, Caller
 from service.tinker.promises import GoneError, Outcome, Promise, UnknownId
-from service.tinker.rows import Change, promise_row, sampler_row, session_row, work_key, work_row
+from service.tinker.rows import Change, Contents, Stored, row_of, work_key, work_row
 from trireme.core.errors import StorageFailed
 
 KEPT_S = 600.0
@@ -20,50 +21,70 @@ UNASKED_S = 3600.0
 """Seconds for which an outcome is kept that its client does not ask for."""
 CLONE = 1_000_000_000
 """A clone of a sampler numbers its samples from this times its own number."""
+MACHINE = "the machine was started again, and the last requests before that may be missing; continue from a saved state"
+"""Why a session has ended of which the store may not have all."""
+Thing = TypeVar("Thing", ClientSession, ClientModel, ClientSampler)
 log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
-class PromiseBook:
-    """All sessions, all promises that are kept, and the numbers of those that are not any more."""
+class PromiseBook(Contents):
+    """All sessions, all promises that are kept, and the numbers of those that are not any more. What belongs to another
+    `caller` is answered as what is not there, in the same words."""
 
     write: Callable[[Sequence[Change]], None] = lambda changes: None
     """Makes changes durable before they are made here. Raises StorageFailed; then nothing is done."""
-    sessions: dict[str, ClientSession] = field(default_factory=dict)
-    models: dict[str, ClientModel] = field(default_factory=dict)
-    samplers: dict[str, ClientSampler] = field(default_factory=dict)
-    _promises: dict[str, Promise] = field(default_factory=dict)
-    _settled: list[Promise] = field(default_factory=list)
+    changed: Callable[..., None] = lambda *names: None
+    """Is called when there is more to do, with the ids of a promise that got its outcome and of its owner."""
+
+    def _change(self, thing: Stored, *more: Change, **changed: Any) -> None:
+        """Changes a thing, once it is committed together with `more`. Raises StorageFailed; then nothing is done."""
+        self.write([row_of(replace(thing, **changed)), *more])
+        for name, value in changed.items():
+            setattr(thing, name, value)
+
+    def _found(self, kind: str, things: Mapping[str, Thing], name: str, caller: Caller) -> Thing:
+        thing = things.get(name)
+        if thing is None or not caller.may(self.sessions[thing.session_id].caller.owner):
+            raise UnknownId(f"the {kind} {name!r}; expected one that was begun here")
+        return thing
 
     # ---- sessions
 
-    def begin_session(
-        self, session_id: str, now: float, owner: str = "", metadata: Mapping[str, Any] | None = None
-    ) -> None:
-        """Begins a session of the key `owner`."""
-        session = ClientSession(session_id, now, owner, metadata or {})
-        self.write([session_row(session)])
+    def begin_session(self, session_id: str, now: float, caller: Caller = SERVER, **metadata: Any) -> None:
+        """Begins a session of `caller`, of which its client says `metadata`."""
+        session = ClientSession(session_id, now, caller, metadata)
+        self.write([row_of(session)])
         self.sessions[session_id] = session
 
-    def tell(self, session_id: str, told: Mapping[str, Any]) -> None:
-        """Notes more of what a client says of its session. Raises UnknownId."""
-        if (session := self.sessions.get(session_id)) is None:
-            raise UnknownId(f"the session {session_id!r}")
-        metadata = {**session.metadata, **told}
-        self.write([session_row(replace(session, metadata=metadata))])
-        session.metadata = metadata
+    def tell(self, session: ClientSession, **told: Any) -> None:
+        """Notes more of what a client says of its session."""
+        self._change(session, metadata={**session.metadata, **told})
 
-    def session(self, session_id: str) -> ClientSession:
+    def session(self, session_id: str, caller: Caller = SERVER) -> ClientSession:
+        """Returns a session, which may have ended. Raises UnknownId."""
+        return self._found("session", self.sessions, session_id, caller)
+
+    def living(self, session_id: str, caller: Caller = SERVER) -> ClientSession:
         """Returns a session that has not ended. Raises UnknownId, GoneError."""
-        if (session := self.sessions.get(session_id)) is None:
-            raise UnknownId(f"the session {session_id!r}; expected one that create_session gave since the server began")
-        if session.ended_s is not None:
-            raise GoneError(f"the session {session_id!r} has ended; begin another one with a new ServiceClient")
+        session = self.session(session_id, caller)
+        if session.ended:
+            raise GoneError(
+                f"the session {session_id!r} has ended: {session.ended}; begin another one with a new ServiceClient"
+            )
         return session
 
-    def beat(self, session_id: str, now: float) -> None:
-        """Notes that the client of a session is there. Raises UnknownId, GoneError."""
-        self.session(session_id).beat_s = now
+    def model(self, model_id: str, caller: Caller = SERVER) -> ClientModel:
+        """Returns a model. Raises UnknownId."""
+        return self._found("model", self.models, model_id, caller)
+
+    def sampler(self, sampler_id: str, caller: Caller = SERVER) -> ClientSampler:
+        """Returns a sampling session, which other processes than its session's may use, and longer. Raises UnknownId,
+        and GoneError where the numbers of its samples are not known any more."""
+        sampler = self._found("sampler", self.samplers, sampler_id, caller)
+        if self.sessions[sampler.session_id].ended == MACHINE:
+            raise GoneError(f"the sampler {sampler_id!r} has ended: {MACHINE}")
+        return sampler
 
     def heard(self, promise: Promise, now: float) -> None:
         """Notes that a client asked for something of a model. Samplers may be used by other processes than its own."""
@@ -75,61 +96,52 @@ class PromiseBook:
     def _accept(self, promise: Promise, *more: Change) -> Promise:
         """Keeps a new promise. `more`: what is committed together with it."""
         work = [] if promise.outcome else [work_row(promise)]
-        self.write([*more, promise_row(promise), *work])
-        self._promises[promise.request_id] = promise
-        if promise.outcome:
-            self._settled.append(promise)
+        self.write([*more, row_of(promise), *work])
+        self.promises[promise.request_id] = promise
+        self.changed()
         return promise
 
     def retire(self, promises: Sequence[Promise]) -> None:
         """Forgets promises that have their outcomes; their numbers are kept, so that they are never done again. Where
         the store has no room for that, nothing is forgotten."""
-        if not promises:
-            return
-        numbers: dict[str, list[int]] = defaultdict(list)
+        of_owners = defaultdict[str, list[Promise]](list)
         for promise in promises:
-            if promise.is_sample:
-                numbers[promise.owner_id].append(promise.number)
-        retired = {each: with_numbers(self.samplers[each].retired, numbers[each]) for each in numbers}
-        samplers = [sampler_row(replace(self.samplers[each], retired=retired[each])) for each in retired]
-        try:
-            self.write([*samplers, *(promise.request_id for promise in promises)])
-        except StorageFailed:
-            log.exception("%d outcomes that were given could not be removed", len(promises))
-            return
-        for promise in promises:
-            promise.outcome = None
-            promise.forgotten = True
-            del self._promises[promise.request_id]
-        for sampler_id in retired:
-            sampler = self.samplers[sampler_id]
-            sampler.retired = retired[sampler_id]
-            for number in numbers[sampler_id]:
-                del sampler.answers[number]
+            of_owners[promise.owner_id].append(promise)
+        for owner_id, done in of_owners.items():
+            removed = [promise.request_id for promise in done]
+            sampler = self.samplers.get(owner_id)
+            try:
+                if sampler:
+                    retired = with_numbers(sampler.retired, [promise.number for promise in done])
+                    self._change(sampler, *removed, retired=retired)
+                else:
+                    self.write(removed)
+            except StorageFailed:
+                log.exception("%d outcomes that were given could not be removed", len(done))
+                return
+            for promise in done:
+                promise.outcome = None
+                promise.forgotten = True
+                del self.promises[promise.request_id]
+                if sampler:
+                    del sampler.answers[promise.number]
 
-    def _is_retired(self, owner_id: str, seq: int) -> bool:
-        """Tells whether request `seq` of a model or a sampler was done, where no promise of it is kept."""
-        if model := self.models.get(owner_id):
-            return seq < max(model.next_seq, 1)
-        return any(first <= seq <= last for first, last in self.samplers[owner_id].retired)
-
-    def promises(self) -> list[Promise]:
-        """Returns all promises that are kept, in the order in which they were made."""
-        return list(self._promises.values())
-
-    def _known(self, owner_id: str, seq: int) -> Promise | None:
+    def known(self, owner_id: str, seq: int) -> Promise | None:
         """Returns the promise of a request that was accepted before. One that is retired has a forgotten one."""
         request_id = f"{owner_id}/{seq}"
-        if promise := self._promises.get(request_id):
+        if promise := self.promises.get(request_id):
             return promise
-        return Promise(request_id, "", None, forgotten=True) if self._is_retired(owner_id, seq) else None
+        if model := self.models.get(owner_id):
+            done = seq < max(model.next_seq, 1)
+        else:
+            done = any(first <= seq <= last for first, last in self.samplers[owner_id].retired)
+        return Promise(request_id, "", None, forgotten=True) if done else None
 
     def settle(self, promise: Promise, outcome: Outcome) -> None:
         """Gives a promise its outcome."""
         sampler = self.samplers.get(promise.owner_id)
         place = sampler.done if sampler else 0
-        self.write([promise_row(replace(promise, outcome=outcome, place=place)), work_key(promise.request_id)])
-        promise.place = place
+        self._change(promise, work_key(promise.request_id), outcome=outcome, place=place)
         if sampler:
             sampler.answers[promise.number] = promise
         self._has_outcome(promise, outcome)
@@ -137,38 +149,36 @@ class PromiseBook:
     def _has_outcome(self, promise: Promise, outcome: Outcome) -> None:
         promise.outcome = outcome
         promise.work = None
-        self._settled.append(promise)
+        self.changed(promise.request_id, promise.owner_id)
 
     def lose(self, promise: Promise) -> int:
         """Notes that rooms were lost while they worked on a promise; returns how often they were. Where the store has
         no room for it, this server alone knows it."""
         promise.losses += 1
         try:
-            self.write([promise_row(promise)])
+            self.write([row_of(promise)])
         except StorageFailed:
             log.exception("the loss of rooms under %s is not in the store", promise.request_id)
         return promise.losses
 
-    def take_settled(self) -> list[Promise]:
-        """Returns the promises that got their outcome since the last call."""
-        settled, self._settled = self._settled, []
-        return settled
-
-    def promise(self, request_id: str) -> Promise:
-        """Returns a promise. Raises UnknownId, and GoneError where its outcome is forgotten."""
-        if (promise := self._promises.get(request_id)) is not None:
-            return promise
+    def promise(self, request_id: str, caller: Caller = SERVER) -> Promise:
+        """Returns a promise. Raises UnknownId, and GoneError where its outcome is forgotten, or may have been lost."""
         owner_id, _, digits = request_id.rpartition("/")
         seq = count_of(digits)
-        if (
-            seq is not None
-            and (owner_id in self.models or owner_id in self.samplers)
-            and self._is_retired(owner_id, seq)
-        ):
+        owner = self.models.get(owner_id) or self.samplers.get(owner_id)
+        session = self.sessions[owner.session_id] if owner else None
+        if session and not caller.may(session.caller.owner):
+            session = None
+        promise = self.known(owner_id, seq) if session and seq is not None else None
+        if promise and promise.forgotten:
             raise GoneError(
                 f"the result of {request_id!r} was given more than {KEPT_S:g} s ago, or not asked for in "
                 f"{UNASKED_S:g} s, and is forgotten"
             )
+        if promise:
+            return promise
+        if session and session.ended == MACHINE:
+            raise GoneError(f"the request {request_id!r} is not known: {MACHINE}")
         raise UnknownId(f"the request {request_id!r}; expected one that was accepted here")
 
     def give(self, promise: Promise, now: float) -> Outcome | None:

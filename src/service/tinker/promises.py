@@ -5,22 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from service.asked import RequestRefused
 from trireme.core.datum import ModelInput
 from trireme.core.types import SamplingParams
 
 Category = Literal["user", "server"]
 
 
-class UserError(Exception):
-    """A request that was accepted and then found to be wrong. The client is told so when it asks for the result."""
+class UnknownId(RequestRefused):
+    """An id that was never given out, or not to the one who asks."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, status=404)
 
 
-class UnknownId(Exception):
-    """An id that was never given out."""
-
-
-class GoneError(Exception):
+class GoneError(RequestRefused):
     """A thing that was there and is over."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, status=410)
 
 
 @dataclass(frozen=True)

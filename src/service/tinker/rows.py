@@ -13,27 +13,25 @@ again. Its sessions count as heard of just now. Nothing runs in it: what had no 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from math import inf
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
 from service.store import Row, Store
-from service.tinker.adapters import AdapterWish
-from service.tinker.asked import Creation, Loading, Saving, Unusable, Update
+from service.tinker import bodies
 from service.tinker.clients import ClientModel, ClientSampler, ClientSession
 from service.tinker.codec import ForwardBackwardCall
 from service.tinker.history import ModelHistory, Step
 from service.tinker.owners import Caller
 from service.tinker.promises import Failure, Outcome, Promise, SampleWork, Success
 from trireme.core.datum import ModelInput
-from trireme.core.types import AdamParams, SamplingParams
+from trireme.core.types import SamplingParams
 
-FORMAT = "tinker 1"
+FORMAT = "tinker 2"
 Change = Row | str
 """A row that is added or replaced, or the owner of one that is removed."""
-WORKS: Mapping[str, type[Any]] = {kind.__name__: kind for kind in (Saving, Unusable)}
+Stored = ClientSession | ClientModel | ClientSampler | Promise
 
 
 def write(store: Store, changes: Sequence[Change]) -> None:
@@ -46,36 +44,39 @@ def write(store: Store, changes: Sequence[Change]) -> None:
                 store.remove(change)
 
 
-def session_row(session: ClientSession) -> Row:
-    """Returns the row of a session."""
-    head = {"owner": session.owner, "metadata": session.metadata, "ended": session.ended_s is not None}
-    return Row(session.session_id, {"kind": "session", **head})
-
-
-def model_row(model: ClientModel) -> Row:
-    """Returns the row of a model."""
-    head = {"next_seq": model.next_seq, "ended": model.ended, "place": model.history.place}
-    return Row(model.model_id, {"kind": "model", **head})
-
-
-def sampler_row(sampler: ClientSampler) -> Row:
-    """Returns the row of a sampler."""
-    head = {"target": sampler.target, "joined": sampler.joined, "retired": sampler.retired}
-    return Row(sampler.sampler_id, {"kind": "sampler", **head})
-
-
-def promise_row(promise: Promise) -> Row:
-    """Returns the row of a promise."""
-    head, payload = _outcome_head(promise.outcome)
-    return Row(
-        promise.request_id, {"kind": "promise", "place": promise.place, "losses": promise.losses, **head}, payload
-    )
+def row_of(thing: Stored) -> Row:
+    """Returns the row of a thing."""
+    match thing:
+        case ClientSession():
+            head = {"kind": "session", **asdict(thing.caller), "metadata": thing.metadata, "ended": thing.ended}
+            return Row(thing.session_id, head)
+        case ClientModel():
+            ended = asdict(thing.ended) if thing.ended else None
+            head = {"kind": "model", "next_seq": thing.next_seq, "ended": ended, "place": thing.history.place}
+            return Row(thing.model_id, head)
+        case ClientSampler():
+            head = {"kind": "sampler", "target": thing.target, "joined": thing.joined, "retired": thing.retired}
+            return Row(thing.sampler_id, head)
+        case Promise():
+            outcome, payload = _outcome_head(thing.outcome)
+            head = {"kind": "promise", "place": thing.place, "losses": thing.losses, **outcome}
+            return Row(thing.request_id, head, payload)
 
 
 def work_row(promise: Promise) -> Row:
     """Returns the row of what is to be done for a promise."""
-    head, rest = _work_head(promise.work)
-    return Row(work_key(promise.request_id), {"kind": "work", "work": head}, rest)
+    work: Any = promise.work
+    rest = b""
+    match work:
+        case ForwardBackwardCall():
+            head = {}
+            rest = work.encoded.SerializeToString()
+        case SampleWork():
+            head = {**vars(work), "params": asdict(work.params)}
+            rest = head.pop("prompt").tokens.tobytes()
+        case _:
+            head = work.model_dump(exclude_defaults=True)
+    return Row(work_key(promise.request_id), {"kind": "work", "is": type(work).__name__, "work": head}, rest)
 
 
 def work_key(request_id: str) -> str:
@@ -93,7 +94,7 @@ def step_key(request_id: str) -> str:
     return f"{request_id}/step"
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Contents:
     """All that a store has of clients, by their ids, in the order in which it was made."""
 
@@ -102,82 +103,55 @@ class Contents:
     samplers: dict[str, ClientSampler] = field(default_factory=dict)
     promises: dict[str, Promise] = field(default_factory=dict)
 
-
-def contents(rows: Iterable[Row], now: float) -> Contents:
-    """Reads rows, at the time `now`."""
-    found = Contents()
-    works: dict[str, Any] = {}
-    errors: dict[str, str] = {}
-    for row in rows:
-        head, session_id = row.head, row.owner.partition(":")[0]
-        match head["kind"]:
-            case "session":
-                ended_s = now if head["ended"] else None
-                found.sessions[session_id] = ClientSession(session_id, now, head["owner"], head["metadata"], ended_s)
-            case "model":
-                history = ModelHistory(head["place"])
-                model = ClientModel(row.owner, session_id, head["next_seq"], ended=head["ended"], history=history)
-                found.models[row.owner] = model
-                found.sessions[session_id].models.append(row.owner)
-            case "sampler":
-                retired = tuple((first, last) for first, last in head["retired"])
-                sampler = ClientSampler(row.owner, session_id, head["target"], head["joined"], retired)
-                found.samplers[row.owner] = sampler
-                found.sessions[session_id].samplers.append(row.owner)
-            case "promise":
-                outcome = _outcome_of(head, row.columns)
-                promise = Promise(row.owner, session_id, None, outcome, head["place"], head["losses"])
-                found.promises[row.owner] = promise
-            case "work":
-                works[row.owner] = _work_of(head["work"], row.columns)
-            case "step":
-                errors[row.owner.removesuffix("/step")] = head["error"]
-    for promise in found.promises.values():
-        owner = found.models.get(promise.owner_id) or found.samplers[promise.owner_id]
-        if promise.outcome is None:
-            promise.work = works[work_key(promise.request_id)]
-        if isinstance(owner, ClientModel) and promise.outcome is None:
-            owner.waiting[promise.number] = promise
-        if isinstance(owner, ClientSampler) and promise.outcome:
-            owner.answers[promise.number] = promise
-    for done in sorted((Promise(each, "", works[work_key(each)]) for each in errors), key=lambda each: each.number):
-        model = found.models[done.owner_id]
-        model.history = model.history.noted(Step(done.number, done.work, errors[done.request_id]), now)
-    return found
+    def read(self, rows: Iterable[Row], now: float) -> None:
+        """Adds what is in `rows`, at the time `now`. Raises StorageFailed."""
+        works: dict[str, Any] = {}
+        errors: dict[str, str] = {}
+        for row in rows:
+            head, session_id = row.head, row.owner.partition(":")[0]
+            match head.pop("kind"):
+                case "session":
+                    caller = Caller(head.pop("owner"), head.pop("sees_all"))
+                    ended_s = now if head["ended"] else None
+                    self.sessions[session_id] = ClientSession(session_id, now, caller, **head, ended_s=ended_s)
+                case "model":
+                    ended = Failure(**head["ended"]) if head["ended"] else None
+                    history = ModelHistory(head["place"])
+                    model = ClientModel(row.owner, session_id, head["next_seq"], ended=ended, history=history)
+                    self.models[row.owner] = model
+                    self.sessions[session_id].models.append(row.owner)
+                case "sampler":
+                    retired = tuple((first, last) for first, last in head.pop("retired"))
+                    self.samplers[row.owner] = ClientSampler(row.owner, session_id, **head, retired=retired)
+                    self.sessions[session_id].samplers.append(row.owner)
+                case "promise":
+                    outcome = _outcome_of(head, row.columns)
+                    promise = Promise(row.owner, session_id, None, outcome, head["place"], head["losses"])
+                    self.promises[row.owner] = promise
+                case "work":
+                    works[row.owner] = _work_of(head["is"], head["work"], row.columns)
+                case "step":
+                    errors[row.owner.removesuffix("/step")] = head["error"]
+        for promise in self.promises.values():
+            owner = self.models.get(promise.owner_id) or self.samplers[promise.owner_id]
+            if promise.outcome is None:
+                promise.work = works[work_key(promise.request_id)]
+            if isinstance(owner, ClientModel) and promise.outcome is None:
+                owner.waiting[promise.number] = promise
+            if isinstance(owner, ClientSampler) and promise.outcome:
+                owner.answers[promise.number] = promise
+        for done in sorted((Promise(each, "", works[work_key(each)]) for each in errors), key=lambda each: each.number):
+            model = self.models[done.owner_id]
+            model.history = model.history.noted(Step(done.number, done.work, errors[done.request_id]), now)
 
 
-def _work_head(work: Any) -> tuple[dict[str, Any], bytes]:
-    match work:
-        case ForwardBackwardCall():
-            return {"is": "ForwardBackwardCall"}, bytes(work.encoded.SerializeToString())
-        case SampleWork():
-            head = {each.name: getattr(work, each.name) for each in fields(work) if each.name != "prompt"}
-            return {"is": "SampleWork", **head, "params": asdict(work.params)}, work.prompt.tokens.tobytes()
-        case Update():
-            return {"is": "Update", **asdict(work.adam)}, b""  # a norm that is infinite becomes null
-        case _:
-            return {"is": type(work).__name__, **asdict(work)}, b""
-
-
-def _work_of(head: dict[str, Any], rest: bytes) -> Any:
-    match head.pop("is"):
-        case "ForwardBackwardCall":
-            return ForwardBackwardCall.of(rest)
-        case "SampleWork":
-            params = SamplingParams(**head.pop("params"))
-            return SampleWork(prompt=ModelInput(np.frombuffer(rest, np.int32)), params=params, **head)
-        case "Update":
-            adam = AdamParams(**{name: inf if value is None else value for name, value in head.items()})
-            return Update(adam)
-        case "Creation":
-            wish = head.pop("wish")
-            caller = Caller(**head.pop("caller"))
-            return Creation(**head, wish=AdapterWish(**wish) if wish else None, caller=caller)
-        case "Loading":
-            caller = Caller(**head.pop("caller"))
-            return Loading(**head, caller=caller)
-        case kind:
-            return WORKS[kind](**head)
+def _work_of(kind: str, head: dict[str, Any], rest: bytes) -> Any:
+    if kind == ForwardBackwardCall.__name__:
+        return ForwardBackwardCall.of(rest)
+    if kind == SampleWork.__name__:
+        params = SamplingParams(**head.pop("params"))
+        return SampleWork(prompt=ModelInput(np.frombuffer(rest, np.int32)), params=params, **head)
+    return getattr(bodies, kind).model_validate(head)
 
 
 def _outcome_head(outcome: Outcome | None) -> tuple[dict[str, Any], bytes]:

@@ -14,30 +14,30 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import uuid
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from service.asked import RequestRefused
 from service.store import Store
-from service.tinker.asked import Creation, Saving, Unusable, Work, origin_of
+from service.tinker.bodies import SaveForSamplerBody, Work
 from service.tinker.catalog import Catalog
-from service.tinker.clients import ClientModel
+from service.tinker.clients import ClientModel, ClientSampler
 from service.tinker.codec import encode_sample
 from service.tinker.commits import OwnCommits
-from service.tinker.costs import MeasuredCosts, tokens_of
+from service.tinker.costs import MeasuredCosts
 from service.tinker.offer import TinkerOffer
-from service.tinker.owners import Caller
-from service.tinker.promises import Failure, Promise, SampleWork, Success, UnknownId, UserError
+from service.tinker.owners import SERVER, Caller
+from service.tinker.promises import Failure, Outcome, Promise, SampleWork, Success
 from service.tinker.rows import write
 from service.tinker.shelf import BASE, WeightShelf, following, target_of
-from service.tinker.state import ProtocolState
+from service.tinker.state import MACHINE, ProtocolState
 from service.tinker.turns import DropWeights, LoadWeights, SampleTurns, StartSample
 from service.tinker.verbs import SamplerVerbs
-from service.tinker.work import Done, NotRestored, TrainingWorker
-from trireme.core.errors import RoomFailed, StorageFailed, TriremeError
+from service.tinker.work import NotRestored, TrainingWorker, failure_of
+from trireme.core.errors import RoomFailed, StorageFailed
 from trireme.core.weights import PublishedWeights
 from trireme.process.faults import fault_point
 
@@ -71,13 +71,11 @@ class TinkerServer:
             make_turns=partial(SampleTurns[Promise], offer.slots, BASE),
             adapters=offer.lora is not None,
             places=offer.places,
-            cost=tokens_of,
-            origin=origin_of,
+            changed=self._changed,
         )
         self._store, self._commits = store, commits
         self._shelf = WeightShelf()
-        self._outcomes: dict[str, asyncio.Event] = {}
-        self._completions: dict[str, asyncio.Event] = {}
+        self._waiting: dict[str, asyncio.Event] = {}  # by the ids of promises, and of samplers
         self._to_train, self._to_sample = asyncio.Event(), asyncio.Event()
         self._sampling: set[asyncio.Task[None]] = set()
         self._costs = MeasuredCosts()
@@ -87,115 +85,78 @@ class TinkerServer:
         self.done = 0
         """How many requests to train were done."""
 
-    def begin(self) -> bool:
-        """Opens the store, and continues with what it has. Returns True if an earlier server has left something. Raises
-        StorageFailed."""
+    def begin(self) -> str:
+        """Opens the store, and continues with what it has. Returns what became of what an earlier server has left; "":
+        it has left nothing. Raises StorageFailed."""
         lost = self._store.open()
         self.state.write = partial(write, self._store)
         self.state.load(self._store.rows(), self.now())
-        if lost:  # what clients were told may not be known here, so they begin again
-            for session_id in self.state.sessions:
-                self.state.finish(session_id, self.now())
+        if lost:
+            self.state.finish_all(self.now())
             self._store.note_boot()
         fault_point("tinker.begun")
-        return bool(self.state.sessions)
+        if not self.state.sessions:
+            return ""
+        return f"all sessions have ended: {MACHINE}" if lost else "what clients had asked for is continued"
 
     # ---- what clients ask for
 
-    def begin_session(self, owner: str, metadata: Mapping[str, Any]) -> str:
-        """Begins a session of the key `owner`, and returns its id. Raises StorageFailed."""
-        session_id = uuid.uuid4().hex
-        self.state.begin_session(session_id, self.now(), owner, metadata)
-        return session_id
-
-    def said(self, session_id: str) -> Mapping[str, Any]:
-        """Returns what a client said of its session; nothing of one that this server does not know."""
-        session = self.state.sessions.get(session_id)
-        return session.metadata if session else {}
-
-    def finish(self, session_id: str) -> None:
-        """Ends a session. Raises UnknownId."""
-        self.state.finish(session_id, self.now())
-        self.wake()
-
-    def create(self, session_id: str, model_seq: int, work: Creation) -> Promise:
-        """Accepts a new model. Raises UnknownId, GoneError, StorageFailed."""
-        promise = self.state.create_model(session_id, model_seq, work)
-        self.wake()
-        return promise
-
-    def train(self, model_id: str, seq_id: int, work: Work) -> Promise:
-        """Accepts a request of a model. Raises UnknownId, UserError."""
+    def train(self, model_id: str, seq_id: int, work: Work, caller: Caller = SERVER) -> Promise:
+        """Accepts a request of a model. Raises UnknownId, RequestRefused, StorageFailed."""
         fault_point("tinker.ask")
-        promise = self.state.train(model_id, seq_id, work)
+        promise = self.state.train(model_id, seq_id, work, caller)
         self.state.heard(promise, self.now())
         fault_point("tinker.asked")
-        self.wake()
         return promise
 
-    def take_number(self, model_id: object, seq_id: object, said: str) -> None:
-        """Notes that a request of a model was refused, for which later ones would wait: the client counts it."""
-        if isinstance(model_id, str) and isinstance(seq_id, int):
-            with suppress(UnknownId, UserError):
-                self.train(model_id, seq_id, Unusable(said))
+    def sample(self, sampler: ClientSampler, seq_id: int, work: SampleWork) -> Promise:
+        """Accepts a sample. Raises RequestRefused where its weights are not held any more, and StorageFailed."""
+        if not self.state.known(sampler.sampler_id, seq_id):
+            self.check_held(sampler.target)
+        return self.state.sample(sampler, seq_id, work)
 
-    def sample(self, sampler_id: str, seq_id: int, work: SampleWork) -> Promise:
-        """Accepts a sample. Raises UnknownId, and UserError where its weights are not held any more."""
-        sampler = self.state.sampler(sampler_id)
-        if not self.state.has_asked(sampler_id, seq_id):
-            self._check_held(sampler.target)
-        promise = self.state.sample(sampler_id, seq_id, work)
-        self.wake()
-        return promise
-
-    def create_sampler(self, session_id: str, seq: int, model_path: str | None, caller: Caller) -> str:
-        """Begins a sampling session from the base, or from weights that were saved by name and that `caller` may read.
-        Raises UnknownId, GoneError, UserError."""
-        if model_path is not None:
-            self.catalog.find(model_path, "sampler_weights", caller)
-            self._check_held(model_path)
-        return self.state.create_sampler(session_id, seq, model_path or BASE).sampler_id
-
-    def _check_held(self, target: str) -> None:
+    def check_held(self, target: str) -> None:
+        """Raises RequestRefused for weights that samplers cannot have."""
         if self.ready and target not in self._shelf:
-            raise UserError(
+            raise RequestRefused(
                 f"the weights {target} are no longer in memory, where samplers need them: the server keeps the newest "
                 f"{self.offer.kept} (service.tinker.snapshots), and none after a restart. Train from a saved state and "
                 "save weights for samplers again, or serve the saved directory with `uv run inference`"
             )
 
-    async def outcome(self, promise: Promise) -> Success | Failure | None:
+    async def outcome(self, promise: Promise) -> Outcome | None:
         """Returns the outcome of a promise, or None if there is none after HOLD_S."""
         self.state.heard(promise, self.now())
-        if promise.outcome is None and not promise.forgotten and not self._closing:
-            event = self._outcomes.setdefault(promise.request_id, asyncio.Event())
-            await _within(event, HOLD_S)
+        if promise.outcome is None and not promise.forgotten:
+            await self._wait(promise.request_id, HOLD_S)
         return self.state.give(promise, self.now())
 
     async def completions(
-        self, sampler_id: str, clone: int, cursor: int, retrieved: list[str], timeout_s: float | None
+        self, sampler: ClientSampler, clone: int, cursor: int, retrieved: list[str], timeout_s: float | None
     ) -> tuple[list[Promise], int]:
-        """Returns what was sampled after `cursor`; waits for it, at most `timeout_s`. Raises UnknownId."""
+        """Returns what was sampled after `cursor`; waits for it, at most `timeout_s`."""
         until = self.now() + min(HOLD_S if timeout_s is None else timeout_s, HOLD_S)
         while True:
-            done, after = self.state.completions(sampler_id, clone, cursor, retrieved)
+            done, after = self.state.completions(sampler, clone, cursor, retrieved)
             if done or self.now() >= until or self._closing:
                 return done, after
-            event = self._completions.setdefault(sampler_id, asyncio.Event())
-            await _within(event, until - self.now())
+            await self._wait(sampler.sampler_id, until - self.now())
+
+    async def _wait(self, name: str, seconds: float) -> None:
+        if not self._closing:
+            event = self._waiting.setdefault(name, asyncio.Event())
+            with suppress(TimeoutError):
+                await asyncio.wait_for(event.wait(), seconds)
 
     def release(self) -> None:
         """Answers all who wait with what there is: the server ends."""
         self._closing = True
-        for event in (*self._outcomes.values(), *self._completions.values()):
-            event.set()
+        self._changed(*self._waiting)
 
-    def wake(self) -> None:
-        """Lets all who wait look at what has changed."""
-        for promise in self.state.take_settled():
-            if event := self._outcomes.pop(promise.request_id, None):
-                event.set()
-            if event := self._completions.pop(promise.owner_id, None):
+    def _changed(self, *names: str) -> None:
+        """Lets those look who wait for promises and samplers of these names, and those who do the work."""
+        for name in names:
+            if event := self._waiting.pop(name, None):
                 event.set()
         self._to_train.set()
         self._to_sample.set()
@@ -231,21 +192,21 @@ class TinkerServer:
                 why = (
                     f"the trainer was lost, and this model could not be restored ({error}); continue from a saved state"
                 )
-                self.state.end_model(model.model_id, why)
+                self.state.end_model(model, why, "server")
         self.state.line_up()
         self.state.sample_again(self._shelf.keys(), LOST_WEIGHTS)
         self.ready = True
-        self.wake()
 
     async def _restore_model(self, model: ClientModel) -> None:
         history = model.history
+        caller = self.state.sessions[model.session_id].caller
         if history.place:
             directory = self._commits.directory(history.place)
             await asyncio.to_thread(self._worker.load_commit, model.model_id, directory)
         for step in history.kept():
             fault_point("tinker.restore")
-            published = await asyncio.to_thread(self._worker.again, model.model_id, step.work, step.error)
-            if published and isinstance(step.work, Saving):
+            published = await asyncio.to_thread(self._worker.again, model.model_id, step.work, step.error, caller)
+            if published and isinstance(step.work, SaveForSamplerBody):
                 self._shelve(target_of(model.model_id, step.work), published)
         target = following(model.model_id)
         if target not in self._shelf and any(each.target == target for each in self.state.samplers.values()):
@@ -256,7 +217,7 @@ class TinkerServer:
     async def _train(self) -> None:
         while True:
             self._to_train.clear()
-            for model_id in self.state.take_ended():
+            for model_id in [each for each in self._worker.models if self.state.models[each].ended]:
                 await asyncio.to_thread(self._worker.forget, model_id)
             if (found := self.state.next_training()) is None:
                 await self._to_train.wait()
@@ -265,28 +226,22 @@ class TinkerServer:
             fault_point("tinker.train")
             began_s = self.now()
             work: Any = promise.work
-            done = await asyncio.to_thread(self._worker.run, model.model_id, work, promise.request_id)
+            caller = self.state.sessions[model.session_id].caller
+            outcome, published = await asyncio.to_thread(
+                self._worker.run, model.model_id, work, caller, promise.request_id
+            )
             fault_point("tinker.trained")
-            if (failure := self._worker.failure) and self._may_try_again(promise):
+            if (failure := self._worker.failure) and self.state.lose(promise) < TRIES:
                 raise failure
-            self._note(model, promise, done, self.now() - began_s)
+            if published:
+                outcome = self._with_weights(model, work, outcome, published)
+            self.state.trained(outcome, self._costs.done(work, self.now() - began_s), self.now())
+            fault_point("tinker.told")
             self.done += 1
-            self.wake()
             if failure:
                 raise failure
             if not model.ended and model.history.is_due(self.now(), self.offer.options.commit_s):
                 await self._commit(model)
-
-    def _note(self, model: ClientModel, promise: Promise, done: Done, took_s: float) -> None:
-        """Notes what the trainer has done for a model in `took_s` seconds."""
-        work: Any = promise.work
-        outcome = self._with_weights(model, work, done)
-        self.state.trained(outcome, self._costs.done(work, took_s), self.now())
-        fault_point("tinker.told")
-
-    def _may_try_again(self, promise: Promise) -> bool:
-        """Notes that rooms were lost that worked on a request. Returns False if it is not to be tried again."""
-        return self.state.lose(promise) < TRIES
 
     async def _commit(self, model: ClientModel) -> None:
         """Saves a model for this server itself. A disk that is full only lets more be done again later."""
@@ -308,21 +263,18 @@ class TinkerServer:
         kept = {each.history.place for each in self.state.models.values() if not each.ended}
         await asyncio.to_thread(self._commits.remove, kept)
 
-    def _with_weights(self, model: ClientModel, work: Saving, done: Done) -> Success | Failure:
-        """Puts new weights, if there are any, where samplers find them, and makes the sampler that is to have them."""
-        if done.published is None:
-            return done.outcome
-        assert isinstance(done.outcome, Success)
-        assert isinstance(done.outcome.payload, dict)
-        payload, target = dict(done.outcome.payload), target_of(model.model_id, work)
-        if work.name is None:
-            assert work.sampler_seq is not None, "checked when it was accepted"
-            if self.state.sessions[model.session_id].ended_s is not None:
-                return model.refusal
-            sampler = self.state.create_sampler(model.session_id, work.sampler_seq, target)
-            payload["sampling_session_id"] = sampler.sampler_id
-        self._shelve(target, done.published)
-        return Success(payload)
+    def _with_weights(
+        self, model: ClientModel, work: SaveForSamplerBody, outcome: Outcome, published: PublishedWeights
+    ) -> Outcome:
+        """Puts new weights where samplers find them, and makes the sampler that is to have them."""
+        target = target_of(model.model_id, work)
+        if work.sampling_session_seq_id is not None:
+            if model.ended and self.state.sessions[model.session_id].ended:
+                return model.ended
+            sampler = self.state.create_sampler(model.session_id, work.sampling_session_seq_id, target)
+            outcome = Success({"sampling_session_id": sampler.sampler_id, "type": "save_weights_for_sampler"})
+        self._shelve(target, published)
+        return outcome
 
     def _shelve(self, target: str, weights: PublishedWeights) -> None:
         self.state.turns.renew(target)
@@ -347,24 +299,19 @@ class TinkerServer:
     async def _answer(self, promise: Promise, slot: str) -> None:
         work = promise.work
         assert isinstance(work, SampleWork)
+        outcome: Outcome
         try:
             asked = (work.prompt, work.num_samples, work.params, work.prompt_logprobs, work.topk)
             response = await asyncio.wrap_future(self._sampler.sample(*asked, adapter=slot))
-            outcome: Success | Failure = Success(encode_sample(response, work.topk))
-        except RoomFailed as error:
-            if self._may_try_again(promise):
+            outcome = Success(encode_sample(response, work.topk))
+        except Exception as error:  # else this client and those of other weights would wait for ever
+            if isinstance(error, RoomFailed) and self.state.lose(promise) < TRIES:
                 if not self._lost.done():
                     self._lost.set_exception(error)
                 return
-            outcome = Failure(f"replicas were lost twice while they sampled this: {error}", "server")
-        except (TriremeError, ValueError) as error:
-            outcome = Failure(str(error), "user")
-        except Exception as error:  # else this client and those of other weights would wait for ever
-            log.exception("a sample failed")
-            outcome = Failure(f"an error of the server, which its log tells: {type(error).__name__}", "server")
+            outcome = failure_of(error)
         fault_point("tinker.sampled")
         self.state.sampled(promise, outcome)
-        self.wake()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -374,17 +321,9 @@ class TinkerServer:
     async def _look_after(self) -> None:
         while True:
             self.state.expire(self.now())
-            self.wake()
             try:
                 await self._remove_old_commits()
                 await asyncio.to_thread(self.catalog.expire)
             except Exception:  # of a disk, say; it is tried again, and nothing else depends on it
                 log.exception("what has expired could not be deleted")
             await asyncio.sleep(LOOK_S)
-
-
-async def _within(event: asyncio.Event, seconds: float) -> None:
-    try:
-        await asyncio.wait_for(event.wait(), seconds)
-    except TimeoutError:
-        return

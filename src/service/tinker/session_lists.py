@@ -7,11 +7,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import FastAPI
-from starlette.responses import Response
 
 from service.errors import JsonReply
 from service.tinker.bodies import FinishBody, ProjectBody, SearchBody, Seq, StatusBody
-from service.tinker.callers import Asking, OwnThings
+from service.tinker.callers import Asking
 from service.tinker.clients import ClientSession
 from service.tinker.owners import Caller
 from service.tinker.serving import TinkerServer
@@ -31,36 +30,37 @@ class SessionListRoutes:
         app.get(SESSIONS)(self.sessions)
         app.post(SESSIONS + "/search")(self.search)
         app.get(SESSIONS + "/{session_id}")(self.session)
-        app.put(SESSIONS + "/{session_id}/project")(self.set_project)
-        app.post(SESSIONS + "/{session_id}/finish")(self.finish)
+        app.put(SESSIONS + "/{session_id}/project", status_code=204)(self.set_project)
+        app.post(SESSIONS + "/{session_id}/finish", status_code=204)(self.finish)
 
     async def sessions(self, caller: Asking, limit: Seq = 20, offset: Seq = 0) -> JsonReply:
         """Lists sessions, the newest first."""
-        found = [each.session_id for each in reversed(OwnThings(self._state, caller).sessions())]
+        found = [each.session_id for each in self._seen(caller)]
         return JsonReply({"sessions": found[offset : offset + limit]})
+
+    def _seen(self, caller: Caller) -> list[ClientSession]:
+        """Returns the sessions that a caller may see, the newest first."""
+        return [each for each in reversed(self._state.sessions.values()) if caller.may(each.caller.owner)]
 
     async def session(self, caller: Asking, session_id: str) -> JsonReply:
         """Describes a session."""
-        session = self._session(caller, session_id)
-        told = session.metadata
-        shown = {name: told.get(name) for name in ("user_metadata", "display_name")}
+        session = self._state.session(session_id, caller)
+        shown = {name: session.metadata.get(name) for name in ("user_metadata", "display_name")}
         return JsonReply({"training_run_ids": session.models, "sampler_ids": session.samplers, **shown})
 
-    async def finish(self, caller: Asking, session_id: str, body: FinishBody | None = None) -> Response:
+    async def finish(self, caller: Asking, session_id: str, body: FinishBody | None = None) -> None:
         """Ends a session. What its client said first of the reason is kept."""
-        session = self._session(caller, session_id)
-        self._server.finish(session_id)
+        session = self._state.session(session_id, caller)
         said = body or FinishBody()
+        if not session.ended:
+            self._state.finish(session, self._server.now(), "its client has finished it")
         if "status" not in session.metadata:
             status = {"type": FINISHED, "reason": {"type": said.reason.type}, "detail": said.detail}
-            self._state.tell(session_id, {"status": status})
-        return Response(status_code=204)
+            self._state.tell(session, status=status)
 
-    async def set_project(self, caller: Asking, session_id: str, body: ProjectBody) -> Response:
+    async def set_project(self, caller: Asking, session_id: str, body: ProjectBody) -> None:
         """Notes the project of a session."""
-        self._session(caller, session_id)
-        self._state.tell(session_id, {"project_id": body.project_id})
-        return Response(status_code=204)
+        self._state.tell(self._state.session(session_id, caller), project_id=body.project_id)
 
     async def search(self, caller: Asking, body: SearchBody) -> JsonReply:
         """Lists the sessions that were looked for, the newest first."""
@@ -75,16 +75,13 @@ class SessionListRoutes:
         return JsonReply({"sessions": page, "next_cursor": cursor})
 
     def _found(self, caller: Caller, body: SearchBody) -> Iterator[dict[str, Any]]:
-        owners = {"own": [_owner(caller.owner)], "user": body.owner.owner_urns}.get(body.owner.type)
-        for session in OwnThings(self._state, caller).sessions():
-            session_id = session.session_id
-            each = self._summary(session)
-            named = [session_id == body.session_id] if body.session_id else []
-            if body.display_name:
-                shown = (each["display_name"] or "").lower()
-                named.append(all(word in shown for word in body.display_name.lower().split()))
+        owners = {"own": [_urn(caller)], "user": body.owner.owner_urns}.get(body.owner.type)
+        words = (body.display_name or "").lower().split()
+        for each in map(self._summary, self._seen(caller)):
+            shown = (each["display_name"] or "").lower()
+            named = all(word in shown for word in words)
             matches = (
-                any(named) or not named,
+                each["session_id"] == body.session_id or (named if words else not body.session_id),
                 owners is None or each["owner"] in owners,
                 body.project_ids is None or each["project_id"] in body.project_ids,
                 body.user_metadata.items() <= (each["user_metadata"] or {}).items(),
@@ -95,26 +92,22 @@ class SessionListRoutes:
 
     def _summary(self, session: ClientSession) -> dict[str, Any]:
         told = session.metadata
-        saved = [each for model_id in session.models for each in self._server.catalog.saved(model_id)]
-        active = {"type": "active"} if session.ended_s is None else None
+        saved = [each.size for model_id in session.models for each in self._server.catalog.saved(model_id)]
         return {
             "session_id": session.session_id,
             "created_at": datetime.fromtimestamp(told.get("created_s", 0.0), UTC).isoformat(),
-            "owner": _owner(session.owner),
+            "owner": _urn(session.caller),
             "project_id": told.get("project_id") or "",
-            "status": told.get("status", active),
+            "status": told.get("status", None if session.ended else {"type": "active"}),
             "checkpoints_count": len(saved),
-            "checkpoint_storage_bytes": sum(sum(each.files.values()) for each in saved),
+            "checkpoint_storage_bytes": sum(saved),
             "display_name": told.get("display_name"),
             "user_metadata": told.get("user_metadata"),
         }
 
-    def _session(self, caller: Caller, session_id: str) -> ClientSession:
-        return OwnThings(self._state, caller).session(session_id)
 
-
-def _owner(key: str) -> str:
-    return f"urn:trireme:key:{key}"
+def _urn(caller: Caller) -> str:
+    return f"urn:trireme:key:{caller.owner}"
 
 
 def _place(summary: Mapping[str, Any]) -> tuple[float, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection
 
-from service.tinker.asked import Saving
+from service.tinker.bodies import SaveForSamplerBody
 from service.tinker.catalog import path_of
 from trireme.core.weights import PublishedWeights
 
@@ -28,8 +28,8 @@ def following(model_id: str) -> str:
     return f"{model_id}/inflight"
 
 
-def target_of(model_id: str, work: Saving) -> str:
+def target_of(model_id: str, work: SaveForSamplerBody) -> str:
     """Returns the name of the weights that a request makes available to samplers."""
-    if work.name is not None:
-        return path_of(model_id, "sampler_weights", work.name)
-    return following(model_id) if work.kind == "inflight" else f"{model_id}/snapshot/{work.sampler_seq}"
+    if work.path is not None:
+        return path_of(model_id, "sampler_weights", work.path)
+    return following(model_id) if work.kind == "inflight" else f"{model_id}/snapshot/{work.sampling_session_seq_id}"

@@ -19,22 +19,16 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 
+from service.asked import RequestRefused
 from service.store import Row
-from service.tinker.clients import ClientModel, ClientSampler, Position
+from service.tinker.bodies import LoadModelBody
+from service.tinker.clients import ClientModel, ClientSampler, ClientSession
+from service.tinker.costs import tokens_of
 from service.tinker.history import ModelHistory, Step
-from service.tinker.promise_book import CLONE, KEPT_S, UNASKED_S, PromiseBook
-from service.tinker.promises import Failure, Outcome, Promise, UnknownId, UserError
-from service.tinker.rows import (
-    Change,
-    contents,
-    model_row,
-    promise_row,
-    sampler_row,
-    session_row,
-    step_key,
-    step_row,
-    work_key,
-)
+from service.tinker.owners import SERVER, Caller
+from service.tinker.promise_book import CLONE, KEPT_S, MACHINE, UNASKED_S, PromiseBook
+from service.tinker.promises import Category, Failure, Outcome, Promise
+from service.tinker.rows import Change, row_of, step_key, step_row, work_key
 from service.tinker.shares import TokenShares
 from service.tinker.turns import SampleTurns
 
@@ -60,10 +54,6 @@ class ProtocolState(PromiseBook):
     """The models are adapters: many have places, and none ends for another of its session."""
     places: int = 1
     """The number of models that are trained at the same time."""
-    cost: Callable[[object], int] = lambda _: 1
-    """Tells for how many tokens a request counts before it runs."""
-    origin: Callable[[object], str] = lambda _: ""
-    """Tells the path of the state with which a creation begins; "": it begins with none."""
     holders: list[ClientModel] = field(default_factory=list)
     """The models that have a place at the trainer."""
     shares: TokenShares = field(default_factory=TokenShares)
@@ -72,52 +62,49 @@ class ProtocolState(PromiseBook):
     turns: SampleTurns[Promise] = field(init=False)
     """The samples that wait, and those that run."""
     _line: deque[ClientModel] = field(default_factory=deque)
-    _ended: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.turns = self.make_turns()
 
     def load(self, rows: Iterable[Row], now: float) -> None:
         """Has all that is in `rows`, at the time `now`. Raises StorageFailed."""
-        found = contents(rows, now)
-        self.sessions = found.sessions
-        self.models = found.models
-        self.samplers = found.samplers
-        self._promises = found.promises
+        self.read(rows, now)
         for model in self.models.values():
-            if creation := model.waiting.get(0):
-                model.origin = self.origin(creation.work)
             if model.ended:  # what the trainer worked on then was not finished
                 for promise in list(model.waiting.values()):
-                    self.settle(promise, model.refusal)
+                    self.settle(promise, model.ended)
                 model.waiting.clear()
-        self.take_settled()
         self.line_up()
 
     # ---- sessions
 
-    def finish(self, session_id: str, now: float) -> None:
-        """Ends a session, and fails what its models wait for. A second call does nothing. Raises UnknownId."""
-        if (session := self.sessions.get(session_id)) is None:
-            raise UnknownId(f"the session {session_id!r}")
-        if session.ended_s is None:
-            for model_id in session.models:
-                self._end(self.models[model_id], "its session has ended")
-            self.write([session_row(replace(session, ended_s=now))])
-            session.ended_s = now
+    def finish(self, session: ClientSession, now: float, why: str, category: Category = "user") -> None:
+        """Ends a session, and fails what its models wait for."""
+        for model_id in session.models:
+            self.end_model(self.models[model_id], f"its session has ended: {why}", category)
+        self._change(session, ended=why, ended_s=now)
+
+    def finish_all(self, now: float) -> None:
+        """Ends all sessions and their samplers, as the machine was started again: clients may have been told more than
+        is known here."""
+        for session in self.sessions.values():
+            self.finish(session, now, MACHINE, "server")
+        for promise in list(self.promises.values()):
+            if promise.outcome is None:
+                self.settle(promise, Failure(MACHINE, "server"))
 
     def expire(self, now: float) -> None:
         """Ends the sessions that are silent for too long, and a model one of whose requests does not come; forgets
         outcomes that were given long ago, and those of sessions that ended long ago."""
         for session in self.sessions.values():
-            if session.ended_s is None and now - session.beat_s > SESSION_S:
-                self.finish(session.session_id, now)
+            if not session.ended and now - session.beat_s > SESSION_S:
+                self.finish(session, now, f"its client was silent for {SESSION_S:g} s")
         self._end_continued(now)
         self._end_stuck(now)
         if self.adapters:
             self._end_beyond(now)
         over = []
-        for promise in [each for each in self._promises.values() if each.outcome]:
+        for promise in [each for each in self.promises.values() if each.outcome]:
             ended_s = self.sessions[promise.session_id].ended_s
             if promise.settled_s is None:
                 promise.settled_s = now
@@ -128,13 +115,15 @@ class ProtocolState(PromiseBook):
 
     def _end_continued(self, now: float) -> None:
         for heir in list(self._line):
+            work = heir.waiting[0].work
+            origin = work.path if isinstance(work, LoadModelBody) else ""
             for model in self.holders:
                 session, idle = self.sessions[model.session_id], model.next_seq == 1 and not model.waiting
-                own = session.owner == self.sessions[heir.session_id].owner
-                continued = heir.origin.startswith(f"tinker://{model.model_id}/")
+                own = session.caller.owner == self.sessions[heir.session_id].caller.owner
+                continued = origin.startswith(f"tinker://{model.model_id}/")
                 if own and (idle or continued) and now - session.beat_s > HEIR_S:
                     does = "continues it" if continued else "waits, while it has done nothing"
-                    self._end(model, f"its client was silent for {HEIR_S:g} s, and {heir.model_id} {does}")
+                    self.end_model(model, f"its client was silent for {HEIR_S:g} s, and {heir.model_id} {does}")
                     self._line.remove(heir)
                     self.holders.append(heir)  # a program that is started again keeps its place
                     break
@@ -144,12 +133,8 @@ class ProtocolState(PromiseBook):
         be created before it lets those go."""
         for model in list(self._line):
             names = [each.model_id for each in self.holders if each.session_id == model.session_id]
-            if not names:
-                model.lined_s = None
-            elif model.lined_s is None:
-                model.lined_s = now
-            elif now - model.lined_s > PLACE_S:
-                self._end(
+            if model.waited("a place" if names else "", now) > PLACE_S and names:
+                self.end_model(
                     model,
                     f"no place was free within {PLACE_S:g} s: {self.places} adapters are trained at the same time "
                     f"(service.models), and its session has {len(names)} of them: {', '.join(names)}. Train it in "
@@ -158,106 +143,81 @@ class ProtocolState(PromiseBook):
 
     def _end_stuck(self, now: float) -> None:
         for model in [each for each in self.holders if each.waiting and not each.ready]:
-            self._end_if_stuck(model, now)
+            if model.waited(model.next_seq, now) > GAP_S:
+                self.end_model(
+                    model,
+                    f"its request {model.next_seq} did not come within {GAP_S:g} s, and later ones waited for it (was "
+                    "it larger than service.max_body_mb?); continue from a saved state",
+                )
 
-    def _end_if_stuck(self, model: ClientModel, now: float) -> None:
-        if model.gap is None or model.gap[0] != model.next_seq:
-            model.gap = model.next_seq, now
-        elif now - model.gap[1] > GAP_S:
-            self._end(
-                model,
-                f"its request {model.next_seq} did not come within {GAP_S:g} s, and later ones waited for it (was it "
-                "larger than service.max_body_mb?); continue from a saved state",
-            )
-
-    def end_model(self, model_id: str, why: str) -> None:
-        """Ends a model: it cannot be trained any more. Raises UnknownId."""
-        self._end(self.model(model_id), why)
-
-    def _end(self, model: ClientModel, why: str) -> None:
-        """Ends a model. What the trainer works on is finished."""
+    def end_model(self, model: ClientModel, why: str, category: Category = "user") -> None:
+        """Ends a model: it cannot be trained any more. What the trainer works on is finished."""
         if model.ended:
             return
-        ended = replace(model, ended=why, history=ModelHistory())
+        ended = Failure(f"the model {model.model_id} cannot be trained any more: {why}", category)
         refused = [each for each in model.waiting.values() if each is not self.running]
-        rows = [model_row(ended), *self._removed_steps(model, model.history.numbers)]
+        rows = self._removed_steps(model, model.history.numbers)
         for promise in refused:
-            rows += [promise_row(replace(promise, outcome=ended.refusal)), work_key(promise.request_id)]
-        self.write(rows)
-        model.ended = why
-        model.history = ended.history
+            rows += [row_of(replace(promise, outcome=ended)), work_key(promise.request_id)]
+        self._change(model, *rows, ended=ended, history=ModelHistory())
         for promise in refused:
-            self._has_outcome(promise, ended.refusal)
+            self._has_outcome(promise, ended)
         model.waiting = {seq: each for seq, each in model.waiting.items() if each is self.running}
         if model in self._line:
             self._line.remove(model)
         if model in self.holders:
             self.holders.remove(model)
         self.shares.forget(model.model_id)
-        self._ended.append(model.model_id)
+        self.changed()
 
     @staticmethod
     def _removed_steps(model: ClientModel, numbers: Iterable[int]) -> list[Change]:
         requests = [f"{model.model_id}/{number}" for number in numbers]
         return [key(request_id) for request_id in requests for key in (work_key, step_key)]
 
-    def take_ended(self) -> list[str]:
-        """Returns the models that have ended since the last call."""
-        ended, self._ended = self._ended, []
-        return ended
-
-    def position(self, promise: Promise) -> Position:
-        """Tells why a promise has no outcome yet."""
+    def queued(self, promise: Promise) -> str:
+        """Tells which models have the places for which a promise waits; "": it waits for none."""
         model = self.models.get(promise.owner_id)
         if model is None or model in self.holders:
-            return Position("active", "")
+            return ""
         before = self._line.index(model) if model in self._line else 0
-        own = {self.sessions[promise.session_id].owner}
-        seen = [each for each in self.holders if self.sessions[each.session_id].owner in own]
+        owner = self.sessions[promise.session_id].caller.owner
+        seen = [each for each in self.holders if self.sessions[each.session_id].caller.owner == owner]
         holder = seen[0].model_id if seen else "another model"
-        few = (
-            "trains one model at a time" if self.places == 1 else f"trains {self.places} models at a time, all of them"
-        )
-        others = "" if self.places == 1 else " and others"
-        text = f"{holder}{others} has the trainer, which {few}; {before} more are before this one"
-        return Position("paused_capacity", text)
+        if self.places == 1:
+            few = "has the trainer, which trains one model at a time"
+        else:
+            few = f"and others have the trainer, which trains {self.places} models at a time, all of them"
+        return f"{holder} {few}; {before} more are before this one"
 
     # ---- training
 
-    def create_model(self, session_id: str, model_seq: int, work: object) -> Promise:
+    def create_model(self, session_id: str, model_seq: int, work: object, caller: Caller = SERVER) -> Promise:
         """Asks for the trainer for a new model, whose id is made of its session and its number there. Raises UnknownId,
         GoneError."""
-        session, model_id = self.session(session_id), f"{session_id}:train:{model_seq}"
-        if model_id in self.models and (known := self._known(model_id, 0)):
+        session, model_id = self.living(session_id, caller), f"{session_id}:train:{model_seq}"
+        if model_id in self.models and (known := self.known(model_id, 0)):
             return known
-        model = ClientModel(model_id, session_id, origin=self.origin(work))
-        promise = self._accept(Promise(f"{model_id}/0", session_id, work), model_row(model))
+        model = ClientModel(model_id, session_id)
+        promise = self._accept(Promise(f"{model_id}/0", session_id, work), row_of(model))
         self.models[model_id] = model
         session.models.append(model_id)
         self._line.append(model)
         model.waiting[0] = promise
         return promise
 
-    def model(self, model_id: str) -> ClientModel:
-        """Returns a model. Raises UnknownId."""
-        if (model := self.models.get(model_id)) is None:
-            raise UnknownId(f"the model {model_id!r}; expected one that was created since the server began")
-        return model
-
-    def train(self, model_id: str, seq_id: int, work: object) -> Promise:
-        """Accepts request `seq_id` of a model. Raises UnknownId, and UserError for a
-        number below 1."""
-        model = self.model(model_id)
+    def train(self, model_id: str, seq_id: int, work: object, caller: Caller = SERVER) -> Promise:
+        """Accepts request `seq_id` of a model. Raises UnknownId, and RequestRefused for a number below 1."""
+        model = self.model(model_id, caller)
         if seq_id < 1:
-            raise UserError(f"seq_id = {seq_id}; expected 1 or more, as 0 is the creation of the model")
-        if known := self._known(model_id, seq_id):
+            raise RequestRefused(f"seq_id = {seq_id}; expected 1 or more, as 0 is the creation of the model")
+        if known := self.known(model_id, seq_id):
             return known
-        promise = Promise(f"{model_id}/{seq_id}", model.session_id, work)
-        if model.ended:
-            self._accept(replace(promise, work=None, outcome=model.refusal))
-        else:
-            model.waiting[seq_id] = self._accept(promise)
-        return self._promises[promise.request_id]
+        work = None if model.ended else work
+        promise = self._accept(Promise(f"{model_id}/{seq_id}", model.session_id, work, model.ended))
+        if not model.ended:
+            model.waiting[seq_id] = promise
+        return promise
 
     def next_training(self) -> tuple[ClientModel, Promise] | None:
         """Returns the model and the request that the trainer is to work on now; None if there is none, or it works."""
@@ -270,7 +230,7 @@ class ProtocolState(PromiseBook):
         model = ready[self.shares.choose(list(ready))]
         promise = self.running = model.ready
         assert promise
-        self.shares.charge(model.model_id, self.cost(promise.work))
+        self.shares.charge(model.model_id, tokens_of(promise.work))
         return model, promise
 
     def line_up(self) -> None:
@@ -291,9 +251,8 @@ class ProtocolState(PromiseBook):
             if heir:
                 self._line.remove(heir)
                 many = "one is" if self.places == 1 else f"{self.places} are"
-                self._end(
-                    before, f"{heir.model_id} of the same session has its place now, and {many} trained at a time"
-                )
+                why = f"{heir.model_id} of the same session has its place now, and {many} trained at a time"
+                self.end_model(before, why)
                 self.holders.append(heir)
 
     def trained(self, outcome: Outcome, tokens: int = 0, now: float = 0.0) -> None:
@@ -306,20 +265,17 @@ class ProtocolState(PromiseBook):
         number = promise.number
         error = outcome.error if isinstance(outcome, Failure) else ""
         if number == 0 and error:
-            self._end(model, f"it could not be created: {error}")
+            self.end_model(model, f"it could not be created: {error}")
         before = model.history
         after = before if model.ended else before.noted(Step(number, promise.work, error), now)
-        dropped = before.numbers - after.numbers
         rows = [
-            promise_row(replace(promise, outcome=outcome)),
-            model_row(replace(model, next_seq=number + 1)),
+            row_of(replace(promise, outcome=outcome)),
             step_row(promise.request_id, error) if number in after.numbers else work_key(promise.request_id),
+            *self._removed_steps(model, before.numbers - after.numbers),
         ]
-        self.write([*rows, *self._removed_steps(model, dropped)])
+        self._change(model, *rows, next_seq=number + 1, history=after)
         self.running = None
         model.waiting.pop(number, None)
-        model.next_seq = number + 1
-        model.history = after
         if not model.ended:
             self.shares.charge(promise.owner_id, tokens)
         self._has_outcome(promise, outcome)
@@ -327,45 +283,30 @@ class ProtocolState(PromiseBook):
     def committed(self, model: ClientModel, place: str) -> None:
         """Notes that all steps of a model are in the directory `place`."""
         after = model.history.committed(place)
-        steps = self._removed_steps(model, model.history.numbers - after.numbers)
-        self.write([model_row(replace(model, history=after)), *steps])
-        model.history = after
+        self._change(model, *self._removed_steps(model, model.history.numbers - after.numbers), history=after)
 
     # ---- sampling
 
-    def create_sampler(self, session_id: str, seq: int, target: str) -> ClientSampler:
+    def create_sampler(self, session_id: str, seq: int, target: str, caller: Caller = SERVER) -> ClientSampler:
         """Begins a sampling session from the weights `target`. Raises UnknownId, GoneError."""
-        session, sampler_id = self.session(session_id), f"{session_id}:sample:{seq}"
+        session, sampler_id = self.living(session_id, caller), f"{session_id}:sample:{seq}"
         if sampler_id not in self.samplers:
             sampler = ClientSampler(sampler_id, session_id, target)
-            self.write([sampler_row(sampler)])
+            self.write([row_of(sampler)])
             self.samplers[sampler_id] = sampler
             session.samplers.append(sampler_id)
         return self.samplers[sampler_id]
 
-    def sampler(self, sampler_id: str) -> ClientSampler:
-        """Returns a sampling session. Raises UnknownId."""
-        if (sampler := self.samplers.get(sampler_id)) is None:
-            raise UnknownId(f"the sampler {sampler_id!r}; expected one that was created since the server began")
-        return sampler
-
-    def join(self, sampler_id: str) -> int:
-        """Returns a number that no other clone of a sampler has: 1, 2, ... Raises UnknownId."""
-        sampler = self.sampler(sampler_id)
-        self.write([sampler_row(replace(sampler, joined=sampler.joined + 1))])
-        sampler.joined += 1
+    def join(self, sampler: ClientSampler) -> int:
+        """Returns a number that no other clone of a sampler has: 1, 2, ..."""
+        self._change(sampler, joined=sampler.joined + 1)
         return sampler.joined
 
-    def has_asked(self, owner_id: str, seq_id: int) -> bool:
-        """Tells whether request `seq_id` of a model or a sampler was accepted."""
-        return self._known(owner_id, seq_id) is not None
-
-    def sample(self, sampler_id: str, seq_id: int, work: object) -> Promise:
-        """Accepts sample `seq_id` of a sampler. Raises UnknownId."""
-        sampler = self.sampler(sampler_id)
-        if known := self._known(sampler_id, seq_id):
+    def sample(self, sampler: ClientSampler, seq_id: int, work: object) -> Promise:
+        """Accepts sample `seq_id` of a sampler."""
+        if known := self.known(sampler.sampler_id, seq_id):
             return known
-        promise = self._accept(Promise(f"{sampler_id}/{seq_id}", sampler.session_id, work))
+        promise = self._accept(Promise(f"{sampler.sampler_id}/{seq_id}", sampler.session_id, work))
         self.turns.add(sampler.target, promise)
         return promise
 
@@ -378,7 +319,7 @@ class ProtocolState(PromiseBook):
         """Lets all samples wait anew that have no outcome, as no replica works on them any more. Those from weights
         that are not in `held` fail."""
         self.turns = self.make_turns()
-        for promise in self.promises():
+        for promise in list(self.promises.values()):
             if promise.outcome is None and (sampler := self.samplers.get(promise.owner_id)):
                 if sampler.target in held:
                     self.turns.add(sampler.target, promise)
@@ -386,13 +327,12 @@ class ProtocolState(PromiseBook):
                     self.settle(promise, why)
 
     def completions(
-        self, sampler_id: str, clone: int, cursor: int, retrieved: Collection[str]
+        self, sampler: ClientSampler, clone: int, cursor: int, retrieved: Collection[str]
     ) -> tuple[list[Promise], int]:
         """Returns the samples of a clone that were done after `cursor`, and the cursor behind them. Those before it are
-        not listed again, and results of those in `retrieved` are dropped. Raises UnknownId."""
-        sampler = self.sampler(sampler_id)
-        known = [self._promises.get(request_id) for request_id in retrieved]
-        self.retire([each for each in known if each and each.outcome and each.owner_id == sampler_id])
+        not listed again, and results of those in `retrieved` are dropped."""
+        known = [self.promises.get(request_id) for request_id in retrieved]
+        self.retire([each for each in known if each and each.outcome and each.owner_id == sampler.sampler_id])
         own = [each for number, each in sampler.answers.items() if number // CLONE == clone]
         new = sorted((each for each in own if each.place >= cursor), key=lambda each: each.place)
         return new, sampler.done

@@ -7,7 +7,6 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol
 
-from trireme.checkpoint.files import FileRecord
 from trireme.core.datum import Datum, ModelInput
 from trireme.core.types import (
     AdamParams,
@@ -18,16 +17,10 @@ from trireme.core.types import (
     WeightIdentity,
 )
 from trireme.core.weights import AdapterSpec, PublishedWeights, UpdateReport
+from trireme.run.commits import StatefulTrainer
 
 
-class FilesToCome(Protocol):
-    """Files that are being written."""
-
-    def wait(self, timeout_s: float) -> list[FileRecord]:
-        """Returns their records. Raises StorageFailed."""
-
-
-class TrainerVerbs(Protocol):
+class TrainerVerbs(StatefulTrainer, Protocol):
     """The trainer (`trainer.handle.TrainerHandle`). Every verb waits, and raises TriremeError."""
 
     def forward_backward(
@@ -41,12 +34,6 @@ class TrainerVerbs(Protocol):
     def drop_gradients(self) -> None: ...
 
     def reset_optimizer(self) -> None: ...
-
-    def publish_weights(self, version: int) -> PublishedWeights: ...
-
-    def save_weights(self, path: Path, published: PublishedWeights) -> FilesToCome: ...
-
-    def save_state(self, path: Path) -> FilesToCome: ...
 
     def load_state(self, path: Path, identities: Sequence[WeightIdentity]) -> str: ...
 

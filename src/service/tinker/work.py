@@ -3,27 +3,44 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from service.asked import RequestRefused
 from service.tinker.adapters import STATES, exported_spec, record_of, recorded_spec, spec_of
-from service.tinker.asked import Creation, Loading, Saving, Unusable, Update, Work
-from service.tinker.catalog import Catalog, path_of
+from service.tinker.bodies import (
+    CreateModelBody,
+    LoadModelBody,
+    LoadWeightsBody,
+    NewModelBody,
+    OptimStepBody,
+    SaveBody,
+    SaveExternalBody,
+    SaveForSamplerBody,
+    SaveStateBody,
+    Unusable,
+    Work,
+)
+from service.tinker.catalog import Catalog, SavedKind, SavedRun, SavedWeights, path_of
 from service.tinker.codec import ForwardBackwardCall, encode_output
 from service.tinker.owners import Caller
-from service.tinker.promises import Failure, Outcome, Success, UserError
-from service.tinker.verbs import FilesToCome, TrainerVerbs
+from service.tinker.promises import Failure, Outcome, Success
+from service.tinker.verbs import TrainerVerbs
 from trireme.config.trainer import LoraConfig
 from trireme.core.datum import Datum
 from trireme.core.errors import RoomFailed, StorageFailed, TriremeError
 from trireme.core.types import ForwardBackwardOutput
 from trireme.core.weights import AdapterSpec, PublishedWeights
 from trireme.process.faults import fault_point
+from trireme.run.commits import PendingFiles
 
+Payload = dict[str, object]
+Done = tuple[Outcome, PublishedWeights | None]
+"""The result of a request to the trainer, and the weights that samplers may ask for now."""
 log = logging.getLogger(__name__)
 
 
@@ -34,15 +51,6 @@ class Gradient:
     passes: int = 0
     failed: str | None = None
     """Why a part of them is missing."""
-
-
-@dataclass(frozen=True)
-class Done:
-    """The result of a request to the trainer."""
-
-    outcome: Outcome
-    published: PublishedWeights | None = None
-    """The weights that samplers may ask for now."""
 
 
 class NotRestored(Exception):
@@ -81,6 +89,11 @@ class TrainingWorker:
             self._trainer.save_state(self._base_state).wait(self._save_s)
         return self._publish()
 
+    @property
+    def models(self) -> list[str]:
+        """The models that the trainer holds."""
+        return list(self._gradients)
+
     def forget(self, model_id: str) -> None:
         """Frees what a model that has ended has taken."""
         if self._gradients.pop(model_id, None) and self.lora:
@@ -93,31 +106,31 @@ class TrainingWorker:
     def commit(self, model_id: str, directory: Path) -> None:
         """Saves in a new directory what the trainer holds of a model: without adapters of the one that it worked for
         last. Raises TriremeError."""
+        self._use(model_id)
+        self._trainer.save_state(directory).wait(self._save_s)
+
+    def _use(self, model_id: str) -> None:
         if self.lora:
             self._trainer.use_adapter(model_id)
-        self._trainer.save_state(directory).wait(self._save_s)
 
     def load_commit(self, model_id: str, directory: Path) -> None:
         """Makes a model again from what `commit` has saved. Raises NotRestored, TriremeError."""
         try:
             spec = recorded_spec(model_id, self._catalog.run(model_id).lora, self.lora)
-        except UserError as error:
+        except RequestRefused as error:
             raise NotRestored(str(error)) from None
-        if spec:
-            self._trainer.add_adapter(model_id, spec)
-            self._trainer.use_adapter(model_id)
-        self._gradients[model_id] = Gradient()
-        self._trainer.load_state(directory, [])
+        self._add(model_id, spec)
+        self._load(model_id, directory)
 
-    def again(self, model_id: str, work: Work, error: str) -> PublishedWeights | None:
+    def again(self, model_id: str, work: Work, error: str, caller: Caller) -> PublishedWeights | None:
         """Does again what was done before, after a commit or the other steps since then. `error`: why it failed then.
         Returns weights that are available to samplers again. Raises RoomFailed, NotRestored."""
         if error:  # it must not succeed now: the client was told that it failed
             self._gradients[model_id].failed = error
             return None
-        if isinstance(work, Saving):
+        if isinstance(work, SaveForSamplerBody):
             return self.publish(model_id)
-        outcome = self.run(model_id, work).outcome
+        outcome, _ = self.run(model_id, work, caller)
         if self.failure:
             raise self.failure
         if isinstance(outcome, Failure):
@@ -126,132 +139,118 @@ class TrainingWorker:
 
     def publish(self, model_id: str) -> PublishedWeights:
         """Makes the weights of a model available to samplers. Raises TriremeError."""
-        if self.lora:
-            self._trainer.use_adapter(model_id)
+        self._use(model_id)
         return self._publish()
 
-    def run(self, model_id: str, work: Work, request: str = "") -> Done:
+    def run(self, model_id: str, work: Work, caller: Caller, request: str = "") -> Done:
         """Does what a client asked for. `request`: its id."""
         try:
-            if self.lora and not isinstance(work, Creation):
-                self._trainer.use_adapter(model_id)
-            return self._do(model_id, work, request)
+            if not isinstance(work, NewModelBody):
+                self._use(model_id)
+            return self._do(model_id, work, caller, request)
         except Exception as error:  # else the client would wait for ever for this request, and for all behind it
-            return self._failed(model_id, work, error)
-
-    def _failed(self, model_id: str, work: Work, error: Exception) -> Done:
-        """Returns what a client is told of an error, and notes that a part of its gradients is missing."""
-        match error:
-            case RoomFailed():
+            if isinstance(error, RoomFailed):
                 self.failure = error
-                failure = Failure(f"the trainer failed while it worked on this request: {error}", "server")
-            case UserError() | ValueError():
-                failure = Failure(str(error), "user")
-            case TriremeError():
-                failure = Failure(str(error), "server" if isinstance(error, StorageFailed) else "user")
-            case _:
-                log.error("a request to train failed", exc_info=error)
-                failure = Failure(f"an error of the server, which its log tells: {type(error).__name__}", "server")
-        if isinstance(work, ForwardBackwardCall) and not work.forward_only:
-            self._gradients[model_id].failed = f"its request {work.seq_id} failed: {failure.error}"
-        return Done(failure)
+            failure = failure_of(error)
+            if isinstance(work, ForwardBackwardCall) and not work.forward_only:
+                self._gradients[model_id].failed = f"its request {work.seq_id} failed: {failure.error}"
+            return failure, None
 
-    def _do(self, model_id: str, work: Work, request: str) -> Done:
+    def _do(self, model_id: str, work: Work, caller: Caller, request: str) -> Done:
+        published: PublishedWeights | None = None
+        payload: bytes | Payload
         match work:
-            case Creation():
-                return self._create(model_id, work)
-            case Loading():
-                self._check_same_adapter(model_id, work.path, work.caller)
-                self._load(model_id, work.path, work.with_optimizer, work.caller)
-                return Done(Success({"path": work.path, "model_id": model_id, "type": "load_weights"}))
+            case CreateModelBody() | LoadModelBody():
+                payload = self._create(model_id, work, caller)
+            case LoadWeightsBody():
+                payload = self._load_weights(model_id, work, caller)
             case ForwardBackwardCall():
-                return Done(Success(encode_output(self._pass(model_id, work))))
-            case Update():
-                return self._update(model_id, work)
-            case Saving(kind="state"):
-                return self._save_state(model_id, work, request)
-            case Saving(kind="external"):
-                return self._save_external(model_id, work, request)
-            case Saving():
-                return self._save_for_sampler(model_id, work, request)
-            case Unusable(error):
-                raise UserError(error)
+                payload = encode_output(self._pass(model_id, work))
+            case OptimStepBody():
+                payload = self._update(model_id, work)
+            case SaveStateBody(path=name):
+                saved = self._save(path_of(model_id, "weights", name), work, request, self._trainer.save_state)
+                payload = {"path": saved.path, "type": "save_weights"}
+            case SaveExternalBody(path=name):
+                write = partial(self._trainer.save_weights, published=self._publish())
+                saved = self._save(path_of(model_id, "external_weights", name), work, request, write)
+                payload = {"path": saved.path, "size_bytes": saved.size, "type": "save_weights_external"}
+            case SaveForSamplerBody(path=name):
+                published = self._publish()
+                payload = {"type": "save_weights_for_sampler"}
+                if name is not None:
+                    write = partial(self._trainer.save_weights, published=published)
+                    saved = self._save(path_of(model_id, "sampler_weights", name), work, request, write)
+                    payload["path"] = saved.path
+            case Unusable(error=error):
+                raise RequestRefused(error)
+        return Success(payload), published
 
-    def _create(self, model_id: str, work: Creation) -> Done:
-        if work.base_model is not None and work.base_model not in self.bases:
+    def _create(self, model_id: str, work: CreateModelBody | LoadModelBody, caller: Caller) -> Payload:
+        if work.base_model not in (None, *self.bases):
             named = " or ".join(dict.fromkeys(self.bases))
-            raise UserError(f"base_model = {work.base_model!r}; expected {named}, the model of this server")
-        if work.optimizer != "adamw":
-            raise UserError(f"the optimizer {work.optimizer!r}; expected adamw, the only one here")
-        record = self._begin_adapter(model_id, work) if self.lora else None
+            raise RequestRefused(f"base_model = {work.base_model!r}; expected {named}, the model of this server")
+        created: Payload = {"model_id": model_id, "type": "create_model"}
+        spec: AdapterSpec | None = None
+        start: Path | None = None
+        state: Path | None = None
+        if isinstance(work, LoadModelBody):
+            created = {"model_id": model_id, "type": "load_weights", "path": work.path}
+            directory, saved, run = self._source(work.path, caller, None if self.lora else "weights")
+            if saved.kind == "weights":
+                state = directory
+                spec = recorded_spec(work.path, run.lora, self.lora)
+            else:
+                start = directory
+                spec = exported_spec(work.path, run.lora)
+                if work.optimizer:
+                    raise RequestRefused(
+                        f"{work.path} has no state of the optimiser; load it without, or load a state ({STATES})"
+                    )
+        elif self.lora:
+            spec = spec_of(work.lora_config, self.lora)
+        else:
+            state = self._base_state
+        self._add(model_id, spec, start)
+        if state:
+            self._load(model_id, state, not isinstance(work, LoadModelBody) or work.optimizer)
+        record = record_of(spec, self.lora) if spec and self.lora else None
+        self._catalog.begin(model_id, work.user_metadata, record, caller.owner)
+        return created
+
+    def _add(self, model_id: str, spec: AdapterSpec | None, start: Path | None = None) -> None:
+        """Makes room for a new model, which `forget` frees, and uses it."""
+        if spec:
+            self._trainer.add_adapter(model_id, spec, start)
+            self._trainer.use_adapter(model_id)
         self._gradients[model_id] = Gradient()
-        created: dict[str, object] = {"model_id": model_id}
-        if work.path is not None:
-            if not self._is_exported(work.path, work.caller):
-                self._load(model_id, work.path, work.with_optimizer, work.caller)
-            created |= {"path": work.path, "type": "load_weights"}
-        else:
-            if not self.lora:
-                self._trainer.load_state(self._base_state, [])
-            created["type"] = "create_model"
-        self._catalog.begin(model_id, work.user_metadata, record, work.caller.owner)
-        return Done(Success(created))
 
-    def _begin_adapter(self, model_id: str, work: Creation) -> dict[str, Any]:
-        """Makes and uses the adapter of a new model, and returns what is to be kept of it. `forget` drops it, also if
-        the rest of the creation fails."""
-        assert self.lora
-        start = None
-        if work.path is None:
-            spec: AdapterSpec | None = spec_of(work.wish, self.lora)
-        elif self._is_exported(work.path, work.caller):
-            spec, start = self._exported(work.path, work.with_optimizer, work.caller)
-        else:
-            spec = self._saved_spec(work.path, work.caller)
-        assert spec
-        self._trainer.add_adapter(model_id, spec, start)
-        self._trainer.use_adapter(model_id)
-        return record_of(spec, self.lora)
-
-    def _is_exported(self, path: str, caller: Caller) -> bool:
-        """Tells whether a path is that of an adapter's weights in peft's form, with which another one may begin."""
-        return self.lora is not None and self._catalog.find(path, None, caller)[1].kind != "weights"
-
-    def _exported(self, path: str, with_optimizer: bool, caller: Caller) -> tuple[AdapterSpec, Path]:
-        directory, saved = self._catalog.find(path, None, caller)
-        if with_optimizer:
-            raise UserError(f"{path} has no state of the optimiser; load it without, or load a state ({STATES})")
-        run = self._catalog.run(saved.model_id)
-        self._check_base(path, run.base_model)
-        return exported_spec(path, run.lora), directory
-
-    def _check_base(self, path: str, base_model: str) -> None:
-        if base_model not in self.bases:
-            raise UserError(f"{path} belongs to the base {base_model}; expected a state of {self.bases[0]}")
-
-    def _saved_spec(self, path: str, caller: Caller) -> AdapterSpec | None:
-        _, saved = self._catalog.find(path, "weights", caller)
-        return recorded_spec(path, self._catalog.run(saved.model_id).lora, self.lora)
-
-    def _check_same_adapter(self, model_id: str, path: str, caller: Caller) -> None:
-        """Raises UserError unless a state is of such an adapter as a model has."""
-        own = recorded_spec(model_id, self._catalog.run(model_id).lora, self.lora)
-        saved = self._saved_spec(path, caller)
-        if own and saved and replace(saved, seed=own.seed) != own:
-            raise UserError(
-                f"{path} is of an adapter of rank {saved.rank} for {', '.join(saved.targets)}; expected one of rank "
-                f"{own.rank} for {', '.join(own.targets)}, as this model has: create a client from the state"
-            )
-
-    def _load(self, model_id: str, path: str, with_optimizer: bool, caller: Caller) -> None:
-        directory, saved = self._catalog.find(path, "weights", caller)
-        run = self._catalog.run(saved.model_id)
-        self._check_base(path, run.base_model)
-        recorded_spec(path, run.lora, self.lora)
-        self._trainer.load_state(directory, [])
+    def _load(self, model_id: str, state: Path, with_optimizer: bool = True) -> None:
+        self._trainer.load_state(state, [])
         if not with_optimizer:
             self._trainer.reset_optimizer()
         self._gradients[model_id] = Gradient()
+
+    def _source(self, path: str, caller: Caller, kind: SavedKind | None) -> tuple[Path, SavedWeights, SavedRun]:
+        """Returns the directory of what was saved, and what is known of it. Raises RequestRefused."""
+        directory, saved = self._catalog.find(path, kind, caller)
+        run = self._catalog.run(saved.model_id)
+        if run.base_model not in self.bases:
+            raise RequestRefused(f"{path} belongs to the base {run.base_model}; expected a state of {self.bases[0]}")
+        return directory, saved, run
+
+    def _load_weights(self, model_id: str, work: LoadWeightsBody, caller: Caller) -> Payload:
+        """Has a model take a state of such an adapter as it has."""
+        directory, _, run = self._source(work.path, caller, "weights")
+        own = recorded_spec(model_id, self._catalog.run(model_id).lora, self.lora)
+        saved = recorded_spec(work.path, run.lora, self.lora)
+        if own and saved and replace(saved, seed=own.seed) != own:
+            raise RequestRefused(
+                f"{work.path} is of an adapter of rank {saved.rank} for {', '.join(saved.targets)}; expected one of "
+                f"rank {own.rank} for {', '.join(own.targets)}, as this model has: create a client from the state"
+            )
+        self._load(model_id, directory, work.optimizer)
+        return {"path": work.path, "model_id": model_id, "type": "load_weights"}
 
     def _pass(self, model_id: str, call: ForwardBackwardCall) -> ForwardBackwardOutput:
         parameters, data = call.parameters, self._data(call)
@@ -263,75 +262,48 @@ class TrainingWorker:
         return output
 
     def _data(self, call: ForwardBackwardCall) -> list[Datum]:
-        """Returns the datums of a pass. Raises UserError for those that the model cannot read."""
+        """Returns the datums of a pass. Raises RequestRefused for those that the model cannot read."""
         data = call.data()
         if not data:
-            raise UserError("no datums; expected at least one")
+            raise RequestRefused("no datums; expected at least one")
         longest = max(range(len(data)), key=lambda number: data[number].model_input.length)
         if (length := data[longest].model_input.length) > self._max_len:
-            raise UserError(
+            raise RequestRefused(
                 f"datum {longest} of {length} tokens; expected at most {self._max_len}, the model's context"
             )
         return data
 
-    def _update(self, model_id: str, work: Update) -> Done:
+    def _update(self, model_id: str, work: OptimStepBody) -> Payload:
         """Applies the gradients, unless a part of them is missing: then all are dropped."""
         gradient, self._gradients[model_id] = self._gradients[model_id], Gradient()
         if gradient.failed:
             self._trainer.drop_gradients()
-            raise UserError(
+            raise RequestRefused(
                 f"nothing was updated, and all gradients are dropped, as a part of them is missing: {gradient.failed}"
             )
         if not gradient.passes:
-            raise UserError("optim_step without a gradient; expected a forward_backward before it")
-        if self.lora and work.adam.eps == 0:  # at first the gradient of A is 0: it would be divided by 0
+            raise RequestRefused("optim_step without a gradient; expected a forward_backward before it")
+        if self.lora and work.adam_params.eps == 0:  # at first the gradient of A is 0: it would be divided by 0
             self._trainer.drop_gradients()
-            raise UserError("adam_params.eps = 0 for an adapter; expected more than 0: nothing was updated")
-        return Done(Success({"metrics": dict(self._trainer.optim_step(work.adam).metrics)}))
+            raise RequestRefused("adam_params.eps = 0 for an adapter; expected more than 0: nothing was updated")
+        return {"metrics": dict(self._trainer.optim_step(work.adam_params.params()).metrics)}
 
-    def _save_state(self, model_id: str, work: Saving, request: str) -> Done:
-        if work.name is None:
-            raise UserError("save_weights without a path; expected the name of the state")
-        path = path_of(model_id, "weights", work.name)
-        if not self._catalog.kept(path, request):
-            staging = self._catalog.staging(model_id, "weights", work.name, work.overwrite)
-            self._keep(staging, self._trainer.save_state(staging), work, request)
-        return Done(Success({"path": path, "type": "save_weights"}))
-
-    def _save_for_sampler(self, model_id: str, work: Saving, request: str) -> Done:
-        """Makes the weights available to samplers, and writes those that have a name."""
-        if work.name is None:
-            return Done(Success({"type": "save_weights_for_sampler"}), self._publish())
-        path = path_of(model_id, "sampler_weights", work.name)
-        if self._catalog.kept(path, request):
-            published = self._publish()
-        else:
-            staging = self._catalog.staging(model_id, "sampler_weights", work.name, work.overwrite)
-            published = self._publish()
-            self._keep(staging, self._trainer.save_weights(staging, published), work, request)
-        return Done(Success({"path": path, "type": "save_weights_for_sampler"}), published)
-
-    def _save_external(self, model_id: str, work: Saving, request: str) -> Done:
-        """Writes the weights for download; samplers do not get them."""
-        assert work.name is not None, "checked when it was accepted"
-        path = path_of(model_id, "external_weights", work.name)
-        if not self._catalog.kept(path, request):
-            staging = self._catalog.staging(model_id, "external_weights", work.name, work.overwrite)
-            self._keep(staging, self._trainer.save_weights(staging, self._publish()), work, request)
-        _, saved = self._catalog.find(path)
-        size = sum(saved.files.values())
-        return Done(Success({"path": path, "size_bytes": size, "type": "save_weights_external"}))
-
-    def _keep(self, staging: Path, written: FilesToCome, work: Saving, request: str) -> None:
+    def _save(self, path: str, work: SaveBody, request: str, write: Callable[[Path], PendingFiles]) -> SavedWeights:
+        """Has `write` fill a directory, and keeps it, unless the server was killed after it had done so."""
+        if saved := self._catalog.kept(path, request):
+            return saved
+        staging = self._catalog.staging(path, work.overwrite)
         try:
-            files = written.wait(self._save_s)
+            files = write(staging).wait(self._save_s)
         except StorageFailed:
-            self._catalog.discard(staging)  # a disk that is full would stay so
+            self._catalog.discard(path)  # a disk that is full would stay so
             raise
         if self._closed:
             raise RoomFailed("the trainer was lost; what it wrote is written again")
-        self._catalog.keep(staging, files, work.ttl_s, work.user_metadata, request)
+        sizes = {file.path.partition("/")[2]: file.size for file in files}  # it stands below its directory's name
+        saved = self._catalog.keep(path, sizes, work.ttl_seconds, work.user_metadata or {}, request)
         fault_point("tinker.save.kept")
+        return saved
 
     def _publish(self) -> PublishedWeights:
         published = self._trainer.publish_weights(self._version)
@@ -344,3 +316,16 @@ def _loss(data: Sequence[Datum], output: ForwardBackwardOutput) -> dict[str, flo
     weights = np.concatenate([datum.loss_fn_inputs["weights"].data for datum in data])
     counted = weights != 0
     return {"loss:sum": -float(np.dot(weights[counted].astype(np.float64), output.logprobs[counted]))}
+
+
+def failure_of(error: Exception) -> Failure:
+    """Returns what a client is told of an error."""
+    match error:
+        case RoomFailed():
+            return Failure(f"rooms were lost twice while they worked on this request: {error}", "server")
+        case StorageFailed():
+            return Failure(str(error), "server")
+        case TriremeError() | RequestRefused() | ValueError():
+            return Failure(str(error), "user")
+    log.error("a request failed", exc_info=error)
+    return Failure(f"an error of the server, which its log tells: {type(error).__name__}", "server")

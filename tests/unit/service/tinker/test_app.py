@@ -284,7 +284,7 @@ class TestTheProtocol:
             ("retrieve_future", {"request_id": "x"}, 404),
             ("session_heartbeat", {"session_id": "x"}, 410),
             ("create_model", {"session_id": "x", "model_seq_id": 0, "base_model": BASE_MODEL}, 404),
-            ("optim_step", {"model_id": "x", "seq_id": 1, "optimizer_params": {"type": "dimuon"}}, 404),
+            ("optim_step", {"model_id": "x", "seq_id": 1, "optimizer_params": {"type": "dimuon"}}, 400),
             ("forward_backward", b'{"model_id": "x"}', 400),
             ("asample", {"prompt": {}}, 400),
             ("create_custom_loss", {}, 404),

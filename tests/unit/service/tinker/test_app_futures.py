@@ -15,9 +15,10 @@ from tinker.lib.retryable_exception import RetryableException
 from tinker_posts import accepted, begun, passing, post, result, sampler_of, sampling
 from tinker_support import BASE_MODEL, DEADLINE_S, KEY, Served, tinker_server, wait_for
 
-from service.tinker.callers import OwnThings
-from service.tinker.promises import GoneError, Promise, UnknownId, UserError
-from service.tinker.state import KEPT_S, UNASKED_S
+from service.asked import RequestRefused
+from service.tinker.owners import Caller
+from service.tinker.promises import GoneError, Promise, UnknownId
+from service.tinker.state import KEPT_S, UNASKED_S, ProtocolState
 from trireme.core.errors import StorageFailed
 
 DATUM = types.Datum(
@@ -81,15 +82,15 @@ def test_the_table_of_results(served: Served, clock: ManualClock) -> None:
 
 def answered_first(monkeypatch: pytest.MonkeyPatch, error: Exception, times: int) -> list[str]:
     """Has the first `times` questions for results answered with an error. Returns the requests they were for."""
-    found, promise = list[str](), OwnThings.promise
+    found, promise = list[str](), ProtocolState.promise
 
-    def refusing(self: OwnThings, request_id: str) -> Promise:
+    def refusing(self: ProtocolState, request_id: str, caller: Caller) -> Promise:
         if len(found) < times:
             found.append(request_id)
             raise error
-        return promise(self, request_id)
+        return promise(self, request_id, caller)
 
-    monkeypatch.setattr(OwnThings, "promise", refusing)
+    monkeypatch.setattr(ProtocolState, "promise", refusing)
     return found
 
 
@@ -98,8 +99,8 @@ def answered_first(monkeypatch: pytest.MonkeyPatch, error: Exception, times: int
     [
         (StorageFailed("the disk is full"), 2, None),
         (RuntimeError("a mistake in the server"), 2, None),
-        (UserError("wrong"), 2, None),
-        (UserError("wrong"), 9, ValueError),
+        (RequestRefused("wrong"), 2, None),
+        (RequestRefused("wrong"), 9, ValueError),
         (UnknownId("the request"), 1, ValueError),
         (GoneError("it is forgotten"), 1, RetryableException),
     ],
@@ -135,5 +136,5 @@ def test_the_client_asks_anew_for_a_sample_whose_result_is_lost(
         assert len(answer.sequences) == 2
         (lost,) = found
         sampler_id, _, number = lost.rpartition("/")
-        asked = [served.server.state.has_asked(sampler_id, int(number) + more) for more in range(3)]
+        asked = [bool(served.server.state.known(sampler_id, int(number) + more)) for more in range(3)]
         assert asked == [True, True, False]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from manual_clock import ManualClock
 
-from service.tinker.catalog import MARK, Catalog, recover
-from service.tinker.promises import UserError
+from service.asked import RequestRefused
+from service.tinker.catalog import MARK, Catalog, path_of, recover
 from trireme.checkpoint.files import write_bytes
 
 MODEL = "abc:train:0"
@@ -25,8 +25,9 @@ def catalog(tmp_path: Path, clock: ManualClock) -> Catalog:
 def save(
     catalog: Catalog, name: str, contents: bytes = b"1234", ttl_s: int | None = None, overwrite: bool = False
 ) -> str:
-    staging = catalog.staging(MODEL, "weights", name, overwrite)
-    return catalog.keep(staging, [write_bytes(staging, "state.bin", contents)], ttl_s, {"own": "x"}).path
+    path = path_of(MODEL, "weights", name)
+    record = write_bytes(catalog.staging(path, overwrite), "state.bin", contents)
+    return catalog.keep(path, {"state.bin": record.size}, ttl_s, {"own": "x"}).path
 
 
 def test_another_catalog_of_the_same_directory_finds_it(catalog: Catalog, tmp_path: Path, clock: ManualClock) -> None:
@@ -41,7 +42,7 @@ def test_another_catalog_of_the_same_directory_finds_it(catalog: Catalog, tmp_pa
 
 def test_a_name_is_used_once_unless_it_is_to_be_replaced(catalog: Catalog) -> None:
     path = save(catalog, "first")
-    with pytest.raises(UserError, match="overwrite = True"):
+    with pytest.raises(RequestRefused, match="overwrite = True"):
         save(catalog, "first")
     assert save(catalog, "first", b"123456", overwrite=True) == path
     assert catalog.find(path)[1].files == {"state.bin": 6}
@@ -49,15 +50,15 @@ def test_a_name_is_used_once_unless_it_is_to_be_replaced(catalog: Catalog) -> No
 
 def test_what_is_not_whole_does_not_count(catalog: Catalog) -> None:
     """A save that died, one that is tried again, and a file that was cut."""
-    staging = catalog.staging(MODEL, "weights", "first", False)
+    staging = catalog.staging(path_of(MODEL, "weights", "first"))
     write_bytes(staging, "state.bin", b"12")
     assert catalog.saved(MODEL) == []
-    with pytest.raises(UserError, match="nothing is saved"):
+    with pytest.raises(RequestRefused, match="nothing is saved"):
         catalog.find(f"tinker://{MODEL}/weights/first")
     path = save(catalog, "first")
     directory, _ = catalog.find(path)
     (directory / "state.bin").write_bytes(b"12")
-    with pytest.raises(UserError, match=r"state\.bin had 4 bytes and has 2"):
+    with pytest.raises(RequestRefused, match=r"state\.bin had 4 bytes and has 2"):
         catalog.find(path)
 
 
@@ -91,7 +92,7 @@ def test_a_replacement_that_was_cut_short_is_finished_by_the_next_server(
         patched.setattr("service.tinker.catalog.shutil.rmtree", rmtree)
         with pytest.raises(Killed):
             save(catalog, "first", b"newest", overwrite=True)
-    torn = catalog.staging(MODEL, "sampler_weights", "torn", False)
+    torn = catalog.staging(path_of(MODEL, "sampler_weights", "torn"))
     write_bytes(torn, "state.bin", b"12")
     recover(tmp_path)
     assert (catalog.find(path)[0] / "state.bin").read_bytes() == b"newest"
@@ -124,7 +125,7 @@ def test_it_is_deleted_when_its_time_is_over(catalog: Catalog, clock: ManualCloc
     clock.now += 3600
     catalog.expire()
     assert [each.path for each in catalog.saved(MODEL)] == [long, kept]
-    with pytest.raises(UserError, match="nothing is saved"):
+    with pytest.raises(RequestRefused, match="nothing is saved"):
         catalog.find(short)
 
 
@@ -140,7 +141,7 @@ def test_it_is_deleted_when_its_time_is_over(catalog: Catalog, clock: ManualCloc
     ],
 )
 def test_paths_lead_nowhere_else(catalog: Catalog, path: str) -> None:
-    with pytest.raises(UserError, match="expected"):
+    with pytest.raises(RequestRefused, match="expected"):
         catalog.find(path)
 
 
@@ -152,18 +153,18 @@ def test_a_mark_that_names_files_elsewhere_is_damaged(catalog: Catalog, tmp_path
     (directory / "link").symlink_to(tmp_path / "secret")
     mark = json.loads((directory / MARK).read_text())
     (directory / MARK).write_text(json.dumps(mark | {"files": {file: 4}}))
-    with pytest.raises(UserError, match=r"is damaged: .*; use another one"):
+    with pytest.raises(RequestRefused, match=r"is damaged: .*; use another one"):
         catalog.find(path)
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a b", "x" * 256])
 def test_names_that_are_no_files_are_refused(catalog: Catalog, name: str) -> None:
-    with pytest.raises(UserError, match="expected up to 255"):
-        catalog.staging(MODEL, "weights", name, False)
+    with pytest.raises(RequestRefused, match="a name of up to 255"):
+        catalog.staging(path_of(MODEL, "weights", name))
 
 
 def test_the_kind_that_is_wanted_is_said(catalog: Catalog) -> None:
-    with pytest.raises(UserError, match="sampler_weights"):
+    with pytest.raises(RequestRefused, match="sampler_weights"):
         catalog.find(save(catalog, "first"), "sampler_weights")
-    with pytest.raises(UserError, match="not here"):
+    with pytest.raises(RequestRefused, match="not here"):
         catalog.run("other:train:0")

@@ -24,7 +24,6 @@ from service.tinker.codec import (
     encode_sample,
 )
 from service.tinker.messages import SCHEMA, message_class
-from service.tinker.promises import UserError
 from trireme.core.types import ForwardBackwardOutput, SampledSequence, SampleResponse
 
 TOKENS = st.integers(0, 2**31 - 1)
@@ -169,7 +168,7 @@ def test_bfloat16_is_the_upper_half_of_a_float() -> None:
 def test_the_second_map_of_parameters_wins() -> None:
     body = encoded([], "ppo", {"clip_low_threshold": 0.7, "clip_high_threshold": 1.3})
     assert ForwardBackwardCall.of(body).parameters == {"clip_low_threshold": 0.7, "clip_high_threshold": 1.3}
-    with pytest.raises(UserError, match="expected numbers"):
+    with pytest.raises(RequestRefused, match="expected numbers"):
         _ = ForwardBackwardCall.of(encoded([], "ppo", {"clip_low_threshold": "low"})).parameters
 
 
@@ -183,7 +182,7 @@ def test_the_second_map_of_parameters_wins() -> None:
     ],
 )
 def test_losses_that_are_not_there_are_refused(loss_fn: str, config: Any, named: str) -> None:
-    with pytest.raises(UserError, match=named):
+    with pytest.raises(RequestRefused, match=named):
         _ = ForwardBackwardCall.of(encoded([], loss_fn, config)).parameters
 
 
@@ -214,18 +213,18 @@ def test_a_sequence_mask_is_the_mask() -> None:
     ids=["advantages", "targets", "shape", "too large", "empty"],
 )
 def test_wrong_datums_are_named(body: bytes, named: str) -> None:
-    with pytest.raises(UserError, match=named):
+    with pytest.raises(RequestRefused, match=named):
         ForwardBackwardCall.of(body).data()
 
 
 def test_several_targets_at_a_place_and_images_are_refused() -> None:
     two = types.TensorData(data=[1, 2, 3, 4], dtype="int64", shape=[2, 2])
     datum = types.Datum(model_input=types.ModelInput.from_ints([1, 2]), loss_fn_inputs={"target_tokens": two})
-    with pytest.raises(UserError, match="top-k distillation"):
+    with pytest.raises(RequestRefused, match="top-k distillation"):
         ForwardBackwardCall.of(encoded([datum], "cross_entropy")).data()
     message = tinker_public_pb2.ForwardBackwardRequest(loss_fn="cross_entropy")
     message.data.add().model_input.add().image.data = b"png"
-    with pytest.raises(UserError, match="images"):
+    with pytest.raises(RequestRefused, match="images"):
         ForwardBackwardCall.of(message.SerializeToString()).data()
 
 

@@ -5,17 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from service.tinker.asked import Saving, Update, Work
+from service.tinker.bodies import AdamBody, OptimStepBody, SaveStateBody, Work
 from service.tinker.codec import ForwardBackwardCall
 from service.tinker.costs import LEAST, REMEMBERED, MeasuredCosts, tokens_of
 from service.tinker.messages import message_class
 from service.tinker.promises import Success
 from service.tinker.shares import QUANTUM
 from service.tinker.state import ProtocolState
-from trireme.core.types import AdamParams
 
-UPDATE = Update(AdamParams())
-STATE = Saving("state", "x", None, True, None)
+UPDATE = OptimStepBody(model_id="m", seq_id=1, adam_params=AdamBody())
+STATE = SaveStateBody(model_id="m", seq_id=1, path="x")
 SPEED = 1000.0
 """Tokens that the trainer of these tests computes in a second."""
 
@@ -53,7 +52,7 @@ def test_the_speed_is_that_of_the_last_passes_with_a_gradient() -> None:
 @pytest.mark.parametrize("seconds", [0.001, 0.5, 30.0])
 def test_models_get_the_same_time_whatever_else_than_passes_they_ask_for(seconds: float) -> None:
     """One has updates of so many seconds and a save now and then, the other one passes alone."""
-    state, costs = ProtocolState(places=2, cost=tokens_of), MeasuredCosts()
+    state, costs = ProtocolState(places=2), MeasuredCosts()
     spent = {"s:train:0": 0.0, "t:train:0": 0.0}
     for session in "st":
         state.begin_session(session, 0.0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,27 +14,45 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tinker_posts import passing
 
+from service.asked import RequestRefused
 from service.store import Row, Store
-from service.tinker.adapters import AdapterWish
-from service.tinker.asked import Creation, Loading, Saving, Unusable, Update, Work
+from service.tinker.bodies import (
+    AdamBody,
+    CreateModelBody,
+    LoadModelBody,
+    LoadWeightsBody,
+    LoraBody,
+    OptimStepBody,
+    SaveExternalBody,
+    SaveForSamplerBody,
+    SaveStateBody,
+    Unusable,
+    Work,
+)
 from service.tinker.codec import ForwardBackwardCall
 from service.tinker.history import ModelHistory, Step
-from service.tinker.promises import Failure, GoneError, Outcome, Promise, SampleWork, Success, UnknownId, UserError
-from service.tinker.rows import FORMAT, Change, contents, write
+from service.tinker.owners import Caller
+from service.tinker.promises import Failure, GoneError, Outcome, Promise, SampleWork, Success, UnknownId
+from service.tinker.rows import FORMAT, Change, Contents, write
 from service.tinker.state import CLONE, KEPT_S, ProtocolState
 from service.tinker.turns import StartSample
 from trireme.core.datum import ModelInput
 from trireme.core.errors import DiskFull
-from trireme.core.types import AdamParams, SamplingParams
+from trireme.core.types import SamplingParams
 
 FAILED = Failure("no", "user")
 PASS = ForwardBackwardCall.of(passing("s:train:0", 1))
-UPDATE = Update(AdamParams(max_grad_norm=inf))
-CREATION = Creation("m", {"a": 1}, "adamw", wish=AdapterWish(4, seed=3))
-SNAPSHOT = Saving("snapshot", None, None, False, None, 3)
-STATE = Saving("state", "x", 5, True, {"a": "b"})
+NUMBER: dict[str, Any] = {"model_id": "s:train:0", "seq_id": 1}
+SAVING = {**NUMBER, "ttl_seconds": 5, "overwrite": True, "user_metadata": {"a": "b"}}
+UPDATE = OptimStepBody(**NUMBER, adam_params=AdamBody(beta1=0.5))
+NEW: dict[str, Any] = {"session_id": "s", "model_seq_id": 0, "base_model": "m", "user_metadata": {"a": 1}}
+CREATION = CreateModelBody(**NEW, lora_config=LoraBody(rank=4, seed=3))
+LOADING = LoadWeightsBody(**NUMBER, path="tinker://p", optimizer=True)
+SNAPSHOT = SaveForSamplerBody(**NUMBER, sampling_session_seq_id=3)
+STATE = SaveStateBody(**SAVING, path="x")
 SAMPLE = SampleWork(ModelInput([1, 2]), 2, SamplingParams(max_tokens=3, stop=[4, "x"], seed=7), True, 5)
-WORKS: list[Work] = [CREATION, Loading("tinker://p", True), PASS, UPDATE, SNAPSHOT, STATE, Unusable("why")]
+WORKS: list[Work] = [CREATION, LOADING, PASS, UPDATE, SNAPSHOT, STATE, Unusable(error="why")]
+WORKS += [LoadModelBody(**NEW, path="tinker://p", optimizer=False), SaveExternalBody(**SAVING, path="x")]
 
 
 def work_read(work: Any) -> Any:
@@ -46,7 +63,8 @@ def work_read(work: Any) -> Any:
     state.begin_session("s", 0.0)
     state.create_model("s", 0, CREATION)
     state.train("s:train:0", 1, work)
-    found = contents([row for row in rows if isinstance(row, Row)], 0.0)
+    found = Contents()
+    found.read([row for row in rows if isinstance(row, Row)], 0.0)
     return found.promises["s:train:0/1"].work
 
 
@@ -105,7 +123,7 @@ def test_what_is_done_again_is_what_made_the_weights() -> None:
     history = history.committed("place")
     assert list(history.kept()) == []
     assert not history.is_due(1000.0, 1.0), "nothing was done since"
-    history = history.noted(Step(14, Loading("tinker://p", False)), 14.0)
+    history = history.noted(Step(14, LOADING), 14.0)
     assert history.is_due(14.0, 60.0), "its client may delete that state"
 
 
@@ -136,8 +154,7 @@ def seen(state: ProtocolState) -> dict[str, Any]:
     """All that clients, and who does the work, can see of a state."""
     return {
         "sessions": {
-            s.session_id: (s.owner, s.ended_s is None, s.models, s.samplers, s.metadata)
-            for s in state.sessions.values()
+            s.session_id: (s.caller, s.ended, s.models, s.samplers, s.metadata) for s in state.sessions.values()
         },
         "models": {
             m.model_id: (
@@ -151,7 +168,7 @@ def seen(state: ProtocolState) -> dict[str, Any]:
             for m in state.models.values()
         },
         "samplers": {s.sampler_id: (s.target, s.joined, s.retired, sorted(s.answers)) for s in state.samplers.values()},
-        "promises": {p.request_id: (p.outcome, p.place, p.losses) for p in state.promises()},
+        "promises": {p.request_id: (p.outcome, p.place, p.losses) for p in state.promises.values()},
     }
 
 
@@ -191,35 +208,36 @@ def play(kept: Kept, data: st.DataObject) -> None:
             running.pop(0)
 
     def fetch() -> None:
-        for promise in state.promises():
+        for promise in state.promises.values():
             if promise.outcome and data.draw(st.booleans()):
                 state.give(promise, now)
         state.expire(now + KEPT_S + 1.0)
 
     session_of = [f"s{n}" for n in range(2)]
     actions = {
-        "session": lambda: [state.begin_session(s, now, "key") for s in session_of if s not in state.sessions],
+        "session": lambda: [state.begin_session(s, now, Caller("key")) for s in session_of if s not in state.sessions],
         "create": lambda: state.create_model(session_of[number() % 2], number() % 2, CREATION),
         "train": lambda: state.train(
-            f"{session_of[number() % 2]}:train:0", number(), data.draw(st.sampled_from(WORKS[2:]))
+            f"{session_of[number() % 2]}:train:0", number(), data.draw(st.sampled_from(WORKS[1:7]))
         ),
         "sampler": lambda: state.create_sampler(session_of[number() % 2], 0, "base"),
-        "join": lambda: state.join(f"{session_of[number() % 2]}:sample:0"),
-        "sample": lambda: state.sample(f"{session_of[number() % 2]}:sample:0", number() % 2 * CLONE + number(), SAMPLE),
+        "join": lambda: state.join(state.sampler(f"{session_of[number() % 2]}:sample:0")),
+        "sample": lambda: state.sample(
+            state.sampler(f"{session_of[number() % 2]}:sample:0"), number() % 2 * CLONE + number(), SAMPLE
+        ),
         "ran": train,
         "sampled": sample,
         "fetched": fetch,
-        "tell": lambda: state.tell(session_of[number() % 2], {"project_id": str(number())}),
-        "lost": lambda: [state.lose(each) for each in state.promises() if each.outcome is None],
-        "finish": lambda: state.finish(session_of[number() % 2], now),
+        "tell": lambda: state.tell(state.session(session_of[number() % 2]), project_id=str(number())),
+        "lost": lambda: [state.lose(each) for each in state.promises.values() if each.outcome is None],
+        "finish": lambda: state.finish(state.living(session_of[number() % 2]), now, "it is over"),
     }
     for action in data.draw(st.lists(st.sampled_from([*actions, "ran", "sampled", "train"]), max_size=40)):
         now += 1.0
         for session in state.sessions:
-            if state.sessions[session].ended_s is None:
-                state.beat(session, now + KEPT_S)
+            state.sessions[session].beat_s = now + KEPT_S
         kept.fails = data.draw(st.integers(0, 9)) == 0 and action not in ("lost", "fetched")
-        with suppress(UnknownId, GoneError, UserError, DiskFull):
+        with suppress(RequestRefused, DiskFull):
             actions[action]()
         kept.fails = False
         if any(
@@ -233,18 +251,19 @@ def test_numbers_are_never_done_again_though_their_promises_are_gone(tmp_path: P
     kept = Kept(tmp_path)
     kept.state.begin_session("s", 0.0)
     kept.state.create_model("s", 0, CREATION)
-    sampler = kept.state.create_sampler("s", 0, "base").sampler_id
-    samples = [kept.state.sample(sampler, number, SAMPLE) for number in (0, 2, CLONE)]
+    begun = kept.state.create_sampler("s", 0, "base")
+    sampler = begun.sampler_id
+    samples = [kept.state.sample(begun, number, SAMPLE) for number in (0, 2, CLONE)]
     kept.state.next_training()
     kept.state.trained(Success({}))
     for promise in samples:
         kept.state.settle(promise, Success(b"x"))
-    kept.state.retire(kept.state.promises())
+    kept.state.retire(list(kept.state.promises.values()))
     assert sum(row.head["kind"] == "promise" for row in kept.store.rows()) == 0
     again = kept.loaded(0.0)
-    assert again.sample(sampler, 2, SAMPLE).forgotten
+    assert again.sample(again.sampler(sampler), 2, SAMPLE).forgotten
     assert again.create_model("s", 0, CREATION).forgotten
-    assert not again.sample(sampler, 1, SAMPLE).forgotten
+    assert not again.sample(again.sampler(sampler), 1, SAMPLE).forgotten
     with pytest.raises(GoneError, match="is forgotten"):
         again.promise(f"{sampler}/{CLONE}")
     with pytest.raises(UnknownId):
@@ -258,7 +277,7 @@ def test_what_the_trainer_worked_on_for_a_model_that_has_ended_is_refused_after_
     kept.state.begin_session("s", 0.0)
     kept.state.create_model("s", 0, CREATION)
     assert kept.state.next_training()
-    kept.state.finish("s", 0.0)
+    kept.state.finish(kept.state.session("s"), 0.0, "it is over")
     again = kept.loaded(0.0)
     assert isinstance(again.promise("s:train:0/0").outcome, Failure)
     kept.state.trained(Success({}))
@@ -274,7 +293,7 @@ def test_a_disk_without_room_refuses_a_request_and_a_smaller_one_is_accepted(tmp
     kept.store._base.execute("PRAGMA max_page_count = 16")
     before = seen(kept.state)
     with pytest.raises(DiskFull):
-        kept.state.create_model("s", 0, Creation("m", {"a": "x" * 100_000}, "adamw"))
+        kept.state.create_model("s", 0, CREATION.model_copy(update={"user_metadata": {"a": "x" * 100_000}}))
     assert seen(kept.state) == before == seen(kept.loaded(0.0))
     kept.state.create_model("s", 0, CREATION)
     assert seen(kept.state) == seen(kept.loaded(0.0)) != before

@@ -16,8 +16,9 @@ import tinker
 from tinker import types
 from tinker_support import BASE_MODEL, DEADLINE_S, KEY, Served, UnigramTrainer, tinker_server
 
-from service.tinker.adapters import AdapterWish, spec_of
-from service.tinker.promises import UserError
+from service.asked import RequestRefused
+from service.tinker.adapters import spec_of
+from service.tinker.bodies import LoraBody
 from trireme.config.trainer import ATTENTION, MLP, LoraConfig
 from trireme.core.weights import AdapterSpec
 
@@ -235,18 +236,18 @@ def test_what_cannot_be_an_adapter_here_is_refused(served: Served) -> None:
 @pytest.mark.parametrize(
     ("wish", "found"),
     [
-        (AdapterWish(8), AdapterSpec(8, 32.0, (*ATTENTION, *MLP), 5)),
-        (AdapterWish(1, seed=3, train_attn=False), AdapterSpec(1, 32.0, MLP, 3)),
-        (AdapterWish(8, train_attn=False, train_mlp=False), "expected some of q_proj"),
-        (AdapterWish(0), "rank = 0; expected 1 to 16"),
+        (LoraBody(rank=8), AdapterSpec(8, 32.0, (*ATTENTION, *MLP), 5)),
+        (LoraBody(rank=1, seed=3, train_attn=False), AdapterSpec(1, 32.0, MLP, 3)),
+        (LoraBody(rank=8, train_attn=False, train_mlp=False), "expected some of q_proj"),
+        (LoraBody(rank=0), "rank = 0; expected 1 to 16"),
         (None, "without a lora_config"),
     ],
 )
-def test_an_adapter_has_the_layers_that_both_sides_want(wish: AdapterWish | None, found: AdapterSpec | str) -> None:
+def test_an_adapter_has_the_layers_that_both_sides_want(wish: LoraBody | None, found: AdapterSpec | str) -> None:
     if isinstance(found, AdapterSpec):
         assert spec_of(wish, LORA) == found
     else:
-        with pytest.raises(UserError, match=found):
+        with pytest.raises(RequestRefused, match=found):
             spec_of(wish, LORA)
 
 

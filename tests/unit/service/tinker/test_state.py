@@ -6,13 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.tinker.asked import Creation, Unusable, origin_of
-from service.tinker.promises import Failure, GoneError, Promise, Success, UnknownId, UserError
+from service.asked import RequestRefused
+from service.tinker.bodies import LoadModelBody, Unusable
+from service.tinker.owners import Caller
+from service.tinker.promises import Failure, GoneError, Promise, Success, UnknownId
 from service.tinker.state import CLONE, GAP_S, HEIR_S, KEPT_S, PLACE_S, SESSION_S, UNASKED_S, ProtocolState
 from service.tinker.turns import LoadWeights, StartSample
 
 DONE = Success({})
-WORK = Unusable("some work")
+WORK = Unusable(error="some work")
 
 
 def new_state(*sessions: str) -> ProtocolState:
@@ -20,6 +22,14 @@ def new_state(*sessions: str) -> ProtocolState:
     for session in sessions:
         state.begin_session(session, 0.0)
     return state
+
+
+def finish(state: ProtocolState, session_id: str, now: float) -> None:
+    state.finish(state.session(session_id), now, "it is over")
+
+
+def beat(state: ProtocolState, session_id: str, now: float) -> None:
+    state.living(session_id).beat_s = now
 
 
 def run_all(state: ProtocolState) -> list[str]:
@@ -37,6 +47,8 @@ def run_all(state: ProtocolState) -> list[str]:
 def test_a_model_is_trained_in_the_order_of_its_numbers_and_once(data: st.DataObject) -> None:
     """Two clients post all their requests in any order, some of them twice, while the trainer works."""
     state, count = new_state("s", "t"), data.draw(st.integers(1, 6))
+    settled: list[str] = []
+    state.changed = lambda *names: settled.extend(names[:1])
     posts = [(session, seq) for session in "st" for seq in range(1, count + 1)]
     posts = data.draw(st.permutations(posts + data.draw(st.lists(st.sampled_from(posts), max_size=4))))
     for session in "st":
@@ -52,10 +64,10 @@ def test_a_model_is_trained_in_the_order_of_its_numbers_and_once(data: st.DataOb
             state.trained(DONE)
     ran += run_all(state)
     assert ran == [f"s:train:0/{seq}" for seq in range(count + 1)], "the second waits for the end of the first"
-    state.finish("s", 1.0)
+    finish(state, "s", 1.0)
     assert run_all(state) == [f"t:train:0/{seq}" for seq in range(count + 1)]
     assert all(promise.outcome == DONE for promise in promises.values())
-    assert {p.request_id for p in state.take_settled()} == {f"{s}:train:0/{n}" for s in "st" for n in range(count + 1)}
+    assert set(settled) == {f"{s}:train:0/{n}" for s in "st" for n in range(count + 1)}
 
 
 def test_a_request_waits_for_its_predecessor() -> None:
@@ -73,10 +85,10 @@ def test_who_waits_for_the_trainer_is_told_so() -> None:
     state = new_state("s", "t", "u")
     first, second, third = (state.create_model(name, 0, WORK) for name in "stu")
     run_all(state)
-    assert state.position(first).queue_state == "active"
-    assert state.position(second).queue_state == "paused_capacity"
-    assert "s:train:0 has the trainer" in state.position(third).reason
-    assert "1 more are before" in state.position(third).reason
+    assert state.queued(first) == ""
+    assert "0 more are before" in state.queued(second)
+    assert "s:train:0 has the trainer" in state.queued(third)
+    assert "1 more are before" in state.queued(third)
 
 
 @pytest.mark.parametrize("silent", [True, False])
@@ -86,18 +98,18 @@ def test_the_end_of_a_session_gives_the_trainer_to_the_next(silent: bool) -> Non
     state.create_model("t", 0, WORK)
     run_all(state)
     orphan = state.train("s:train:0", 2, WORK)
-    state.beat("t", SESSION_S)
+    beat(state, "t", SESSION_S)
     state.expire(SESSION_S)
     assert [model.session_id for model in state.holders] == ["s"]
     if silent:
         state.expire(SESSION_S + 1)
     else:
-        state.finish("s", SESSION_S + 1)
+        finish(state, "s", SESSION_S + 1)
     assert isinstance(orphan.outcome, Failure)
     assert "its session has ended" in orphan.outcome.error
     assert run_all(state) == ["t:train:0/0"]
     with pytest.raises(GoneError, match="has ended"):
-        state.beat("s", SESSION_S + 2)
+        beat(state, "s", SESSION_S + 2)
     assert isinstance(state.train("s:train:0", 1, WORK).outcome, Failure)
 
 
@@ -112,16 +124,17 @@ def test_the_end_of_a_session_gives_the_trainer_to_the_next(silent: bool) -> Non
 )
 def test_a_silent_client_gives_its_place_to_itself_started_again(path: str, owner: str, gives_up: bool) -> None:
     """That is what begins with a state of its model, with a key of the same owner."""
-    state = ProtocolState(origin=origin_of)
-    state.begin_session("s", 0.0, "alice")
-    state.begin_session("t", 0.0, owner)
+    state = ProtocolState()
+    state.begin_session("s", 0.0, Caller("alice"))
+    state.begin_session("t", 0.0, Caller(owner))
     state.create_model("s", 0, WORK)
-    state.create_model("t", 0, Creation("m", {}, "adamw", path))
+    work = LoadModelBody(session_id="t", model_seq_id=0, path=path, optimizer=False)
+    state.create_model("t", 0, work)
     run_all(state)
     last = state.train("s:train:0", 1, WORK)  # after which it has done something, so that only its heir takes its place
     state.heard(last, 10.0)
     assert run_all(state) == ["s:train:0/1"]
-    state.beat("t", SESSION_S)
+    beat(state, "t", SESSION_S)
     state.expire(10.0 + HEIR_S)
     assert run_all(state) == []
     state.expire(10.0 + HEIR_S + 1)
@@ -135,24 +148,26 @@ def test_a_silent_client_whose_model_has_done_nothing_gives_its_place_to_the_sam
     """It was started again after it had failed at its beginning. It keeps its place, and takes no second one."""
     state = ProtocolState(places=2)
     for session, owner in (("s", "alice"), ("t", "alice"), ("u", "bob"), ("v", "alice")):
-        state.begin_session(session, 0.0, owner)
+        state.begin_session(session, 0.0, Caller(owner))
         state.create_model(session, 0, WORK)
     run_all(state)
     for session in "uv":
-        state.beat(session, HEIR_S)
+        beat(state, session, HEIR_S)
     for late_s in (0, 1, 2):
         state.expire(HEIR_S + late_s)
         assert run_all(state) == (["v:train:0/0"] if late_s == 1 else [])
-    assert "v:train:0 waits, while it has done nothing" in state.models["s:train:0"].ended
+    ended = state.models["s:train:0"].ended
+    assert ended
+    assert "v:train:0 waits, while it has done nothing" in ended.error
     state.train("v:train:0", 1, WORK)
     assert run_all(state) == ["v:train:0/1"]
-    state.begin_session("w", 2 * HEIR_S, "alice")
+    state.begin_session("w", 2 * HEIR_S, Caller("alice"))
     state.create_model("w", 0, WORK)
-    state.beat("t", HEIR_S + 3)
-    state.beat("u", 2 * HEIR_S)
+    beat(state, "t", HEIR_S + 3)
+    beat(state, "u", 2 * HEIR_S)
     state.expire(2 * HEIR_S + 2)
     assert run_all(state) == [], "one has done something, the other one's client is there"
-    state.finish("t", 2 * HEIR_S + 2)
+    finish(state, "t", 2 * HEIR_S + 2)
     assert run_all(state) == ["u:train:0/0"]
 
 
@@ -161,7 +176,7 @@ def test_what_is_asked_of_a_sampler_is_no_sign_of_its_models_client() -> None:
     state = new_state("s")
     state.create_model("s", 0, WORK)
     sampler = state.create_sampler("s", 0, "base")
-    state.heard(state.sample(sampler.sampler_id, 0, WORK), SESSION_S)
+    state.heard(state.sample(sampler, 0, WORK), SESSION_S)
     state.expire(SESSION_S + 1)
     assert state.sessions["s"].ended_s is not None
 
@@ -172,7 +187,7 @@ def test_what_the_trainer_works_on_is_finished_though_its_session_ends() -> None
     state.create_model("t", 0, WORK)
     found = state.next_training()
     assert found
-    state.finish("s", 0.0)
+    finish(state, "s", 0.0)
     assert state.next_training() is None
     state.trained(DONE)
     assert found[1].outcome == DONE
@@ -202,13 +217,12 @@ def test_an_adapter_ends_for_no_other_and_one_beyond_the_places_is_refused(frees
     assert run_all(state) == ["s:train:0/0", "s:train:1/0", "t:train:0/0"]
     for now in (10.0, 10.0 + PLACE_S):
         for session in ("s", "t"):
-            state.beat(session, now)
+            beat(state, session, now)
         state.expire(now)
     assert run_all(state) == []
-    assert state.take_ended() == []
     assert [each.model_id for each in state.holders] == ["s:train:0", "s:train:1", "t:train:0"]
     if frees:
-        state.finish("t", 75.0)
+        finish(state, "t", 75.0)
         assert run_all(state) == ["s:train:2/0"]
         return
     state.expire(75.0)
@@ -216,7 +230,7 @@ def test_an_adapter_ends_for_no_other_and_one_beyond_the_places_is_refused(frees
     assert isinstance(refused, Failure)
     assert "3 adapters are trained at the same time (service.models)" in refused.error
     assert "has 2 of them: s:train:0, s:train:1." in refused.error
-    assert [each.ended for each in state.holders] == [""] * 3
+    assert [each.ended for each in state.holders] == [None] * 3
 
 
 def test_a_model_whose_batch_is_on_its_way_is_not_taken_over() -> None:
@@ -239,8 +253,8 @@ def test_requests_do_not_wait_for_ever_for_one_that_does_not_come() -> None:
     run_all(state)
 
     def pass_time(now: float) -> None:
-        state.beat("s", now)
-        state.beat("t", now)
+        beat(state, "s", now)
+        beat(state, "t", now)
         state.expire(now)
 
     late = state.train("s:train:0", 2, WORK)
@@ -262,14 +276,14 @@ def test_requests_do_not_wait_for_ever_for_one_that_does_not_come() -> None:
 def test_promises_of_sessions_that_ended_long_ago_take_no_memory() -> None:
     state = new_state("s", "t")
     promises = [state.create_model(name, 0, WORK) for name in "st"]
-    state.finish("s", 0.0)
+    finish(state, "s", 0.0)
     run_all(state)
     for now in (1.0 + KEPT_S, 2.0 + KEPT_S):
-        state.beat("t", now)
+        beat(state, "t", now)
         state.expire(now)
     with pytest.raises(GoneError, match="'s:train:0/0'"):
         state.promise(promises[0].request_id)
-    assert state.promises() == promises[1:]
+    assert list(state.promises.values()) == promises[1:]
     assert state.promise(promises[1].request_id).outcome == DONE
 
 
@@ -289,26 +303,27 @@ def test_a_long_session_keeps_no_promises_that_were_fetched() -> None:
     """Also where one in between is never asked for: that one is forgotten too, after an hour."""
     state, now = new_state("s"), 0.0
     state.create_model("s", 0, WORK)
-    sampler = state.create_sampler("s", 0, "base").sampler_id
+    begun = state.create_sampler("s", 0, "base")
+    sampler = begun.sampler_id
     for number in range(1, 200):
         now += 60.0
-        state.beat("s", now)
+        beat(state, "s", now)
         promise = state.train("s:train:0", number, WORK)
         run_all(state)
-        sampled = state.sample(sampler, CLONE + number - 1, WORK)
+        sampled = state.sample(begun, CLONE + number - 1, WORK)
         while not isinstance(state.turns.next(), StartSample):
             pass
         state.sampled(sampled, DONE)
-        new, _ = state.completions(sampler, 1, number - 1, [])
+        new, _ = state.completions(begun, 1, number - 1, [])
         assert new == [sampled]
         state.expire(now)
         if number % 10:
             state.give(promise, now)
             state.give(sampled, now)
-    assert len(state.promises()) < 2 * (KEPT_S + UNASKED_S) / 60.0
+    assert len(state.promises) < 2 * (KEPT_S + UNASKED_S) / 60.0
     assert state.samplers[sampler].retired[0][1] > CLONE + 100
     assert len(state.samplers[sampler].retired) < UNASKED_S / 60.0
-    for again in (state.train("s:train:0", 5, WORK), state.sample(sampler, CLONE + 5, WORK)):
+    for again in (state.train("s:train:0", 5, WORK), state.sample(begun, CLONE + 5, WORK)):
         assert again.forgotten
     assert state.next_training() is None
     assert state.turns.next() is None
@@ -321,15 +336,13 @@ def test_unknown_ids_are_refused() -> None:
     state.create_model("s", 0, WORK)
     for asked in (
         lambda: state.session("x"),
-        lambda: state.finish("x", 0.0),
         lambda: state.model("x"),
         lambda: state.sampler("x"),
         lambda: state.promise("x"),
-        lambda: state.completions("x", 0, 0, []),
     ):
         with pytest.raises(UnknownId, match="'x'"):
             asked()
-    with pytest.raises(UserError, match="seq_id = 0"):
+    with pytest.raises(RequestRefused, match="seq_id = 0"):
         state.train("s:train:0", 0, WORK)
 
 
@@ -338,12 +351,13 @@ def test_unknown_ids_are_refused() -> None:
 def test_cursors_tell_each_completion_of_a_clone(data: st.DataObject) -> None:
     """Whatever the clients have fetched in between: a payload is told until it is said to be retrieved."""
     state = new_state("s")
-    sampler = state.create_sampler("s", 0, "base").sampler_id
+    begun = state.create_sampler("s", 0, "base")
+    sampler = begun.sampler_id
     assert state.create_sampler("s", 0, "other").target == "base", "a repeated post changes nothing"
-    assert [state.join(sampler), state.join(sampler)] == [1, 2]
+    assert [state.join(begun), state.join(begun)] == [1, 2]
     numbers = [clone * CLONE + n for clone in range(2) for n in range(3)]
     for seq in data.draw(st.permutations(numbers)):
-        assert state.sample(sampler, seq, WORK) is state.sample(sampler, seq, WORK)
+        assert state.sample(begun, seq, WORK) is state.sample(begun, seq, WORK)
     assert state.turns.next() == LoadWeights("base")
     running: list[Promise] = []
     while isinstance(step := state.turns.next(), StartSample):
@@ -353,11 +367,11 @@ def test_cursors_tell_each_completion_of_a_clone(data: st.DataObject) -> None:
     for promise in data.draw(st.permutations(running)):
         state.sampled(promise, DONE)
         clone = data.draw(st.integers(0, 1))
-        new, cursors[clone] = state.completions(sampler, clone, cursors[clone], told[clone])
+        new, cursors[clone] = state.completions(begun, clone, cursors[clone], told[clone])
         told[clone].extend(each.request_id for each in new)
     for clone in range(2):
-        new, _ = state.completions(sampler, clone, cursors[clone], [])
+        new, _ = state.completions(begun, clone, cursors[clone], [])
         told[clone].extend(each.request_id for each in new)
         assert sorted(told[clone]) == [f"{sampler}/{clone * CLONE + n}" for n in range(3)]
-        again, _ = state.completions(sampler, clone, 0, told[clone])
+        again, _ = state.completions(begun, clone, 0, told[clone])
         assert again == [], "what was retrieved is dropped"
