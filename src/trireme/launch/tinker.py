@@ -64,8 +64,8 @@ def serve_clients(
     store, commits = Store(directory / STORE, FORMAT), OwnCommits(directory / COMMITS)
     offer = TinkerOffer(served, config.tokenizer_name, options.tinker, lora, places, slots)
     server = TinkerServer(offer, catalog, store, commits)
-    if server.begin():
-        say("what clients had asked the last server for is continued")
+    if said := server.begin():
+        say(said)
     listener = TinkerListener(server, ServiceKeys(keys), Limits.of(options), options.host, options.port or 0)
     listener.start()
     restarts = Restarts(config.cluster.max_restarts, config.cluster.restart_window_s)

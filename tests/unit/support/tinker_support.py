@@ -275,12 +275,13 @@ def tinker_server(
     commit_s: float = 60.0,
     keys: Sequence[ServiceKey] = (ServiceKey("client", KEY),),
     base: str = BASE_MODEL,
+    boot: str | None = None,
 ) -> Iterator[Served]:
     """Serves a model of the name `base` on a free port of this machine; what is saved stays below `root`. `lora`:
-    adapters, so many at once. At the end it raises what ended it."""
+    adapters, so many at once. `boot`: the name of the machine's start. At the end it raises what ended it."""
     trainer, sampler = trainer or UnigramTrainer(), UnigramSampler()
     catalog = Catalog(root / "runs", base, time.time)
-    store, commits = Store(root / "store", FORMAT), OwnCommits(root / "commits")
+    store, commits = Store(root / "store", FORMAT, boot), OwnCommits(root / "commits")
     options = TinkerConfig(snapshots=snapshots, commit_s=commit_s)
     offer = TinkerOffer(ServedModels((base,), MAX_LEN, VOCABULARY), base, options, lora, places, slots)
     server = TinkerServer(offer, catalog, store, commits, now)

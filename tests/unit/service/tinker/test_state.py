@@ -141,7 +141,7 @@ def test_a_silent_client_gives_its_place_to_itself_started_again(path: str, owne
     assert run_all(state) == (["t:train:0/0"] if gives_up else [])
     refused = state.train("s:train:0", 2, WORK).outcome
     assert ("t:train:0 continues it" in getattr(refused, "error", "")) == gives_up
-    state.beat("s", 60.0)  # its session is there: it may have another model, and samplers
+    beat(state, "s", 60.0)  # its session is there: it may have another model, and samplers
 
 
 def test_a_silent_client_whose_model_has_done_nothing_gives_its_place_to_the_same_owner() -> None:
