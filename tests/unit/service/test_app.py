@@ -105,16 +105,6 @@ async def test_a_stream_has_the_same_text_as_the_whole_answer() -> None:
         assert stream.response.headers["x-trireme-version"] == str(VERSION)
 
 
-async def test_the_first_piece_comes_before_the_answer_is_whole() -> None:
-    async with served("Let me think about it.") as service:
-        service.sampler.hold_within = asyncio.Event()
-        stream = await ask(service, stream=True)
-        first = await anext(stream)
-        assert first.choices[0].delta.role == "assistant"
-        service.sampler.hold_within.set()
-        assert await text_of(stream) == "Let me think about it."
-
-
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_tool_calls_both_ways(streamed: bool) -> None:
     async with served(CALLS, "It is 4.") as service:
@@ -304,6 +294,14 @@ async def test_bodies_of_a_million_errors_are_refused_by_the_first() -> None:
         messages = {"messages": [1] * many}
         refused = await service.post("/v1/chat/completions", {"model": "policy", **messages})
         assert (refused.status_code, len(refused.content) < 2000) == (400, True)
+
+
+async def test_bodies_that_are_no_json_are_refused() -> None:
+    async with served("4") as service:
+        for text in ("", "{", "[]", "null", "[" * 100_000, "\xff", '{"model": NaN}'):
+            headers = {"content-type": "application/json"}
+            refused = await service.client.post("/v1/chat/completions", content=text, headers=headers)
+            assert 400 <= refused.status_code < 500, text[:20]
 
 
 async def test_a_failure_of_the_replicas_is_told() -> None:

@@ -1,8 +1,5 @@
 """Requests that follow from the OpenAPI schema of the app (schemathesis): valid ones and invalid ones, to every route,
-also of sessions that are there. No answer is an error of the service.
-
-`test_app_fuzzed.py` changes whole bodies; here the schema decides what is tried.
-"""
+also of sessions that are there. No answer is an error of the service."""
 
 from __future__ import annotations
 
@@ -31,15 +28,12 @@ TRIED = [(route.method, route.path) for route in ROUTES if route.path != "/opena
 
 @dataclass
 class Running:
-    """A service in a thread of its own."""
-
     url: str
     schema: Any
 
 
 @contextmanager
 def in_thread() -> Iterator[Running]:
-    """Serves until the block ends."""
     ready, found, loop = threading.Event(), list[Running](), asyncio.new_event_loop()
     ending = asyncio.Event()
 
