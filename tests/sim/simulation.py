@@ -497,8 +497,6 @@ def published(version: int, attempt: int) -> PublishedWeights:
 
 @dataclass
 class SimTrainer:
-    """The trainer as far as replicas see it."""
-
     sessions: list[tuple[Session, list[SimReplica]]] = field(default_factory=list)
     """Of each version, with its members."""
     newest: int = -1
@@ -593,7 +591,6 @@ class Outcome:
 
     @property
     def length_bias(self) -> float:
-        """Mean length trained over mean length dispatched."""
         dispatched = [length for replica in self.replicas for length in replica.lengths]
         return float(np.mean(self.trained_lengths) / np.mean(dispatched))
 
@@ -636,8 +633,6 @@ async def _simulate(outcome: Outcome, router: type[Router], beside: Sequence[Bes
 
 @dataclass(frozen=True)
 class Supervision:
-    """Acts as the supervisor in a scenario."""
-
     pipeline: Pipeline
     outcome: Outcome
 
@@ -682,8 +677,6 @@ class Supervision:
 
 @dataclass(frozen=True)
 class Commit:
-    """What a simulated run goes back to."""
-
     step: int
     state: OrchestratorState
     identities: tuple[WeightIdentity, ...]

@@ -56,7 +56,6 @@ class Busy(SamplingEngine):
         """There is no process."""
 
     def heartbeat(self) -> Heartbeat | RoomFailed:
-        """Returns what the actor answers."""
         try:
             return Heartbeat((1, 2), "node", *self.behind())
         except RoomFailed as failure:

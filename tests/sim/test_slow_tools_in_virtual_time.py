@@ -17,8 +17,6 @@ from trireme.core.sampler import ReplicaStats
 from trireme.core.types import SampledSequence, SampleRequest
 
 PLACES = 8
-LIMIT = 10
-"""The gate's, for one replica of PLACES sequences."""
 PROMPT = 20
 ANSWER_S = 1.0
 SHORTEST_S, LONGEST_S = 5.0, 65.0
@@ -64,8 +62,6 @@ class Tools(RLDataset):
 
 
 class OneReplica(FakeSampler):
-    """Takes ANSWER_S for each answer."""
-
     def __init__(self, kv_tokens: int) -> None:
         super().__init__()
         self._kv_tokens, self._running = kv_tokens, 0

@@ -127,27 +127,6 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
-async def test_one_kind_alone_has_all_the_room_and_two_come_to_half_each() -> None:
-    gate = Gate(8)
-    training = [entered(gate, "train", 2) for _ in range(40)]
-    await turns()
-    evaluating = [entered(gate, "eval", 1) for _ in range(40)]
-    await turns()
-    permits = deque(task.result() for task in training if task.done())
-    assert sum(permit.left for permit in permits) == gate.in_flight == 8
-    for _ in range(20):
-        permits.popleft().close()
-        known = set(map(id, permits))
-        await turns()
-        permits += [
-            t.result() for t in training + evaluating if t.done() and id(t.result()) not in known and t.result().left
-        ]
-    assert {kind: sum(permit.left for permit in permits if permit.kind == kind) for kind in KINDS} == {
-        "train": 4,
-        "eval": 4,
-    }
-
-
 async def test_what_is_larger_than_the_limit_gets_in_alone() -> None:
     gate = Gate(4)
     small = await gate.enter("train", 1)

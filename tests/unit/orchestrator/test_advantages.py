@@ -81,12 +81,6 @@ def test_other_advantages() -> None:
     np.testing.assert_allclose(compute_advantages([1e8, 1e8 + 1], "std"), [-1, 1], rtol=1e-5)
 
 
-def test_the_rewards_stay_as_they_are() -> None:
-    rewards_G: Any = np.array([1.0, 2.0])
-    compute_advantages(rewards_G, "mean")
-    assert rewards_G.tolist() == [1.0, 2.0]
-
-
 REWARDS = st.floats(-1e9, 1e9, allow_subnormal=False)
 KINDS = st.sampled_from(get_args(AdvantageKind))
 
@@ -258,3 +252,26 @@ def test_a_rollout_weighs_as_one_in_however_many_datums_it_is() -> None:
     assert minibatch.batch.columns["mask"].tolist() == [0.25, 0.25, 0.25, 0.25, 0.5, 0.5, 0]
     assert minibatch.divisor == 2
     assert minibatch_of([scored], "sequence_mean_token_sum_norm", overlong_filter=True).divisor == 2 * 8
+
+
+# ---- inputs and expected numbers of other projects' tests (tests/conformance/numbers.toml)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rewards", "expected"),
+    [
+        ("leave_one_out", [6.0, 3.0], [3.0, -3.0]),
+        ("leave_one_out", [9.0, 12.0], [-3.0, 3.0]),
+        ("mean", [6.0, 3.0], [1.5, -1.5]),
+        ("mean", [9.0, 12.0], [-1.5, 1.5]),
+        ("mean", [0.7], [0.0]),
+        ("mean", [1.0, 1.0], [0.0, 0.0]),
+        ("mean", [0.0, 0.0], [0.0, 0.0]),
+    ],
+)
+def test_advantages(kind: AdvantageKind, rewards: list[float], expected: list[float]) -> None:
+    assert compute_advantages(rewards, kind).tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_mean_of_advantages_is_zero() -> None:
+    assert sum(compute_advantages([1.0, 0.5, 0.8], "mean")) == pytest.approx(0.0, abs=1e-6)

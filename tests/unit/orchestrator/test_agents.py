@@ -19,7 +19,7 @@ from orchestrator.agents import NoAnswer
 from orchestrator.env import EnvContext, load_dataset
 from orchestrator.rollout import BadReward
 from trireme.config.orchestrator import EnvConfig
-from trireme.core.errors import BadInput, BadRequest, RoomFailed
+from trireme.core.errors import BadInput, BadRequest
 from trireme.core.finite_json import to_json
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "agents"
@@ -129,17 +129,6 @@ async def test_the_error_of_an_agent_is_that_of_its_rollout_and_its_session_is_c
         assert gone.value.status_code == 410
 
 
-async def test_the_error_of_a_room_is_raised_whatever_the_agent_makes_of_it() -> None:
-    async def play(client: openai.AsyncOpenAI) -> float:
-        with pytest.raises(openai.InternalServerError):
-            await ask(client, user("q"))
-        return 1.0
-
-    async with rollout(RoomFailed("no replica is left")) as run:
-        with pytest.raises(RoomFailed, match="no replica is left"):
-            await run.play(play)
-
-
 async def test_a_request_that_replicas_refuse_is_refused_to_the_agent_and_ends_its_rollout() -> None:
     async def play(client: openai.AsyncOpenAI) -> float:
         await ask(client, user("q"))
@@ -153,7 +142,11 @@ async def test_a_request_that_replicas_refuse_is_refused_to_the_agent_and_ends_i
 
 @pytest.mark.parametrize(
     ("texts", "result", "error", "why"),
-    [([], 1.0, NoAnswer, "nothing to train on"), (["one"], "much", BadReward, "expected a number")],
+    [
+        ([], 1.0, NoAnswer, "nothing to train on"),
+        (["one"], "much", BadReward, "expected a number"),
+        (["one"], 1e300, BadReward, r"expected one within -2\^53 and 2\^53"),
+    ],
 )
 async def test_what_an_agent_must_give(texts: list[str], result: Any, error: type[Exception], why: str) -> None:
     async def play(client: openai.AsyncOpenAI) -> Any:

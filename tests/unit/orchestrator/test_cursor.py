@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,11 +16,9 @@ from orchestrator_fakes import small_config as one_env
 from orchestrator.cursor import Mix
 from orchestrator.pipeline import Pipeline
 from orchestrator.rollout import RolloutLimits
-from orchestrator.state import OrchestratorState
 from trireme.config import Config
 from trireme.core.errors import BadInput, LimitReached
 
-ENDS = ("trained", "filtered", "dropped", "failed")
 Weights = Sequence[float]
 
 
@@ -180,53 +176,3 @@ def test_the_first_failure_is_shown_with_its_environment() -> None:
     config = small_config(batch_size=2, retries=0, max_filtered_batches=1000)
     with pytest.raises(LimitReached, match=r"(?s)environment a\+b failed.*environment b: Traceback.*KeyError"):
         asyncio.run(MixedRun(config, datasets(config, reward)).whole())
-
-
-@pytest.mark.parametrize("policy", ["drop", "wait"])
-@pytest.mark.parametrize("seed", range(3))
-async def test_every_problem_ends_once_however_often_the_run_is_interrupted(
-    policy: str, seed: int, tmp_path: Path
-) -> None:
-    rng = random.Random(seed)
-
-    async def reward(problem: Problem, sample: int) -> float:
-        for _ in range(rng.choice([0, 0, 3, 150])):
-            await asyncio.sleep(0)
-        return {0: float("nan"), 1: 4.0}.get(problem.number % 6, float(sample))
-
-    config = small_config(
-        batch_size=3,
-        max_steps=10,
-        stale_policy=policy,
-        retries=0,
-        max_failure_rate=1.0,
-        remove_constant_reward_groups=True,
-    )
-
-    async def interrupted(run: MixedRun) -> MixedRun:
-        async with run:
-            for step in range(run.start, run.start + rng.randint(0, 2)):
-                await run.step(step)
-            doing = asyncio.create_task(run.step(run.start + len(run.trained)))
-            for _ in range(rng.randint(0, 60)):
-                await asyncio.sleep(0)
-            doing.cancel()
-            await asyncio.wait([doing])
-            snapshot = run.pipeline.snapshot()
-            snapshot.write(tmp_path / str(run.start))
-            fresh = MixedRun(config, datasets(config, reward), start=snapshot.ledger["released"])
-            fresh.pipeline.load(OrchestratorState.read(tmp_path / str(run.start)))
-            return fresh
-
-    runs = [MixedRun(config, datasets(config, reward))]
-    for _ in range(3):
-        runs.append(await interrupted(runs[-1]))
-    await runs[-1].whole()
-    row, ledger = runs[-1].rows[-1], runs[-1].pipeline.snapshot().ledger
-    trained_on = [problem for run in runs for problems in run.trained for problem in problems]
-    assert len(trained_on) == len(set(trained_on)) == row["ledger/trained"] == 30
-    waiting = {group["problem"] for group in ledger["groups"]} | set(ledger["resample"])
-    assert not waiting & set(trained_on)
-    begun = drawn(mix([1, 3], seed=0, batches=30), int(row["ledger/dispatched"] - row["ledger/resampled"]))
-    assert set(trained_on) <= set(begun), "what was drawn is what a run that was never interrupted draws"
-    assert sum(row[f"ledger/{end}"] for end in ENDS) + len(ledger["groups"]) == len(begun)

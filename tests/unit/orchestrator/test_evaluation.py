@@ -43,8 +43,6 @@ class HeldOutProblem(Problem):
 
 
 class HeldOut(Problems):
-    """Six problems, in two batches."""
-
     def __init__(self, reward: Reward = by_sample, samples: int = 1) -> None:
         super().__init__(reward, samples, batches=2)
 
@@ -71,7 +69,6 @@ class EvalRun(Run):
 
     @property
     def evaluated(self) -> dict[int, float]:
-        """Version by row."""
         return {self.start + i: r["eval/fake/version"] for i, r in enumerate(self.rows) if "eval/fake/version" in r}
 
     def asked(self) -> list[SampleRequest]:
@@ -85,8 +82,6 @@ class EvalRun(Run):
 
 
 class Witness(FakeSampler):
-    """Notes by which version each request was answered."""
-
     def __init__(self) -> None:
         super().__init__()
         self.versions: dict[str, int] = {}

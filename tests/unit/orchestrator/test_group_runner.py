@@ -32,8 +32,6 @@ Act = Callable[[], Awaitable[Any]]
 
 @dataclass(frozen=True)
 class Fault:
-    """The fault of the problem, and its place."""
-
     observe: Act | None = None
     step: Act | None = None
     make: Act | None = None
@@ -77,16 +75,12 @@ class FaultyProblem(Problem):
 
 
 class FaultyOneByOne(FaultyProblem):
-    """Makes its environments one by one."""
-
     async def make_env(self, sample: int) -> Env:
         made: Sequence[Env] = await super().make_envs()
         return made[sample]
 
 
 class Faulty(Problems):
-    """Problems of which one misbehaves, or all."""
-
     def __init__(self, fault: Fault, everywhere: bool = False, one_by_one: bool = False) -> None:
         super().__init__()
         self.fault, self.everywhere = fault, everywhere

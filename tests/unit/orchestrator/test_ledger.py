@@ -249,7 +249,6 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.acknowledged)
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
-        """Some do, perhaps all."""
         gone = data.draw(st.sets(st.sampled_from(sorted(self.acknowledged)), min_size=1))
         self.tell({replica: version for replica, version in self.acknowledged.items() if replica not in gone})
 
@@ -309,7 +308,6 @@ class LedgerMachine(RuleBasedStateMachine):
         self.pending = [group.problem for group in resampled] + self.pending
 
     def draw_retained(self, data: st.DataObject) -> set[int]:
-        """Draws the running groups whose tokens are retained."""
         return data.draw(st.sets(st.sampled_from(sorted(self.running)))) if self.running else set()
 
     def fresh(self) -> Ledger:
@@ -408,31 +406,6 @@ TestLedger = LedgerMachine.TestCase
 TestLedger.settings = settings(max_examples=250, stateful_step_count=60, deadline=None)
 
 
-def test_synchronous_dispatches_nothing_before_release_and_acknowledgement() -> None:
-    ledger = make(max_steps_off_policy=0)
-    for group in fill(ledger):
-        ledger.finish(group)
-    assert took(ledger.take(0, 2)) == ([0, 1], [])
-    assert fill(ledger) == []
-    ledger.acknowledge({0: 1})
-    assert fill(ledger) == []
-    ledger.release(0)
-    assert [g.floor for g in fill(ledger)] == [1, 1]
-
-
-def test_slots_wait_for_the_slowest_live_replica() -> None:
-    ledger = make(max_steps_off_policy=0)
-    ledger.acknowledge({0: 0, 1: 0})
-    for group in fill(ledger):
-        ledger.finish(group)
-    ledger.take(0, 2)
-    ledger.release(0)
-    ledger.acknowledge({0: 1, 1: 0})
-    assert not ledger.can_dispatch()
-    ledger.acknowledge({0: 1})
-    assert ledger.can_dispatch()
-
-
 def test_evicted_groups_are_counted_by_how_far_they_were() -> None:
     ledger = make("drop", batch_size=1, max_steps_off_policy=0)
     ledger.max_steps_off_policy = 3
@@ -456,24 +429,6 @@ def test_a_batch_is_released_once_it_is_cut_and_in_order() -> None:
     with pytest.raises(ValueError, match="batch 1 cannot be released: 0 are, 1 are cut"):
         ledger.release(1)
     assert [group.index for group in ledger.release(0)] == [0, 1]
-
-
-def test_batches_are_released_in_their_order() -> None:
-    ledger = make(batch_size=1, max_steps_off_policy=1)
-    for group in fill(ledger):
-        ledger.finish(group)
-    ledger.take(0, 1)
-    ledger.take(1, 1)
-    with pytest.raises(ValueError, match="batch 1 cannot be released: 0 are, 2 are cut"):
-        ledger.release(1)
-
-
-def test_a_resume_knows_no_replica_until_one_acknowledges() -> None:
-    ledger = Ledger(2, 1, "wait", 100)
-    ledger.load_state_dict(saved(make()))
-    assert not ledger.can_dispatch()
-    ledger.acknowledge({1: 0})
-    assert ledger.can_dispatch()
 
 
 def test_drop_gives_up_what_the_next_batch_could_not_take() -> None:
@@ -519,15 +474,6 @@ def test_wait_does_not_overtake_two_groups_that_are_due_for_one_place() -> None:
     assert ledger.take(2, 1) is None
     ledger.finish(first)
     assert took(ledger.take(2, 1)) == ([0], [])
-
-
-def test_nothing_overtakes_in_order() -> None:
-    ledger = make("wait", batch_size=1, in_order=True)
-    first, second = fill(ledger)
-    ledger.finish(second)
-    assert ledger.take(0, 1) is None
-    ledger.finish(first)
-    assert took(ledger.take(0, 1)) == ([0], [])
 
 
 def test_a_streamed_batch_is_cut_once() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
+import virtual_time
 from games_support import Game, GameRun, Jitter, game_config, outcome, waves
 from orchestrator_fakes import Problem, Problems, Run, small_config, whole_run
 
@@ -126,24 +126,6 @@ def test_a_resume_repeats_the_step_that_was_under_way(boundary: int, turns: int,
     assert waves(resumed) == waves(reference)[-len(waves(resumed)) :]
 
 
-class VirtualTime(asyncio.SelectorEventLoop):
-    """Time jumps to the next timer as soon as nothing else can happen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = 0.0
-        select = self._selector.select  # type: ignore[attr-defined]
-
-        def jump(timeout: float | None) -> Any:
-            self.now += timeout or 0
-            return select(0)
-
-        self._selector.select = jump  # type: ignore[attr-defined]
-
-    def time(self) -> float:
-        return self.now
-
-
 def test_waiting_for_others_does_not_count_as_time_of_a_rollout() -> None:
     async def hangs(problem: Problem, sample: int) -> float:
         if (problem.number, sample) == (0, 0):
@@ -166,8 +148,6 @@ def test_waiting_for_others_does_not_count_as_time_of_a_rollout() -> None:
     config = small_config(
         2, 1, timeout_s=1000, deterministic=True, max_steps_off_policy=0, retries=2, generation_timeout_s=100
     )
-    with asyncio.Runner(loop_factory=VirtualTime) as runner:
-        run = runner.run(whole_run(Run(config, TwoTurns())))
-        assert runner.get_loop().time() >= 100
+    run = virtual_time.run(whole_run(Run(config, TwoTurns())))
     assert run.rows[0]["rollout_errors/TimeoutError"] == 1, "all tries share one limit"
     assert [group["problem"] for group in run.released[0].trained] == ["0.0.1", "0.0.2"]

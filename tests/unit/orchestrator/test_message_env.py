@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import pickle
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +22,6 @@ from orchestrator.message_env import MessageEnvGroup, MessageStep, RenderedEnv
 from orchestrator.metrics import env_metrics
 from trireme.renderers import Message
 
-VECTORS = json.loads((Path(__file__).parents[2] / "oracles" / "vectors.json").read_text())
 KEEPING = {"strip_thinking_from_history": False}
 
 

@@ -32,7 +32,6 @@ ENDS = ("trained", "filtered", "dropped", "failed")
 
 
 def same(one: Any, other: Any) -> bool:
-    """Equality that looks into dataclasses, and at dtypes."""
     if isinstance(one, np.ndarray):
         return bool(one.dtype == other.dtype and np.array_equal(one, other))
     if dataclasses.is_dataclass(one):
@@ -373,5 +372,3 @@ def test_a_boundary_whose_update_has_not_ended_is_gone_on_from_like_any_other(tm
     run = asyncio.run(scenario())
     assert trained(run) == [["0.1.1", "0.1.2"], ["0.2.0", "0.2.1"], ["0.2.2", "0.3.0"], ["0.3.1", "0.3.2"]]
     assert [row["off_policy/max"] for row in run.rows] == [2, 2, 2, 2]
-
-    asyncio.run(scenario())

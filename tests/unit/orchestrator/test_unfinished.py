@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
-from orchestrator_fakes import Run, quiesce, small_config
-from talks import TURNS, Slow, Talk, TalkProblem, Talks
+from orchestrator_fakes import FakeSampler, Run, quiesce, small_config
 
-from orchestrator.env import Env, EnvGroup, RLDataset, StepResult, StopCondition, TokenIds
+from orchestrator.env import (
+    Continuation,
+    Env,
+    EnvGroup,
+    EnvGroupBuilder,
+    RLDataset,
+    StepResult,
+    StopCondition,
+    TokenIds,
+)
 from orchestrator.ledger import Group
 from orchestrator.message_env import MessageEnv
 from orchestrator.rollout import RolloutKey, RolloutLimits, run_rollout
@@ -35,6 +43,83 @@ from orchestrator.unfinished import (
 )
 from trireme.config import Config
 from trireme.config.schema import SamplingConfig
+from trireme.core.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity
+
+TURNS = 4
+
+
+class Talk(Env):
+    """An episode of TURNS turns, whose prompts say how many there were and what was answered."""
+
+    def __init__(self, dataset: Talks, number: int, sample: int) -> None:
+        self.dataset, self.number, self.sample = dataset, number, sample
+        self.heard: list[int] = []
+
+    async def initial_observation(self) -> tuple[Sequence[int], StopCondition]:
+        self.dataset.begun[self.number, self.sample] += 1
+        return [self.number, self.sample], ()
+
+    async def step(self, action: Sequence[int]) -> StepResult:
+        self.heard += action
+        self.dataset.turns[self.number, self.sample, len(self.heard)] += 1
+        done = len(self.heard) == TURNS
+        if self.dataset.breaks and len(self.heard) == 2:  # a prompt that does not begin with what was before
+            return StepResult(1.0, done, [self.number, 7, *self.heard])
+        return StepResult(float(self.sample), done, Continuation([9, len(self.heard)]))
+
+    def state_dict(self) -> Mapping[str, Any] | None:
+        assert self.dataset.keeps, "of another environment nothing is asked"
+        return {"heard": np.array(self.heard, np.int32), "last": self.heard[-1]}
+
+    async def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.heard = state["heard"].tolist()
+        assert self.heard[-1] == state["last"]
+
+
+class Silent(Talk):
+    def state_dict(self) -> None:
+        return None
+
+
+class TalkProblem(EnvGroupBuilder):
+    def __init__(self, dataset: Talks, number: int) -> None:
+        self.dataset, self.number = dataset, number
+
+    async def make_env(self, sample: int) -> Env:
+        return (Talk if self.dataset.keeps else Silent)(self.dataset, self.number, sample)
+
+
+class Talks(RLDataset):
+    def __init__(self, keeps: bool = True, breaks: bool = False) -> None:
+        self.keeps, self.breaks = keeps, breaks
+        self.begun: Counter[tuple[int, int]] = Counter()
+        self.turns: Counter[tuple[int, int, int]] = Counter()
+
+    def get_batch(self, index: int) -> list[EnvGroupBuilder]:
+        return [TalkProblem(self, 3 * index + i) for i in range(3)]
+
+    def __len__(self) -> int:
+        return 30
+
+
+class Slow(FakeSampler):
+    """Answers a turn of a rollout only when it is let: {(problem, sample, turn): event}. Its tokens are all 5."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates: dict[tuple[int, int, int], asyncio.Event] = {}
+
+    def gate(self, problem: int, sample: int, turn: int) -> asyncio.Event:
+        return self.gates.setdefault((problem, sample, turn), asyncio.Event())
+
+    async def sample(self, request: SampleRequest) -> SampledSequence:
+        self.requests.append(request)
+        problem, sample, _, turn = request.request_id.split("/")
+        number = 3 * int(problem.split(".")[1]) + int(problem.split(".")[2])
+        if event := self.gates.get((number, int(sample), int(turn))):
+            await event.wait()
+        span = VersionSpan(WeightIdentity(0, self.version, f"d{self.version}"), 0, 1)
+        return SampledSequence(np.full(1, 5, np.int32), np.full(1, -1.0, np.float32), "stop", (span,))
 
 
 def resumed(run: Run, directory: Path, dataset: RLDataset, config: Config | None = None) -> Run:
@@ -290,47 +375,3 @@ async def test_a_commit_holds_groups_that_wait_for_their_place_after_a_resume(tm
         if isinstance(one, UnfinishedRollout) and isinstance(other, UnfinishedRollout):
             assert columns(one.trajectory) == columns(other.trajectory)
             np.testing.assert_equal(one.env_state, other.env_state)
-
-
-@pytest.mark.parametrize("policy", ["drop", "wait"])
-@pytest.mark.parametrize("max_steps_off_policy", [0, 1, 3])
-@pytest.mark.parametrize("seed", range(3))
-async def test_every_problem_ends_once_however_often_turns_are_interrupted(
-    policy: str, max_steps_off_policy: int, seed: int, tmp_path: Path
-) -> None:
-    """The run is interrupted three times at random moments. No token is older than its group's floor."""
-    rng = random.Random(seed)
-    options = {"stale_policy": policy, "max_steps_off_policy": max_steps_off_policy}
-    config = small_config(2, 9, retries=0, **options)
-
-    async def interrupted(run: Run) -> Run:
-        async with run:
-            for step in range(run.start, run.start + rng.randint(0, 2)):
-                await run.step(step)
-            doing = asyncio.create_task(run.step(run.start + len(run.released)))
-            for _ in range(rng.randint(0, 80)):
-                await asyncio.sleep(0)
-            doing.cancel()
-            await asyncio.wait([doing])
-            again = resumed(run, tmp_path / str(len(runs)), Talks(seed=seed), config)
-        again.sampler.rng = rng  # type: ignore[attr-defined]
-        return again
-
-    runs = [Run(config, Talks(seed=seed), sampler=Slow(rng))]
-    for _ in range(3):
-        runs.append(await interrupted(runs[-1]))
-    async with runs[-1] as last:
-        for step in range(last.start, config.max_steps):
-            await last.step(step)
-    row = runs[-1].rows[-1]
-    trained = [group for run in runs for released in run.released for group in released.trained]
-    assert len({group["problem"] for group in trained}) == len(trained) == row["ledger/trained"] == 18
-    assert all(row["off_policy/max"] <= max_steps_off_policy for run in runs for row in run.rows)
-    for run in runs:
-        for minibatches in run.batches[: len(run.released)]:
-            for minibatch in minibatches:
-                batch = minibatch.batch
-                floors = np.repeat(minibatch.provenance.floors, batch.lengths)
-                made = batch.columns["versions"] >= 0
-                assert (batch.columns["versions"][made] >= floors[made]).all()
-                assert int(batch.columns["mask"].sum()) == TURNS * len(batch)

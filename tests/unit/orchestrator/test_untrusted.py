@@ -36,7 +36,6 @@ def machine() -> Machine:
 
 @pytest.fixture
 def directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the directories of programs are made."""
     place = tmp_path / "directories"
     place.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(place))

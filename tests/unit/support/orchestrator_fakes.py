@@ -91,40 +91,6 @@ class FakeSampler:
         return {0: ReplicaStats(0, 0, 0.0, 0)}
 
 
-class Fleet(FakeSampler):
-    """With several replicas, each of which has acknowledged a version, and a log of what was said of them."""
-
-    def __init__(self, *indices: int) -> None:
-        super().__init__()
-        self.versions = dict.fromkeys(indices, -1)
-        self.late: set[int] = set()
-        self.said: list[tuple[Any, ...]] = []
-        self.failures: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
-
-    async def update_weights(self, weights: PublishedWeights) -> list[UpdateReport]:
-        reports = await super().update_weights(weights)
-        self.versions.update({index: self.version for index in self.versions if index not in self.late})
-        return reports
-
-    def acknowledged(self) -> dict[int, int]:
-        return {index: version for index, version in self.versions.items() if version >= 0}
-
-    async def join(self, index: int, client: Any) -> None:
-        self.said.append(("join", index, client))
-        self.versions[index] = self.version
-
-    def leave(self, index: int, reason: str) -> None:
-        self.said.append(("leave", index, reason))
-        self.versions.pop(index, None)
-
-    async def drain(self, index: int, timeout_s: float) -> None:
-        self.said.append(("drain", index, timeout_s))
-        self.versions.pop(index, None)
-
-    async def next_failure(self) -> tuple[int, str]:
-        return await self.failures.get()
-
-
 class OneStep(Env):
     def __init__(self, problem: Problem, sample: int) -> None:
         self.problem, self.sample = problem, sample

@@ -41,8 +41,6 @@ EXAMPLE = example()
 
 
 class Watched(EXAMPLE.Addition):  # type: ignore[name-defined,misc]
-    """Counts what is asked of all environments."""
-
     closed: ClassVar[asyncio.Event]
     seen: ClassVar[Counter[str]] = Counter()
 
@@ -271,8 +269,6 @@ async def test_a_session_that_was_not_begun_asks_nothing_and_one_whose_start_is_
 
 async def test_an_episode_continues_in_another_session_from_the_state_that_its_server_gave() -> None:
     class Counting:
-        """Says how many turns it has seen."""
-
         async def reset(self, task: dict[str, Any]) -> Any:
             self.seen = task.get("state", [0])[0]
             return {"observation": {"messages": [{"role": "user", "content": "Begin."}], "tools": [EXAMPLE.ADD]}}

@@ -11,7 +11,6 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from orchestrator import workers
 from orchestrator.env import EnvContext, load_dataset
@@ -22,13 +21,7 @@ from orchestrator.workers import WorkerTimeout
 from trireme.config.schema import EnvConfig
 from trireme.core.errors import BadInput
 
-ASSET = Path(__file__).parents[4] / "assets" / "sort-base"
 ROWS = [{"question": f"What is {i} + {i}?", "answer": f"Adding {i} twice.\n#### {2 * i}"} for i in range(64)]
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast.from_pretrained(ASSET)
 
 
 @pytest.fixture

@@ -16,13 +16,7 @@ from trireme.core.errors import BadInput
 ASSET = Path(__file__).parents[4] / "assets" / "sort-base"
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast.from_pretrained(ASSET)
-
-
 def answer(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
-    """Ids of a finished answer."""
     return [*tokenizer.encode(text), tokenizer.eos_token_id]
 
 

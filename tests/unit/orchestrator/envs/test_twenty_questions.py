@@ -13,7 +13,6 @@ from threading import Thread
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from orchestrator import workers
 from orchestrator.env import EnvContext, load_dataset
@@ -25,11 +24,6 @@ from trireme.core.errors import BadInput
 from trireme.renderers import Message
 
 ASSET = Path(__file__).parents[4] / "assets" / "sort-base"
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast.from_pretrained(ASSET)
 
 
 def dataset(tokenizer: Any, split: Any = "train", seed: int = 0, **args: Any) -> TwentyQuestionsDataset:

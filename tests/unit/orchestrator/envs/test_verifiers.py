@@ -73,7 +73,6 @@ Written = Callable[..., str]
 
 @pytest.fixture
 def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Written:
-    """Writes a taskset, and returns its name."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def write(
