@@ -15,8 +15,6 @@ from trireme.core.errors import RoomFailed
 
 
 class Replicas:
-    """A router that notes what it is told."""
-
     def __init__(self) -> None:
         self.told: list[tuple[Any, ...]] = []
         self.failures: asyncio.Queue[tuple[int, str]] = asyncio.Queue()

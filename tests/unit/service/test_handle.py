@@ -15,8 +15,6 @@ from trireme.supervision.roster import Roster
 
 
 class Actor:
-    """Notes the calls of its verbs."""
-
     def __init__(self) -> None:
         self.told: list[tuple[Any, ...]] = []
 

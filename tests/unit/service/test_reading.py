@@ -17,7 +17,6 @@ PARTS = st.sampled_from([*TAGS, *WORDS])
 
 
 def play(reader: TextReader | MessageReader, tokens: list[int]) -> tuple[str, str]:
-    """The pieces of thinking and content, joined."""
     thinking = content = ""
     for end in range(1, len(tokens) + 1):
         whole = end == len(tokens)

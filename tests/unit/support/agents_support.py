@@ -99,7 +99,6 @@ async def ask(client: openai.AsyncOpenAI, *messages: Any, **body: Any) -> Any:
 
 
 def trained(trajectory: Trajectory) -> list[int]:
-    """The tokens that count in the loss."""
     batch = lay_out([WeightedTrajectory(trajectory, 1.0, 0.7)])
     found: list[int] = batch.columns["target_tokens"][batch.columns["mask"] > 0].tolist()
     return found

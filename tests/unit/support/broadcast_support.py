@@ -186,7 +186,6 @@ class Parts:
 
     @classmethod
     def here(cls) -> Parts:
-        """Returns those of this process."""
         connections = [each for each in psutil.Process().net_connections("tcp") if each.raddr]
         threads = set()
         for task in Path("/proc/self/task").iterdir():
@@ -219,8 +218,6 @@ def digest(data: Any) -> str:
 
 @dataclass
 class Fleet:
-    """Receivers, and offers to them."""
-
     receivers: list[Receiver]
     endpoints_R: tuple[Any, ...]
     timeout_s: float = DEADLINE_S

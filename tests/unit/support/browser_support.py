@@ -35,6 +35,11 @@ QUIET = [
 DEADLINE_S = 60.0
 
 
+def count_of(css: str) -> str:
+    """Returns the expression for the number of elements."""
+    return f"document.querySelectorAll({json.dumps(css)}).length"
+
+
 class Tab:
     """One page of a browser. `complaints` are what its scripts or its policies have said went wrong."""
 
@@ -99,7 +104,6 @@ class Tab:
             self._call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     def picture(self, file: Path, width: int, height: int) -> None:
-        """Writes what is seen as a PNG."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self._call("Emulation.setDeviceMetricsOverride", **size)
         file.write_bytes(base64.b64decode(self._call("Page.captureScreenshot", format="png")["data"]))

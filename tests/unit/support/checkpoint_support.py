@@ -114,7 +114,6 @@ def manifest(step: int, lineage: str = "aaaaaaaa", attempt: int = 1, parent: Com
 
 
 def commit(store: CheckpointStore, step: int, attempt: int = 1, state: Any = None) -> Path:
-    """A commit of HEAD's lineage."""
     head = store.head()
     draft = store.draft(step, attempt)
     filled = fill(draft, manifest(step, head.lineage if head else "aaaaaaaa", attempt), state)

@@ -15,8 +15,6 @@ _TEST = re.compile(r"tests/[\w/]+\.py::[\w:]+")
 
 @dataclass(frozen=True)
 class Case:
-    """One case of a yardstick."""
-
     text: str
     """The case, in our words."""
     stand: str

@@ -65,8 +65,6 @@ overloads that are no property.)"""
 
 @dataclass(frozen=True)
 class Use:
-    """A use of a package in our source."""
-
     file: str
     line: int
     name: str
@@ -121,7 +119,6 @@ def _parts(typ: Type | None) -> Iterator[ProperType]:
 
 
 def _class_of(part: ProperType) -> TypeInfo | None:
-    """Returns the class whose attributes a value has."""
     if isinstance(part, Instance):
         return part.type
     if isinstance(part, TypeType):

@@ -44,7 +44,6 @@ def facts_of(name: str) -> NodeFacts:
 
 
 def healthy() -> Examination:
-    """Three nodes on which nothing is wrong."""
     pairs = list(permutations(NAMES, 2))
     return Examination(
         nodes=[Declared(name, name, f"host-{name}", True, 16, 8, 10 * GIB, name) for name in NAMES],

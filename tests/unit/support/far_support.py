@@ -51,7 +51,6 @@ class FarRun:
         return self.disks / node / path.relative_to(self.disks / "near")
 
     def write(self, step: int) -> tuple[Path, Manifest]:
-        """Each node writes its parts of a draft."""
         draft, head = self.run.store.draft(step, self.run.start.attempt), self.run.head
         filled = fill(draft, manifest(step, head.lineage, head.attempt), state=step)
         for node, parts in PARTS.items():

@@ -125,7 +125,6 @@ def game_config(deterministic: bool = True, minibatches: int = 1, max_failure_ra
 
 
 def outcome(run: Run) -> list[Any]:
-    """All that must be equal, step by step."""
     rows = [{name: value for name, value in row.items() if not name.startswith(("perf/", "time/"))} for row in run.rows]
     batches = [
         [(m.batch.tokens.tolist(), {n: c.tolist() for n, c in m.batch.columns.items()}) for m in batch]

@@ -23,8 +23,6 @@ PREPARED = (["pip", "install", "uv"], ["export"])
 
 @dataclass(frozen=True)
 class Fence:
-    """A fenced sample."""
-
     place: str
     language: str
     text: str
@@ -32,7 +30,6 @@ class Fence:
 
     @property
     def file(self) -> str | None:
-        """Its name, if it is a file."""
         named = re.match(r"# ([\w/]+\.\w+)\n", self.text)
         return named[1] if named else None
 

@@ -76,13 +76,10 @@ def _serve(pipe: Connection, head_s: float) -> None:
 
 @dataclass(frozen=True)
 class Watched:
-    """A server that runs."""
-
     port: int
     _pipe: Connection
 
     def cost(self) -> Cost:
-        """Returns what it used since the last call."""
         self._pipe.send(True)
         assert self._pipe.poll(DEADLINE_S)
         cost: Cost = self._pipe.recv()
@@ -122,7 +119,6 @@ def response_status(connection: socket.socket) -> int:
 
 
 def read_to_the_end(connection: socket.socket) -> bytes:
-    """What comes until the server closes the connection."""
     reply = b""
     with suppress(ConnectionError):
         while piece := connection.recv(65536):

@@ -21,14 +21,12 @@ SYSTEM, FIRST = said("system", "s"), said("user", "q0")
 
 
 async def ask(service: SessionRegistry, request: TurnRequest, name: str = "s") -> AnsweredTurn:
-    """Asks, and takes the answers."""
     served = await service.turn(name, request)
     service.delivered(name, served.nodes)
     return served
 
 
 def trajectory_of(export: SessionExport) -> Trajectory:
-    """Makes the orchestrator's trajectory of an export."""
     builder = TrajectoryBuilder()
     for turn in export.turns:
         builder.ask(turn.prompt, follows=turn.follows)

@@ -104,8 +104,6 @@ def beginning(whole: SampledSequence, end: int) -> SampledSequence:
 
 @dataclass
 class Served:
-    """A running service."""
-
     url: str
     sampler: ScriptedSampler
     front: Front
@@ -125,7 +123,6 @@ def front_of(
     max_steps_off_policy: int | None = None,
     most: int = 8,
 ) -> Front:
-    """Opens the sessions of a store."""
     sampling, store = SamplingParams(max_tokens=500), Store(directory, FORMAT)
     registry = SessionRegistry(turns, store, limits_of_sessions, sampling, time.time, max_steps_off_policy)
     registry.restore()

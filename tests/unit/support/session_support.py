@@ -142,8 +142,6 @@ class ScriptedSampler:
 
 
 class Hand:
-    """A clock that stands until it is moved."""
-
     def __init__(self) -> None:
         self.now = 1000.0
 

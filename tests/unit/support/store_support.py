@@ -99,7 +99,6 @@ def config(url: str, local: Path, *flags: str) -> Config:
 
 
 def stored(url: str, name: str = "r") -> StoredRun:
-    """Returns HEAD of a run in the store."""
     found = Bucket(f"{url}/{name}").read(HEAD)
     assert found
     return StoredRun.from_json(found[0])
@@ -144,7 +143,6 @@ class Driver:
             pass
 
     def die(self) -> None:
-        """Ends without a word, as SIGKILL does."""
         self.run.lock.close()
 
 

@@ -37,7 +37,6 @@ class Module:
 
     @property
     def definitions(self) -> list[Definition]:
-        """The classes and functions at its top."""
         return [node for node in self.tree.body if isinstance(node, Definition)]
 
     @property

@@ -45,7 +45,6 @@ def answering(root: Path, on_request: Callable[[ScaleRequests, ScaleRequest], No
 
 
 def roster_of(*healths: PartHealth) -> Roster:
-    """Replicas of that health, in order."""
     roster = Roster(lambda: 1_800_000_000.0)
     for index, health in enumerate(healths):
         roster.set(f"inference_{index}", health, pids=(100 + index, 200 + index), node="here")
@@ -53,8 +52,6 @@ def roster_of(*healths: PartHealth) -> Roster:
 
 
 class Ref:
-    """A reference, with what it is to."""
-
     def __init__(self, *what: object) -> None:
         self.what = what
 

@@ -181,8 +181,6 @@ def call(right: Callable[[Stage, Any], bool], *given: Any, **named: Any) -> Call
 
 @dataclass(frozen=True)
 class Of:
-    """An argument that the stage has."""
-
     ask: Callable[[Stage], Any]
 
 

@@ -1,18 +1,20 @@
-"""Requests to a Tinker server as a client's bytes, one at a time."""
+"""Requests to a Tinker server: as a client's bytes, one at a time, or by the real client."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
 import numpy as np
-from tinker_support import BASE_MODEL, DEADLINE_S, KEY
+import tinker
+from tinker_support import BASE_MODEL, DEADLINE_S, KEY, Served
 
 from service.tinker.messages import message_class
 
 
 def post(url: str, path: str, body: Any) -> httpx.Response:
-    """Posts to a route."""
     content = {"content": body} if isinstance(body, bytes) else {"json": body}
     return httpx.post(f"{url}/api/v1/{path}", headers={"x-api-key": KEY}, timeout=DEADLINE_S, **content)
 
@@ -52,10 +54,19 @@ def sampling(sampler: str, seq_id: int) -> dict[str, Any]:
 
 
 def passing(model_id: str, seq_id: int) -> bytes:
-    """A request for the gradient of one datum."""
     request = message_class("ForwardBackwardRequest")(model_id=model_id, seq_id=seq_id, loss_fn="cross_entropy")
     datum = request.data.add()
     datum.model_input.add().encoded_text.tokens = np.array([1, 2], "<i4").tobytes()
     target = datum.loss_fn_inputs["target_tokens"]
     target.dense, target.dtype = np.array([2, 3], "<i8").tobytes(), 2
     return bytes(request.SerializeToString())
+
+
+@contextmanager
+def client_of(served: Served) -> Iterator[tinker.ServiceClient]:
+    with tinker.ServiceClient(base_url=served.url, api_key=KEY) as client:
+        yield client
+
+
+def model_of(client: tinker.ServiceClient, rank: int = 8, **options: Any) -> Any:
+    return client.create_lora_training_client(base_model=BASE_MODEL, rank=rank, **options).result(DEADLINE_S)

@@ -26,7 +26,6 @@ ADDRESS = "address"
 
 
 def main() -> None:
-    """Forks servers until the input ends."""
     from tinker_support import serve_in_process
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets those that ended
@@ -42,8 +41,6 @@ def main() -> None:
 
 @dataclass
 class ServerProcess:
-    """A server that runs, or did."""
-
     pid: int
     url: str
 
@@ -58,14 +55,11 @@ class ServerProcess:
 
     @property
     def lives(self) -> bool:
-        """True until it has ended."""
         return Path(f"/proc/{self.pid}").exists()
 
 
 @dataclass
 class ServerStarter:
-    """The program that starts servers."""
-
     process: subprocess.Popen[str]
 
     def start(self, directory: Path, port: int = 0, environ: Mapping[str, str] | None = None) -> ServerProcess:

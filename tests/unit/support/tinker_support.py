@@ -63,8 +63,6 @@ DEADLINE_S = 20.0
 
 @dataclass(frozen=True)
 class Written:
-    """Files that are written."""
-
     files: list[FileRecord]
 
     def wait(self, timeout_s: float) -> list[FileRecord]:
@@ -73,8 +71,6 @@ class Written:
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """What is published."""
-
     theta: npt.NDArray[np.float64]
 
 
@@ -241,8 +237,6 @@ class UnigramSampler:
 
 @dataclass
 class Served:
-    """A server that listens."""
-
     url: str
     server: TinkerServer
     trainer: UnigramTrainer

@@ -51,8 +51,6 @@ async def _awaited(answer: Any) -> Any:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a method."""
-
     method: str
     """The class and the name of the method that is called, without that of a twin."""
     name: str

@@ -54,7 +54,6 @@ class TurningReplicas(ABC):
             self.turns.add(item[0], item)
 
     def end(self) -> None:
-        """Ends the sample that has run for longest."""
         self.turns.ended(self.running.pop(0))
 
     def go(self) -> None:

@@ -53,8 +53,6 @@ class Watched(Env):
 
 
 class WatchedProblem(EnvGroupBuilder):
-    """Makes its environments one by one."""
-
     def __init__(self, dataset: WatchedProblems, number: int) -> None:
         self.dataset, self.number = dataset, number
 

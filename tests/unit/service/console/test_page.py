@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from browser_support import Tab, browser, in_chromium
+from browser_support import Tab, count_of, in_chromium
 from console_support import ATTACK, STEPS, make_live_run, reader_of
 from supervision_support import driven
 
@@ -40,32 +40,22 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_live_run(tmp_path_factory.mktemp("console") / "run")
 
 
-@pytest.fixture(scope="module")
-def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
-    with browser(tmp_path_factory.mktemp("browser") / "profile") as tab:
-        yield tab
-
-
-def count(css: str) -> str:
-    return f"document.querySelectorAll({json.dumps(css)}).length"
-
-
 @in_chromium
 def test_a_run_is_clicked_through(root: Path, tab: Tab) -> None:
     """All tabs show what the files say, texts of the model stay texts, and nothing else is asked of any machine."""
     with served(root) as address:
         tab.open(address)
-        tab.until(count("#parts td"))
+        tab.until(count_of("#parts td"))
         assert "inference_1\tdead" in tab.text("#parts")
         assert f"its engine was killed {ATTACK}" in tab.text("#incidents")
 
         tab.click("#tab-curves")
-        tab.until(f"{count('#panels path')} >= 4")
+        tab.until(f"{count_of('#panels path')} >= 4")
         assert "Reward" in tab.text("#panels")
         assert "5 (62.5 %)" in tab.text("#ages")
 
         tab.click("#tab-timeline")
-        tab.until(count("#timeline canvas"))
+        tab.until(count_of("#timeline canvas"))
         assert f"steps 1 to {STEPS}" in tab.text("#timeline-note")
 
         _look_at_rollouts(tab)
@@ -80,7 +70,7 @@ def test_a_run_is_clicked_through(root: Path, tab: Tab) -> None:
         assert ATTACK in tab.text("#log-text")
 
         assert tab.run("document.title") == f"run: {STEPS}/8", "no script of a model has run"
-        assert tab.run(count("main script, main img")) == 0
+        assert tab.run(count_of("main script, main img")) == 0
         assert tab.complaints == []
         assert {url.partition("/console")[0] for url in tab.requested if url.startswith("http")} == {
             address.partition("/console")[0]
@@ -89,28 +79,28 @@ def test_a_run_is_clicked_through(root: Path, tab: Tab) -> None:
 
 def _look_at_rollouts(tab: Tab) -> None:
     tab.click("#tab-rollouts")
-    tab.until(f"{count('#rollout-tokens b')} === 2")
+    tab.until(f"{count_of('#rollout-tokens b')} === 2")
     tab.click("#groups li:nth-child(2) button")
     tab.until("document.querySelector('#groups li:nth-child(2) button').getAttribute('aria-current')")
-    tab.until(f"{count('#group-rollouts tr[tabindex]')} === 2")
+    tab.until(f"{count_of('#group-rollouts tr[tabindex]')} === 2")
     tab.click("#group-rollouts tr:nth-child(3)")
-    tab.until(f"{count('#rollout-tokens b')} > 20")
+    tab.until(f"{count_of('#rollout-tokens b')} > 20")
     assert ATTACK in tab.text("#rollout-tokens .tokens")
     for mode, css in (("version", "b.v1"), ("age", "b.v0"), ("one token a line", ".token-table tr")):
         tab.run(
             f"(e => {{ e.value = '{mode}'; e.dispatchEvent(new Event('change')); }})(document.querySelector('.mode'))"
         )
-        assert tab.run(count(f"#rollout-tokens {css}")) > 0, mode
+        assert tab.run(count_of(f"#rollout-tokens {css}")) > 0, mode
     assert "version 4" in tab.text("#rollout-tokens .token-table tr:last-child")
 
 
 def _look_at_sessions(tab: Tab) -> None:
     tab.click("#tab-sessions")
     tab.click("#session-names li:nth-child(2) button")
-    tab.until(f"{count('#session-tree button')} === 5")
-    assert tab.run(count("#session-tree .undelivered")) == 2
+    tab.until(f"{count_of('#session-tree button')} === 5")
+    assert tab.run(count_of("#session-tree .undelivered")) == 2
     tab.click("#session-tree li:last-child button")
-    tab.until(count("#node-tokens .token-table tr"))
+    tab.until(count_of("#node-tokens .token-table tr"))
     assert "answer 2: stop; not delivered" in tab.text("#node-tokens")
 
 
@@ -138,12 +128,12 @@ def test_a_key_opens_the_page_and_leaves_its_address(root: Path, tab: Tab) -> No
         assert tab.text("#parts") == ""
         tab.run(f"element('key').value = '{key.value}'")
         tab.click("#ask-key button")
-        tab.until(count("#parts td"))
+        tab.until(count_of("#parts td"))
         assert tab.run("element('ask-key').hidden")
         tab.run("sessionStorage.clear()")
         tab.open("about:blank")
         tab.open(address)
-        tab.until(count("#parts td"))
+        tab.until(count_of("#parts td"))
         assert key.value not in str(tab.run("location.href"))
         assert not any(key.value in url.partition("#")[0] for url in tab.requested)
     tab.complaints.clear()  # the 401 before the key was given
@@ -154,7 +144,7 @@ def test_the_policy_stops_scripts_that_the_page_does_not_bring(root: Path, tab: 
     """That the policy is there, should the page ever put a text in as HTML."""
     with served(root) as address:
         tab.open(address)
-        tab.until(count("#parts td"))
+        tab.until(count_of("#parts td"))
         for attempt in (
             "document.body.innerHTML = '<i>x</i>'",
             "document.body.setAttribute('onclick', 'document.title = 1')",

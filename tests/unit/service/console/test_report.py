@@ -5,26 +5,19 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
-from browser_support import CHROMIUM, QUIET, Tab, browser, in_chromium
+from browser_support import Tab, count_of, in_chromium
 from console_support import ATTACK, STEPS, make_live_run, record
-from PIL import Image
 from trace_support import begin, counter, end, make_run, row, span, write_trace
 
 from trireme.checkpoint.rows import ROLLOUTS
 from trireme.cli.trireme import main
 from trireme.core.errors import EXIT_BAD_INPUT, EXIT_OK
 from trireme.run.rollout_records import write_records
-
-FLAGS = [*QUIET, "--enable-logging=stderr", "--virtual-time-budget=2000"]
-"""With what scripts complain of on stderr."""
 
 
 @pytest.fixture
@@ -126,15 +119,6 @@ def test_several_attempts(run: Path) -> None:
     assert said(reported(run, "--steps", "1:2"))["timeline"]["attempt"] == 1
 
 
-def test_rollouts_are_embedded_token_by_token(tmp_path: Path) -> None:
-    answers = said(reported(make_live_run(tmp_path / "run")))
-    assert answers["rollouts"] == {"steps": [3, 2, 1, 0], "older": 0}
-    assert [group["why"] for group in answers["groups 3"]["groups"]] == ["best", "worst"]
-    assert [rollout["reward"] for rollout in answers["group 3 1"]["rollouts"]] == [1.0, 0.0]
-    observed, sampled = answers["rollout 3 1 0 0"]["pieces"]
-    assert (observed["text"], sampled["texts"]) == ("Sort: 21\n", ["1", "2"])
-
-
 def test_neither_logs_nor_sessions_are_in_a_page_that_is_sent_to_others(tmp_path: Path) -> None:
     page = reported(make_live_run(tmp_path / "run"))
     assert not [request for request in said(page) if request.split()[0] in ("logs", "log", "sessions", "session")]
@@ -148,7 +132,7 @@ def test_words_of_a_model_cannot_end_the_script(tmp_path: Path) -> None:
     page = reported(root)
     assert ATTACK in json.dumps(said(page)).replace('\\"', '"')
     assert ATTACK not in page.read_text()
-    assert page.read_text().count("</script>") == 2
+    assert page.read_text().count_of("</script>") == 2
 
 
 def test_a_long_run_is_a_small_page(tmp_path: Path) -> None:
@@ -216,56 +200,33 @@ def test_the_trace_as_one_file(run: Path, tmp_path: Path, capsys: pytest.Capture
 # ----------------------------------------------------------------------------------------------------- how it looks
 
 
-def picture(page: Path, profile: Path, tab: str, *flags: str) -> npt.NDArray[np.uint8]:
-    """Takes a picture of a tab of the page, of which no script complains."""
-    assert CHROMIUM is not None
-    file = profile.with_suffix(".png")
-    own = [f"--user-data-dir={profile}", f"--screenshot={file}", "--window-size=1200,900"]
-    ended = subprocess.run(
-        [CHROMIUM, *FLAGS, *own, *flags, f"{page.as_uri()}#/{tab}"], capture_output=True, text=True, timeout=120
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert [line for line in ended.stderr.splitlines() if ":CONSOLE" in line] == []
-    return np.asarray(Image.open(file).convert("RGB"))
-
-
-@pytest.fixture(scope="module")
-def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
-    with browser(tmp_path_factory.mktemp("browser") / "profile") as tab:
-        yield tab
-
-
-def count(css: str) -> str:
-    return f"document.querySelectorAll({json.dumps(css)}).length"
-
-
 @in_chromium
 def test_a_report_is_clicked_through(tmp_path: Path, tab: Tab) -> None:
     """All tabs show what the files say, texts of the model stay texts, and nothing is requested of any machine."""
     page = reported(make_live_run(tmp_path / "run"))
     tab.requested.clear()
     tab.open(page.as_uri())
-    tab.until(count("#parts td"))
+    tab.until(count_of("#parts td"))
     assert tab.text("#tabs").split() == ["Rooms", "Curves", "Timeline", "Rollouts"]
     assert "report of" in tab.text("#headline")
     assert f"its engine was killed {ATTACK}" in tab.text("#incidents")
     assert "1: steps 1 to 4" in tab.text("#facts")
 
     tab.click("#tab-curves")
-    tab.until(f"{count('#panels path')} >= 4")
+    tab.until(f"{count_of('#panels path')} >= 4")
     assert "5 (62.5 %)" in tab.text("#ages")
     tab.run("(e => { e.value = 'time/optim'; e.dispatchEvent(new Event('change')); })(element('metric'))")
-    tab.until(count("#one-metric path"))
+    tab.until(count_of("#one-metric path"))
 
     tab.click("#tab-timeline")
-    tab.until(count("#timeline canvas"))
+    tab.until(count_of("#timeline canvas"))
     assert f"steps 1 to {STEPS}" in tab.text("#timeline-note")
     assert not tab.run("element('steps').getClientRects().length"), "there is no other answer to choose"
 
     tab.click("#tab-rollouts")
-    tab.until(f"{count('#rollout-tokens b')} === 2")
+    tab.until(f"{count_of('#rollout-tokens b')} === 2")
     tab.click("#group-rollouts tr:nth-child(3)")
-    tab.until(f"{count('#rollout-tokens b')} > 20")
+    tab.until(f"{count_of('#rollout-tokens b')} > 20")
     assert ATTACK in tab.text("#rollout-tokens .tokens")
 
     assert tab.run("document.title") == f"run: {STEPS}/8", "no script of a model has run"

@@ -27,7 +27,6 @@ def many_pieces(draw: st.DrawFn) -> list[TokenPiece]:
 
 
 def by_token(pieces: list[dict[str, Any]]) -> list[tuple[int, float | None, int | None]]:
-    """Returns (token, log-probability, version) of all tokens."""
     found: list[tuple[int, float | None, int | None]] = []
     for piece in pieces:
         if piece["kind"] == "observed":

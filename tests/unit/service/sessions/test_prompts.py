@@ -10,7 +10,7 @@ import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from registry_agents import ask, ended, sampled, trained, trajectory_of
+from registry_agents import ask, ended, sampled, trained
 from renderer_support import QWEN3, bpe
 from service_support import served
 from session_agents import QUESTION, exported, of, opened
@@ -18,7 +18,7 @@ from session_agents import ask as ask_chat
 from session_agents import trained as trained_of
 from session_support import ScriptedSampler, registry, rendered, spoken
 
-from service.asked import RequestRefused, TurnRequest
+from service.asked import TurnRequest
 from service.sessions.prompts import match_ids, prompt_ids
 from service.sessions.tree import ROOT, SampledAnswer, SessionTree, TurnGiven
 from trireme.core.types import VersionSpan, WeightIdentity
@@ -36,7 +36,6 @@ def tree_of(*turns: tuple[int, str, list[int], list[int]]) -> SessionTree:
 
 
 def grow(tree: SessionTree, follows: int, text: str, prompt: list[int], answer: list[int]) -> int:
-    """Adds a turn, and returns its answer."""
     columns = np.asarray(answer, np.int32), np.zeros(len(answer), np.float32)
     spans = (VersionSpan(WeightIdentity(0, 3, "d"), 0, len(answer)),)
     said = SampledAnswer({"role": "assistant", "content": ""}, *columns, spans, "stop")
@@ -79,20 +78,6 @@ def test_a_text_has_the_tokens_that_were_sampled_and_reads_as_its_client_wrote_i
 
 
 class TestTexts:
-    async def test_a_text_that_grows_is_one_growing_sequence(self, tmp_path: Path) -> None:
-        sampler = ScriptedSampler()
-        service = registry(tmp_path, sampler)
-        service.open("s", floor=3)
-        text = "p"
-        for _ in range(3):
-            turn = await ask(service, TurnRequest(text=text))
-            text += turn.answers[0].message["content"] + "\x01q"
-        assert sampler.requests[1].prompt.tolist() == [*rendered("p"), *spoken("a0"), *rendered("q")]
-        assert service.book.sessions["s"].tree.counts.roots == 1
-        export = await ended(service)
-        assert trajectory_of(export).num_segments == 1
-        assert trained(export) == sampled([answer for _, answer in sampler.record])
-
     async def test_what_a_text_leaves_out_is_not_in_the_prompt_and_is_trained(self, tmp_path: Path) -> None:
         sampler = ScriptedSampler()
         service = registry(tmp_path, sampler)
@@ -103,14 +88,6 @@ class TestTexts:
         export = await ended(service)
         assert trained(export) == sampled([answer for _, answer in sampler.record])
         assert [turn.follows for turn in export.turns] == [False, False]
-
-    async def test_an_answer_that_comes_back_in_a_text_counts(self, tmp_path: Path) -> None:
-        service = registry(tmp_path)
-        service.open("s", floor=3)
-        await service.turn("s", TurnRequest(text="p"))
-        await service.turn("s", TurnRequest(text="pa0q"))
-        export = await ended(service)
-        assert [turn.delivered for turn in export.turns] == [True, False]
 
     async def test_a_retry_gets_its_answer_also_when_its_text_would_have_another_place_now(
         self, tmp_path: Path
@@ -125,22 +102,6 @@ class TestTexts:
         assert len(sampler.record) == 2
         anew = await ask(service, TurnRequest(text="pa1q"))
         assert anew.prompt.tolist() == [*rendered("p"), *spoken("a1")[:-1], *rendered("q")]
-
-    async def test_what_cannot_be_a_prompt(self, tmp_path: Path) -> None:
-        service = registry(tmp_path, max_seq_len=10)
-        service.open("s", floor=3)
-        for text, why in (("", "at least one"), ("p" * 10, "maximum context length is 10")):
-            with pytest.raises(RequestRefused, match=why):
-                await service.turn("s", TurnRequest(text=text))
-
-    async def test_a_journal_has_prompts_too(self, tmp_path: Path) -> None:
-        service = registry(tmp_path)
-        service.open("s", floor=3)
-        await ask(service, TurnRequest(text="p"))
-        sampler = ScriptedSampler(lambda request: "later")
-        service = registry(tmp_path, sampler)
-        turn = await ask(service, TurnRequest(text="pa0\x01q"))
-        assert turn.prompt.tolist() == [*rendered("p"), *spoken("a0"), *rendered("q")]
 
 
 def test_token_ids_go_on_behind_the_longest_answer_that_they_begin_with() -> None:

@@ -19,7 +19,6 @@ from session_support import (
 )
 
 from service.answering import AnsweredTurn
-from service.asked import RequestRefused
 from service.sessions.session import SessionLimits
 from service.sessions.turns import SessionClosed
 from trireme.core.errors import BadInput, RoomFailed
@@ -86,21 +85,6 @@ class TestEnds:
         assert [type(each) for each in served] == [AnsweredTurn, AnsweredTurn, SessionClosed]
         assert trained(service.export("s")) == sampled([answer for _, answer in sampler.record])
 
-    async def test_what_is_sampled_beyond_the_bound_does_not_count(self, tmp_path: Path) -> None:
-        """The weights move on while an answer is sampled, whatever they were when its turn began."""
-        sampler = ScriptedSampler()
-        service = registry(tmp_path, sampler, max_steps_off_policy=1)
-        service.open("s", floor=3)
-        await ask(service, asked(FIRST))
-        sampler.gate.clear()
-        late = asyncio.ensure_future(ask(service, asked(FIRST)))
-        await asyncio.sleep(0)
-        sampler.version = 4
-        sampler.gate.set()
-        await late
-        await service.end("s", "done")
-        assert [turn.in_bound for turn in service.export("s").turns] == [True, False]
-
     async def test_leases_are_swept_by_the_clock(self, tmp_path: Path) -> None:
         clock, sampler = Hand(), ScriptedSampler()
         service = registry(tmp_path, sampler, clock=clock)
@@ -156,20 +140,6 @@ class TestEnds:
         clock.now += LIMITS.idle_s
         assert await service.sweep() == ["s"]
 
-    async def test_requests_that_cannot_be_sampled(self, tmp_path: Path) -> None:
-        sampler = ScriptedSampler()
-        service = registry(tmp_path, sampler, max_seq_len=30)
-        service.open("s", floor=3)
-        for request, why in (
-            (asked(), "the role none"),
-            (asked(FIRST, said("assistant", "a")), "the role assistant"),
-            (asked(said("user", "long" * 10)), "a prompt of .* maximum context length is 30"),
-        ):
-            with pytest.raises(RequestRefused, match=why):
-                await service.turn("s", request)
-        await ask(service, asked(FIRST))
-        assert sampler.requests[0].params.max_tokens == 30 - len(sampler.requests[0].prompt)
-
     async def test_answers_that_cannot_be_trained_on_are_refused(self, tmp_path: Path) -> None:
         sampler = ScriptedSampler()
         service = registry(tmp_path, sampler)
@@ -205,20 +175,6 @@ class TestRewards:
 
 
 class TestRestarts:
-    async def test_a_session_continues_where_it_was(self, tmp_path: Path) -> None:
-        sampler = ScriptedSampler()
-        before = registry(tmp_path, sampler)
-        before.open("s", floor=3)
-        served = await ask(before, asked(FIRST, n=2))
-        lost = await before.turn("s", asked(FIRST, answer_of(served), said("user", "q1")))
-        after = registry(tmp_path, sampler)
-        again = await ask(after, asked(FIRST, answer_of(served), said("user", "q1"), retry=True))
-        assert again.answers[0].tokens.tolist() == lost.answers[0].tokens.tolist()
-        third = await ask(after, asked(FIRST, answer_of(served), said("user", "q1"), answer_of(again), FIRST))
-        assert third.prompt.tolist()[: len(again.prompt)] == again.prompt.tolist()
-        assert after.book.sessions["s"].tree.counts.roots == 1
-        assert trained(await ended(after)) == sampled([answer for _, answer in sampler.record])
-
     async def test_after_the_machine_was_started_again_sessions_are_closed(self, tmp_path: Path) -> None:
         before = registry(tmp_path)
         before.open("s", floor=3)

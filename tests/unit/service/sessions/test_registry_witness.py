@@ -30,8 +30,6 @@ Spoken = tuple[tuple[int, ...], tuple[float, ...]]
 
 @dataclass
 class Witness:
-    """The record of one agent."""
-
     conversations: list[list[Message]] = field(default_factory=lambda: [[]])
     """Those that it can go on with; each ends with an answer, or is empty."""
     delivered: set[Spoken] = field(default_factory=set)
@@ -48,8 +46,6 @@ def spoken_of(turn: AnsweredTurn) -> list[Spoken]:
 
 
 class Sessions(RuleBasedStateMachine):
-    """Two agents and one service."""
-
     def __init__(self) -> None:
         super().__init__()
         self.loop = asyncio.new_event_loop()

@@ -74,17 +74,6 @@ async def test_the_dialect_of_responses() -> None:
         assert trained(export) == sampled(service)
 
 
-async def test_a_stream_is_the_whole_answer_and_counts_as_delivered() -> None:
-    async with served("It is 4.") as service:
-        session = await opened(service)
-        async with of(session) as agent:
-            stream = await ask(agent, QUESTION, stream=True, stream_options={"include_usage": True})
-            chunks = [chunk async for chunk in stream]
-        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == "It is 4."
-        assert chunks[-1].usage.answers == [1]
-        assert trained(await exported(service, session)) == sampled(service)
-
-
 async def test_a_key_opens_its_own_session_alone() -> None:
     async with served("4") as service:
         one, other = await opened(service), await opened(service)

@@ -2,74 +2,25 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 import tinker
 from tinker import types
-from tinker.proto.request_conv import forward_backward_request_to_proto
-from tinker.types.forward_backward_input import ForwardBackwardInput
-from tinker.types.forward_backward_request import ForwardBackwardRequest
-from tinker_support import BASE_MODEL, DEADLINE_S, KEY, MAX_LEN, VOCABULARY, Served, UnigramTrainer, tinker_server
+from tinker_posts import begun, client_of, model_of, passing, post, result
+from tinker_support import BASE_MODEL, DEADLINE_S, MAX_LEN, VOCABULARY, Served, tinker_server
 
 TARGETS = [2, 3, 4]
 ADAM = types.AdamParams(learning_rate=0.05, beta1=0.5)
-
-
-@pytest.fixture
-def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
-    monkeypatch.setenv("TINKER_TELEMETRY", "0")
-    with tinker_server(tmp_path) as served:
-        yield served
-
-
-@contextmanager
-def client_of(served: Served) -> Iterator[tinker.ServiceClient]:
-    with tinker.ServiceClient(base_url=served.url, api_key=KEY) as client:
-        yield client
-
-
-def model_of(client: tinker.ServiceClient) -> Any:
-    return client.create_lora_training_client(base_model=BASE_MODEL, rank=8).result(DEADLINE_S)
 
 
 def datum(targets: list[int], **columns: list[float]) -> types.Datum:
     inputs: Any = {name: types.TensorData(data=values, dtype="float32") for name, values in columns.items()}
     inputs["target_tokens"] = types.TensorData(data=targets, dtype="int64")
     return types.Datum(model_input=types.ModelInput.from_ints([1] * len(targets)), loss_fn_inputs=inputs)
-
-
-def encoded(model_id: str, seq_id: int, targets: list[int]) -> bytes:
-    asked = ForwardBackwardInput(data=[datum(targets)], loss_fn="cross_entropy")
-    request = ForwardBackwardRequest(forward_backward_input=asked, model_id=model_id, seq_id=seq_id)
-    return forward_backward_request_to_proto(request).SerializeToString()
-
-
-def post(served: Served, path: str, body: Any, key: str = KEY) -> httpx.Response:
-    content = {"content": body} if isinstance(body, bytes) else {"json": body}
-    return httpx.post(f"{served.url}/api/v1/{path}", headers={"x-api-key": key}, timeout=DEADLINE_S, **content)
-
-
-def begun(served: Served, number: int = 0) -> tuple[str, str]:
-    """Begins a session with a model, without a client; returns their ids."""
-    session = post(served, "create_session", {"sdk_version": "0.38.0"}).json()["session_id"]
-    asked = {"session_id": session, "model_seq_id": number, "base_model": BASE_MODEL}
-    request = post(served, "create_model", asked).json()["request_id"]
-    assert result(served, request)["model_id"] == f"{session}:train:{number}"
-    return session, f"{session}:train:{number}"
-
-
-def result(served: Served, request_id: str) -> Any:
-    answer = post(served, "retrieve_future", {"request_id": request_id})
-    assert answer.status_code == 200
-    return answer.json()
 
 
 class TestTheClient:
@@ -115,30 +66,7 @@ class TestTheClient:
             assert logprobs[0] is None
             np.testing.assert_allclose(logprobs[1:], table[[2, 3]], rtol=1e-6)
 
-    def test_two_samplers_take_turns_and_a_snapshot_stays_as_it_was(self, served: Served) -> None:
-        """The sampler of the base, an old snapshot and a new one, all asked at once."""
-        with client_of(served) as client:
-            model = model_of(client)
-            theta = [served.trainer.theta.copy()]
-            samplers = [client.create_sampling_client(base_model=BASE_MODEL).result(DEADLINE_S)]
-            for name in ("one", "two"):
-                model.forward_backward([datum([5, 5])], "cross_entropy")
-                model.optim_step(ADAM).result(DEADLINE_S)
-                path = model.save_weights_for_sampler(name).result(DEADLINE_S).path
-                samplers.append(client.create_sampling_client(model_path=path).result(DEADLINE_S))
-                theta.append(served.trainer.theta.copy())
-            served.sampler.seconds = 0.01
-            prompt = types.ModelInput.from_ints([1, 2, 3])
-            asked = [(n, samplers[n].compute_logprobs(prompt)) for _ in range(4) for n in range(3)]
-            for number, future in asked:
-                expected = UnigramTrainer(theta[number]).logprobs()[[2, 3]]
-                found: Any = future.result(DEADLINE_S)
-                np.testing.assert_allclose(found[1:], expected, rtol=1e-6)
-
-    def test_samplers_in_flight_follow_the_model_and_old_snapshots_are_let_go(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    def test_samplers_in_flight_follow_the_model_and_old_snapshots_are_let_go(self, tmp_path: Path) -> None:
         prompt = types.ModelInput.from_ints([1, 2, 3])
         with tinker_server(tmp_path, snapshots=1) as served, client_of(served) as client:
             model = model_of(client)
@@ -215,66 +143,36 @@ class TestTheClient:
         with client_of(served) as client, pytest.raises(tinker.RequestFailedError, match="expected tests/unigram"):
             client.create_lora_training_client(base_model="other/model", rank=8).result(DEADLINE_S)
 
-    def test_what_is_saved_is_listed_deleted_and_survives_the_server(self, served: Served, tmp_path: Path) -> None:
-        with client_of(served) as client:
-            made = client.create_lora_training_client(BASE_MODEL, rank=8, user_metadata={"renderer_name": "qwen3"})
-            model = made.result(DEADLINE_S)
-            state = model.save_state("s", ttl_seconds=3600).result(DEADLINE_S).path
-            weights = model.save_weights_for_sampler("w").result(DEADLINE_S).path
-            rest = client.create_rest_client()
-            run: Any = rest.get_training_run_by_tinker_path(state).result(DEADLINE_S)
-            assert (run.base_model, run.user_metadata) == (BASE_MODEL, {"renderer_name": "qwen3"})
-            assert run.last_sampler_checkpoint.tinker_path == weights
-            listed = rest.list_checkpoints(run.training_run_id).result(DEADLINE_S).checkpoints
-            assert [(each.checkpoint_id, each.checkpoint_type) for each in listed] == [
-                ("weights/s", "training"),
-                ("sampler_weights/w", "sampler"),
-            ]
-            assert listed[0].expires_at
-            assert listed[0].size_bytes == 2 * VOCABULARY * 8
-            assert rest.get_weights_info_by_tinker_path(state).result(DEADLINE_S).base_model == BASE_MODEL
-            rest.delete_checkpoint_from_tinker_path(weights).result(DEADLINE_S)
-            left = rest.list_user_checkpoints().result(DEADLINE_S).checkpoints
-            assert [each.tinker_path for each in left] == [state]
-        expected = served.trainer.theta.copy()
-        shutil.copytree(tmp_path / "runs", tmp_path / "later" / "runs")
-        with (
-            tinker_server(tmp_path / "later", UnigramTrainer(np.zeros(VOCABULARY))) as later,
-            client_of(later) as client,
-        ):
-            client.create_training_client_from_state_with_optimizer(state).result(DEADLINE_S)
-            np.testing.assert_array_equal(later.trainer.theta, expected)
-
 
 class TestTheProtocol:
     def test_a_second_client_waits_and_is_told_so(self, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("service.tinker.serving.HOLD_S", 0.1)
-        session, model = begun(served)
-        second = post(served, "create_session", {"sdk_version": "0.38.0"}).json()["session_id"]
+        session, model = begun(served.url)
+        second = post(served.url, "create_session", {"sdk_version": "0.38.0"}).json()["session_id"]
         asked = {"session_id": second, "model_seq_id": 0, "base_model": BASE_MODEL}
-        request = post(served, "create_model", asked).json()["request_id"]
-        answer = post(served, "retrieve_future", {"request_id": request})
+        request = post(served.url, "create_model", asked).json()["request_id"]
+        answer = post(served.url, "retrieve_future", {"request_id": request})
         assert answer.status_code == 408
         assert answer.json()["queue_state"] == "paused_capacity"
         assert model in answer.json()["queue_state_reason"]
-        assert post(served, f"sessions/{session}/finish", {"reason": {"type": "success"}}).status_code == 204
-        assert result(served, request)["model_id"] == f"{second}:train:0"
-        late = post(served, "save_weights", {"model_id": model, "seq_id": 1, "path": "s"}).json()["request_id"]
-        assert "its session has ended" in result(served, late)["error"]
-        assert post(served, "session_heartbeat", {"session_id": session}).status_code == 410
+        assert post(served.url, f"sessions/{session}/finish", {"reason": {"type": "success"}}).status_code == 204
+        assert result(served.url, request)["model_id"] == f"{second}:train:0"
+        late = post(served.url, "save_weights", {"model_id": model, "seq_id": 1, "path": "s"}).json()["request_id"]
+        assert "its session has ended" in result(served.url, late)["error"]
+        assert post(served.url, "session_heartbeat", {"session_id": session}).status_code == 410
 
     def test_a_question_is_held_until_the_answer_is_there(self, served: Served) -> None:
-        _, model = begun(served)
+        _, model = begun(served.url)
         served.trainer.hold = threading.Event()
         datum_free = {"model_id": model, "seq_id": 1, "adam_params": {}}
-        request = post(served, "optim_step", datum_free).json()["request_id"]
-        assert "without a gradient" in result(served, request)["error"], "nothing is held that fails"
-        passed = post(served, "forward_backward", encoded(model, 2, TARGETS)).json()["request_id"]
-        step = post(served, "optim_step", {"model_id": model, "seq_id": 3, "adam_params": {}}).json()["request_id"]
+        request = post(served.url, "optim_step", datum_free).json()["request_id"]
+        assert "without a gradient" in result(served.url, request)["error"], "nothing is held that fails"
+        passed = post(served.url, "forward_backward", passing(model, 2)).json()["request_id"]
+        step = post(served.url, "optim_step", {"model_id": model, "seq_id": 3, "adam_params": {}}).json()["request_id"]
         threading.Timer(0.2, served.trainer.hold.set).start()
-        assert result(served, step)["metrics"]["grad_norm"] > 0
-        size = post(served, "retrieve_future", {"request_id": passed, "allow_metadata_only": True}).json()
-        whole = post(served, "retrieve_future", {"request_id": passed})
+        assert result(served.url, step)["metrics"]["grad_norm"] > 0
+        size = post(served.url, "retrieve_future", {"request_id": passed, "allow_metadata_only": True}).json()
+        whole = post(served.url, "retrieve_future", {"request_id": passed})
         assert whole.headers["content-type"] == "application/x-protobuf"
         assert size == {"status": "complete_metadata", "response_payload_size": len(whole.content)}
 
@@ -294,16 +192,16 @@ class TestTheProtocol:
     def test_refusals_are_never_such_that_the_client_tries_for_ever(
         self, served: Served, path: str, body: Any, status: int
     ) -> None:
-        answer = post(served, path, body)
+        answer = post(served.url, path, body)
         assert answer.status_code == status
         assert answer.json()["error"]["message"]
 
     def test_an_untested_client_is_warned(self, served: Served) -> None:
         for untested in ("0.99.0", "0.24.1", "1.30.0", "0.3", ""):
-            told = post(served, "create_session", {"sdk_version": untested}).json()
+            told = post(served.url, "create_session", {"sdk_version": untested}).json()
             assert "0.25 to 0.38" in told["warning_message"], untested
         for tested in ("0.25.0", "0.31.0", tinker.__version__):
-            assert "warning_message" not in post(served, "create_session", {"sdk_version": tested}).json()
+            assert "warning_message" not in post(served.url, "create_session", {"sdk_version": tested}).json()
 
     @pytest.mark.parametrize(
         ("changed", "named"),
@@ -321,9 +219,9 @@ class TestTheProtocol:
         ],
     )
     def test_samples_that_cannot_be_made_are_refused(self, served: Served, changed: Any, named: str) -> None:
-        session = post(served, "create_session", {"sdk_version": "0.38.0"}).json()["session_id"]
+        session = post(served.url, "create_session", {"sdk_version": "0.38.0"}).json()["session_id"]
         made = post(
-            served,
+            served.url,
             "create_sampling_session",
             {"session_id": session, "sampling_session_seq_id": 0, "base_model": BASE_MODEL},
         )
@@ -333,8 +231,8 @@ class TestTheProtocol:
             "sampling_session_id": made.json()["sampling_session_id"],
             "seq_id": 0,
         }
-        refused = post(served, "asample", body | changed)
+        refused = post(served.url, "asample", body | changed)
         assert refused.status_code == 400
         assert named in refused.text
-        accepted = post(served, "asample", body)
+        accepted = post(served.url, "asample", body)
         assert accepted.json()["sample_sequence_ids"] == [f"{body['sampling_session_id']}/0/0"]

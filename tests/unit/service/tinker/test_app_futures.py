@@ -29,7 +29,6 @@ DATUM = types.Datum(
 
 @pytest.fixture
 def served(tmp_path: Path, clock: ManualClock, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
-    monkeypatch.setenv("TINKER_TELEMETRY", "0")
     monkeypatch.setattr("service.tinker.serving.HOLD_S", 0.05)
     monkeypatch.setattr("service.tinker.serving.LOOK_S", 0.02)
     with tinker_server(tmp_path, now=clock) as served:

@@ -28,8 +28,6 @@ KEYS = (ALICE, ALICES_OTHER, BOB, ADMIN)
 
 @dataclass
 class Things:
-    """A server, and what Alice has there."""
-
     served: Served
     session: str = ""
     model: str = ""

@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
-from tinker_posts import passing
-from tinker_support import BASE_MODEL, DEADLINE_S, KEY, Served, tinker_server
+from tinker_support import BASE_MODEL, DEADLINE_S, KEY, Served
 
 SEARCH = "sessions/search"
-
-
-@pytest.fixture
-def served(tmp_path: Path) -> Iterator[Served]:
-    with tinker_server(tmp_path) as served:
-        yield served
 
 
 def ask(served: Served, method: str, path: str, body: Any = None, **headers: str) -> httpx.Response:
@@ -41,23 +31,6 @@ def session_of(served: Served, **said: Any) -> str:
 def model_of(served: Served, session: str) -> str:
     asked = {"session_id": session, "model_seq_id": 0, "base_model": BASE_MODEL}
     return str(done(served, "create_model", asked)["model_id"])
-
-
-def test_a_repeated_number_neither_adds_a_gradient_nor_applies_one(served: Served) -> None:
-    model = model_of(served, session_of(served))
-    first = done(served, "forward_backward", passing(model, 1))
-    gradient = served.trainer.gradient.copy()
-    assert np.any(gradient)
-    assert done(served, "forward_backward", passing(model, 1)) == first
-    np.testing.assert_array_equal(served.trainer.gradient, gradient)
-    step = {"model_id": model, "seq_id": 2, "adam_params": {"learning_rate": 0.1}}
-    stepped = done(served, "optim_step", step)
-    theta = served.trainer.theta.copy()
-    assert done(served, "optim_step", step) == stepped
-    assert done(served, "forward_backward", passing(model, 1)) == first, "also of a number before the last"
-    np.testing.assert_array_equal(served.trainer.theta, theta)
-    assert not np.any(served.trainer.gradient)
-    assert served.trainer.calls == ["cross_entropy", "optim_step"]
 
 
 class TestSessions:

@@ -144,7 +144,6 @@ class Kept:
         write(self.store, changes)
 
     def loaded(self, now: float) -> ProtocolState:
-        """Returns what a server has that starts now."""
         state = ProtocolState()
         state.load(self.store.rows(), now)
         return state

@@ -29,14 +29,11 @@ class FailingTrainer(UnigramTrainer):
 
 
 class FailingSampler(UnigramSampler):
-    """Is lost in each sample."""
-
     def _sample(self, *_: Any) -> SampleResponse:
         raise RoomFailed("replica 0 died")
 
 
 def lost(served: Served) -> None:
-    """Waits until the server has lost its rooms."""
     wait_for(served.working.done, "the loss of a room")
     with pytest.raises(RoomFailed):
         served.working.result()
@@ -118,8 +115,6 @@ def test_a_sample_is_asked_again_once(tmp_path: Path) -> None:
 
 
 class RefusingSampler(UnigramSampler):
-    """Refuses each sample, as replicas do for vLLM."""
-
     def _sample(self, *_: Any) -> SampleResponse:
         raise BadRequest("vLLM does not sample this request: a token id beyond the vocabulary")
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import tinker
 from tinker import types
+from tinker_posts import client_of, model_of
 from tinker_support import BASE_MODEL, DEADLINE_S, KEY, Served, UnigramTrainer, tinker_server
 
 from service.asked import RequestRefused
@@ -34,20 +35,9 @@ def serving(root: Path, lora: LoraConfig | None = LORA, places: int = 4, slots: 
 
 
 @pytest.fixture
-def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
-    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+def served(tmp_path: Path) -> Iterator[Served]:
     with serving(tmp_path) as served:
         yield served
-
-
-@contextmanager
-def client_of(served: Served) -> Iterator[tinker.ServiceClient]:
-    with tinker.ServiceClient(base_url=served.url, api_key=KEY) as client:
-        yield client
-
-
-def model_of(client: tinker.ServiceClient, rank: int = 8, **options: Any) -> Any:
-    return client.create_lora_training_client(base_model=BASE_MODEL, rank=rank, **options).result(DEADLINE_S)
 
 
 def datum(*targets: int) -> types.Datum:
@@ -70,20 +60,13 @@ def base_table() -> np.ndarray:
     return UnigramTrainer().logprobs()
 
 
-def sampled(sampler: Any) -> np.ndarray:
-    """The log-probabilities of two tokens under a sampler's weights."""
-    return np.asarray(sampler.compute_logprobs(PROMPT).result(DEADLINE_S)[1:])
-
-
 def trained(model: Any) -> np.ndarray:
-    """The same under the trainer's."""
     return np.asarray(
         model.forward([datum(2, 3)], "cross_entropy").result(DEADLINE_S).loss_fn_outputs[0]["logprobs"].data
     )
 
 
-def test_two_clients_at_once_learn_what_each_alone_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+def test_two_clients_at_once_learn_what_each_alone_learns(tmp_path: Path) -> None:
     alone = []
     for number, token in enumerate((4, 7)):
         with serving(tmp_path / str(number)) as served, client_of(served) as client:
@@ -122,18 +105,6 @@ def test_snapshots_of_two_adapters_and_the_base_are_sampled_side_by_side(served:
         assert not np.allclose(expected[1], expected[2], atol=1e-4)
 
 
-def test_samplers_in_flight_follow_each_its_own_model(served: Served) -> None:
-    with client_of(served) as one, client_of(served) as other:
-        models = [model_of(one), model_of(other)]
-        samplers = [m.save_weights_and_get_sampling_client(kind="inflight").result(DEADLINE_S) for m in models]
-        for token, (model, sampler) in enumerate(zip(models, samplers, strict=True)):
-            np.testing.assert_allclose(sampled(sampler), base_table()[[2, 3]], rtol=1e-6)
-            learn(model, 5 + token)
-            model.save_weights_and_get_sampling_client(kind="inflight").result(DEADLINE_S)
-        for model, sampler in zip(models, samplers, strict=True):
-            np.testing.assert_allclose(sampled(sampler), trained(model), rtol=1e-6)
-
-
 def test_a_state_is_resumed_beside_its_own_model_with_what_it_is(served: Served) -> None:
     with client_of(served) as client:
         model = model_of(client, rank=4, seed=9, train_mlp=False)
@@ -158,11 +129,8 @@ def test_a_state_is_resumed_beside_its_own_model_with_what_it_is(served: Served)
             client.create_training_client_from_state(state).result(DEADLINE_S)
 
 
-def test_a_model_begins_with_weights_that_were_saved_for_samplers_or_for_download(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_begins_with_weights_that_were_saved_for_samplers_or_for_download(tmp_path: Path) -> None:
     """They are those of its adapter, without the optimiser's state, also on a server with more rank."""
-    monkeypatch.setenv("TINKER_TELEMETRY", "0")
     with serving(tmp_path) as served, client_of(served) as client:
         model = model_of(client, rank=4, seed=9, train_mlp=False)
         learn(model, 4)
@@ -206,10 +174,7 @@ def test_a_failed_part_drops_the_gradients_of_its_own_model_alone(served: Served
             whole.optim_step(types.AdamParams(eps=0.0)).result(DEADLINE_S)
 
 
-def test_an_adapter_is_dropped_with_its_session_and_its_place_is_given_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+def test_an_adapter_is_dropped_with_its_session_and_its_place_is_given_on(tmp_path: Path) -> None:
     with serving(tmp_path, places=2) as served, client_of(served) as third, client_of(served) as one:
         with client_of(served) as other:
             models = [model_of(each) for each in (one, other)]
@@ -261,9 +226,8 @@ def test_an_adapter_has_the_layers_that_both_sides_want(wish: LoraBody | None, f
     ],
 )
 def test_a_state_of_another_kind_of_server_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: LoraConfig | None, after: LoraConfig | None, said: str
+    tmp_path: Path, before: LoraConfig | None, after: LoraConfig | None, said: str
 ) -> None:
-    monkeypatch.setenv("TINKER_TELEMETRY", "0")
     with serving(tmp_path, before) as served, client_of(served) as client:
         state = model_of(client).save_state("s").result(DEADLINE_S).path
     with serving(tmp_path, after) as served, client_of(served) as client:

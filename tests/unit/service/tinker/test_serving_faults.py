@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,6 @@ from trireme.checkpoint.files import FileRecord, write_bytes
 from trireme.core.errors import DiskFull
 from trireme.core.types import SampleResponse
 from trireme.launch.tinker import BASE, RUNS, clear
-
-
-@pytest.fixture
-def served(tmp_path: Path) -> Iterator[Served]:
-    with tinker_server(tmp_path) as served:
-        yield served
 
 
 def test_requests_behind_one_that_was_refused_are_served(served: Served) -> None:

@@ -1,4 +1,4 @@
-"""A Tinker server is killed at each of its fault points, and at random times: its client sees a delay only.
+"""A Tinker server is killed at each of its fault points: its client sees a delay only.
 
 The client posts each request until it is accepted, and asks for each result until it is there, as the real one does.
 Its model, and all that it was told, are those of a server that was never killed.
@@ -6,12 +6,11 @@ Its model, and all that it was told, are those of a server that was never killed
 
 from __future__ import annotations
 
-import random
 import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,7 @@ import pytest
 import tinker
 from tinker import types
 from tinker_posts import passing, post, sampling
-from tinker_process import ServerProcess, ServerStarter, patiently, server_starter
+from tinker_process import ServerStarter, patiently, server_starter
 from tinker_support import BASE_MODEL, DEADLINE_S, KEY
 
 ROOT = Path(__file__).parents[4]
@@ -125,7 +124,6 @@ def played(
     starter: ServerStarter,
     directory: Path,
     environ: dict[str, str],
-    kill: Callable[[ServerProcess], bool] | None = None,
     first: dict[str, str] | None = None,
 ) -> list[Any]:
     """Plays against a server that is started again whenever it ends. The first one has `first` beside
@@ -140,8 +138,6 @@ def played(
         until = time.monotonic() + 3 * DEADLINE_S
         while playing.is_alive():
             assert time.monotonic() < until, "the client waits for something that does not come"
-            if kill and kill(server):
-                server.kill()
             if not server.lives:
                 server = starter.start(directory, port, settings)
             playing.join(0.01)
@@ -187,22 +183,6 @@ def test_a_room_is_lost(faults: str, starter: ServerStarter, tmp_path: Path, exp
     assert len(list(directory.glob("started-*"))) == 1
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_killed_at_random_times(seed: int, starter: ServerStarter, tmp_path: Path, expected: list[Any]) -> None:
-    chance, killed = random.Random(seed), [time.monotonic()]
-    next_s = [chance.uniform(0.1, 0.5)]
-
-    def kill(_: ServerProcess) -> bool:
-        if len(killed) > 6 or time.monotonic() - killed[-1] < next_s[0]:
-            return False
-        killed.append(time.monotonic())
-        next_s[0] = chance.uniform(0.1, 0.5)
-        return True
-
-    assert played(starter, tmp_path, {}, kill) == expected
-    assert len(killed) > 1
-
-
 OUTAGE_S, PATIENCE_S = 90.0, 240.0
 STEP = types.AdamParams(learning_rate=0.1)
 PROMPT, PARAMS = types.ModelInput.from_ints([1, 2]), types.SamplingParams(max_tokens=4)
@@ -214,12 +194,9 @@ def datum(target: int) -> types.Datum:
 
 
 @pytest.mark.long
-def test_the_real_client_outlives_a_server_that_is_away_for_a_while(
-    starter: ServerStarter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_real_client_outlives_a_server_that_is_away_for_a_while(starter: ServerStarter, tmp_path: Path) -> None:
     """What it was promised before comes, and what it asks for meanwhile. Only a sampler that is opened by its path is
     given up, after about a minute."""
-    monkeypatch.setenv("TINKER_TELEMETRY", "0")
     port = free_port()
     server = starter.start(tmp_path, port)
 

@@ -14,8 +14,6 @@ BASE = "0"
 
 
 class ModelReplicas(TurningReplicas):
-    """They hold one model."""
-
     def __init__(self) -> None:
         super().__init__(SampleTurns[Sample](base=BASE))
         self.held: str | None = None
@@ -69,8 +67,6 @@ def test_renewed_weights_are_taken_while_samples_run() -> None:
 
 
 class AdapterReplicas(TurningReplicas):
-    """They hold the base, and adapters in slots."""
-
     def __init__(self, capacity: int) -> None:
         super().__init__(SampleTurns[Sample](capacity, BASE))
         self.capacity = capacity
