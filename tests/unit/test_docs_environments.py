@@ -134,12 +134,3 @@ def test_the_command_is_a_valid_one() -> None:
     flags = shlex.split(command.removeprefix("uv run rl "))
     env = load([str(ROOT / flag) if flag.endswith(".toml") else flag for flag in flags], {}).config.env[0]
     assert (env.id, env.args, env.label) == ("letters:Letters", {"longest": 5}, "letters")
-
-
-def test_the_options_are_real_ones() -> None:
-    config = load([*quickstart(), "--renderer.strip-thinking-from-history", "false"], {}).config
-    assert not config.renderer.strip_thinking_from_history
-
-
-def quickstart() -> list[str]:
-    return ["@", str(ROOT / "configs" / "quickstart.toml")]

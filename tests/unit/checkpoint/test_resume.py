@@ -135,23 +135,19 @@ class TestFork:
         assert not (target.commit(20) / MANIFEST).samefile(store.commit(20) / MANIFEST)
         assert not (target.commit(20) / KEEP).exists()
 
-    def test_where_there_are_no_links_files_are_copied(
-        self, store: CheckpointStore, target: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize("of_another_user", [False, True])
+    def test_where_there_are_no_links_or_another_user_has_them_files_are_copied(
+        self, store: CheckpointStore, target: CheckpointStore, monkeypatch: pytest.MonkeyPatch, of_another_user: bool
     ) -> None:
+        """Another user could change them through the hard link, whenever the fork has verified them."""
+
         def other_device(*_: object, **__: object) -> None:
             raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
 
-        monkeypatch.setattr(os, "link", other_device)
-        _, note = self.forked(store, target)
-        self.check(store, target)
-        assert "a copy of" in note
-        assert not (target.commit(20) / PARTS[0]).samefile(store.commit(20) / PARTS[0])
-
-    def test_files_of_another_user_are_copied(
-        self, store: CheckpointStore, target: CheckpointStore, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """That user could change them through the hard link, whenever the fork has verified them."""
-        monkeypatch.setattr(os, "geteuid", lambda: 1 + (store.commit(20) / PARTS[0]).stat().st_uid)
+        if of_another_user:
+            monkeypatch.setattr(os, "geteuid", lambda: 1 + (store.commit(20) / PARTS[0]).stat().st_uid)
+        else:
+            monkeypatch.setattr(os, "link", other_device)
         _, note = self.forked(store, target)
         self.check(store, target)
         assert "a copy of" in note

@@ -65,7 +65,6 @@ def a_run(store: CheckpointStore) -> None:
 
 
 def newest_of(store: CheckpointStore) -> Path | None:
-    """Where the newest commit that verifies lies."""
     found, _ = store.newest()
     return found and found.path
 
@@ -192,13 +191,6 @@ class TestNewest:
         assert (found.path, found.manifest.step) == (store.commit(20), 20)
         assert list(passed_over) == [newest]
         assert file in passed_over[newest]
-
-    def test_an_orphan_half_is_passed_over(self, store: CheckpointStore) -> None:
-        commit(store, 20)
-        (store.commit(40) / "trainer").mkdir(parents=True)
-        (store.commit(40) / PARTS[0]).write_text("x")
-        assert newest_of(store) == store.commit(20)
-        assert "never completed" in store.newest()[1][store.commit(40)]
 
     def test_another_format_is_passed_over(self, store: CheckpointStore) -> None:
         commit(store, 20)
@@ -476,43 +468,3 @@ class TestCrashes:
             if not crashed:
                 break
         assert change > 30
-
-    def test_in_a_commit(self, store: CheckpointStore) -> None:
-        """It is there whole or not at all; the one before stays; afterwards it can be made again."""
-        commit(store, 2)
-        write_rows(store, 0, 4)
-        for change in itertools.count(1):
-            copy = CheckpointStore(store.root.parent / "copy")
-            shutil.copytree(store.root, copy.root)
-            crashed = crashes(change, lambda: commit(copy, 4))  # noqa: B023
-            found, passed_over = copy.newest()
-            assert found is not None
-            assert not passed_over
-            copy.checkout(found.manifest.step)
-            if found.manifest.step == 2:
-                assert_checked_out(copy, 2)
-                commit(copy, 4, attempt=2)
-            assert steps(copy) == [2, 4]
-            assert commit_rows(copy) == names(copy)
-            shutil.rmtree(copy.root)
-            if not crashed:
-                break
-        assert change > 15
-
-    def test_while_pruning(self, store: CheckpointStore) -> None:
-        a_run(store)
-        for change in itertools.count(1):
-            copy = CheckpointStore(store.root.parent / "copy")
-            shutil.copytree(store.root, copy.root)
-            crashed = crashes(change, lambda: copy.prune(2, None))  # noqa: B023
-            assert {6, 8} <= set(steps(copy)) <= {2, 4, 6, 8}
-            assert copy.newest()[1] == {}
-            copy.checkout(8)
-            copy.prune(2, None)
-            assert steps(copy) == [6, 8]
-            assert copy.partial() == []
-            assert all(Manifest.verified(each) for each in copy.commits())
-            shutil.rmtree(copy.root)
-            if not crashed:
-                break
-        assert change > 10

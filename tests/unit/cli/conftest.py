@@ -26,7 +26,6 @@ def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def no_cluster() -> Iterator[None]:
-    """Checks that the test started no Ray."""
     yield
     ray = sys.modules.get("ray")
     assert ray is None or not ray.is_initialized()

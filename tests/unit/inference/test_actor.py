@@ -85,8 +85,6 @@ def test_errors_carry_the_end_of_the_log_where_the_driver_does_not_see_it(
 
 
 class Stalling(ReplicaActor):
-    """Its engine uses a share of a core."""
-
     share = 0.0
     kills = 0
 
@@ -297,8 +295,6 @@ class EngineOfRequests:
 
 
 class SamplingReplica(ReplicaActor):
-    """With that engine, which is spared vLLM's types."""
-
     engine: Any
 
     def __init__(self, deterministic: bool, **settings: Any) -> None:
@@ -562,15 +558,6 @@ async def test_a_dead_engine_ends_requests_with_what_they_have() -> None:
     answers, failure = await sampling
     assert "its engine process died" in str(failure)
     assert [answer.tokens.tolist() for answer in answers] == [[7], [7]]
-
-
-async def test_answers_that_finish_together_go_together() -> None:
-    made = SamplingReplica(deterministic=False)
-    made.engine.going.clear()
-    answering = asyncio.create_task(made.exchange("caller", pack_requests(requests_of("a", "b", "c"))))
-    await asyncio.sleep(0.01)
-    made.engine.going.set()
-    assert [name for name, _ in Reply.unpack(await answering).outcomes] == ["a", "b", "c"]
 
 
 async def test_nobody_lets_an_engine_go_on_that_takes_weights() -> None:

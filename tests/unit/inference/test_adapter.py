@@ -16,8 +16,6 @@ LAYER = "base_model.model.model.layers.0.self_attn.q_proj"
 
 
 class Manager:
-    """Keeps what it is given."""
-
     lora_config = SimpleNamespace(lora_dtype=torch.float32)
 
     def __init__(self) -> None:

@@ -27,7 +27,6 @@ ANSWER_S = 100.0
 
 
 def request(name: str, seconds: float = 1.0, prompt: Sequence[int] = (1, 2), **others: Any) -> SampleRequest:
-    """A request whose answer takes so many seconds."""
     return SampleRequest(name, np.asarray(prompt), SamplingParams(), str(seconds), **others)
 
 

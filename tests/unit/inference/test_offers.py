@@ -191,19 +191,6 @@ async def test_those_that_have_still_to_take_the_version_before_are_not_asked_an
     await update
 
 
-async def test_one_that_is_behind_or_joins_is_asked_once_it_serves() -> None:
-    router = fleet(Replica(0))
-    await publish(router, 0)
-    joiner = Replica(1, update_s=10.0)
-    join = asyncio.create_task(router.join(1, joiner))
-    await asyncio.sleep(1.0)
-    before = await publish(router, 1)
-    await join
-    after = await publish(router, 2)
-    assert (before.members, after.members) == ((0,), (0, 1))
-    assert joiner.offered == [2]
-
-
 async def test_one_that_fetches_what_was_not_sent_to_it_is_waited_for_once() -> None:
     """Else it would be busy with fetching at each offer."""
     late = Replica(1, ready_s=40.0)

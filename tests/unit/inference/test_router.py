@@ -139,7 +139,6 @@ async def test_equal_route_keys_stay_on_one_replica() -> None:
 
 
 async def wave(router: Router, keys: Sequence[str]) -> None:
-    """One turn's requests, in order, and their answers."""
     await asyncio.gather(*[router.sample(request(f"{key}{i}", key)) for i, key in enumerate(keys)])
 
 
@@ -210,7 +209,6 @@ async def test_the_error_of_one_request_is_its_own() -> None:
 
 
 async def lose(router: Router, index: int, fake: FakeReplica, how: str) -> None:
-    """Has a replica fail while it has requests."""
     await asyncio.sleep(TOUCHED_S)
     if how == "left":
         router.leave(index, "its process died")
@@ -414,33 +412,6 @@ async def test_a_replica_that_can_not_name_its_weights_stops_everything() -> Non
 # ---- what a lost replica had, and who comes in its place
 
 
-@pytest.fixture
-def told_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference.router.PROGRESS_S", 0.0)
-
-
-def made(text: str, identity: WeightIdentity = WEIGHTS.identity) -> Progress:
-    tokens = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
-    return Progress(0, tokens, np.zeros(len(tokens), np.float32), (VersionSpan(identity, 0, len(tokens)),))
-
-
-@pytest.mark.usefixtures("told_often")
-async def test_nothing_is_kept_of_what_a_replica_said_that_names_strange_weights() -> None:
-    router, (liar, honest) = await updated_fleet(2)
-    honest.spans = (VersionSpan(WEIGHTS.identity, 0, 3),)
-    liar.made = {"abc": made("x")}
-    tasks = [asyncio.create_task(router.sample(request(name))) for name in ("abc", "b")]
-    await turns(20)
-    liar.made = {"abc": made("xy", UNKNOWN.identity)}
-    await turns(20)
-    honest.go.set()
-    assert [text(await task) for task in tasks] == ["abc", "b"]
-    assert await router.next_failure() == (
-        0,
-        "replica 0 sampled tokens from weights 1:2:other (attempt:version:digest); it was given 1:3:d",
-    )
-
-
 async def test_one_that_hangs_is_left_when_its_death_is_told_and_that_is_not_reported_again() -> None:
     router, (_, other) = fleet(2)
     tasks = [asyncio.create_task(router.sample(request(f"r{i}"))) for i in range(2)]
@@ -533,26 +504,6 @@ async def test_the_drift_of_the_first_update_bounds_all_later_ones_also_of_joine
     assert [fake.bounds for fake in (first, second, joiner)] == [[ROUNDED, later, later]] * 2 + [[later]]
 
 
-async def test_a_joiner_that_updates_leave_behind_again_and_again_is_waited_for_in_the_end() -> None:
-    first, joiner = Updated("replica 0", 3, 4, 5), Updated("replica 1")
-    router = Router({0: first})
-    await router.update_weights(version(3))
-    join = asyncio.create_task(router.join(1, joiner))
-    await turns()
-    await router.update_weights(version(4))
-    joiner.may_take.add(3)
-    while joiner.begun != [3, 4]:
-        await turns()
-    update = asyncio.create_task(router.update_weights(version(5)))
-    joiner.may_take.add(4)
-    await turns(40)
-    assert (joiner.begun, update.done()) == ([3, 4, 5], False)
-    joiner.may_take.add(5)
-    assert [report.replica for report in await update] == [0, 1]
-    await join
-    assert router.acknowledged() == {0: 5, 1: 5}
-
-
 async def usual_updates(router: Router, number: int) -> None:
     for each in range(number):
         await router.update_weights(version(each))
@@ -624,18 +575,6 @@ class Fetching(Updated):
         return taken
 
 
-async def test_a_joiner_whose_version_is_gone_by_the_time_takes_the_newest_and_is_not_dismissed() -> None:
-    first, joiner = Updated("replica 0", 3, 4), Fetching("replica 1", gone=(3,))
-    router = Router({0: first})
-    await router.update_weights(version(3))
-    join = asyncio.create_task(router.join(1, joiner))
-    await turns()
-    await router.update_weights(version(4))
-    joiner.may_take |= {3, 4}
-    await join
-    assert (joiner.begun, router.acknowledged()) == ([3, 4], {0: 4, 1: 4})
-
-
 async def test_a_joiner_for_which_there_are_no_newer_weights_yet_gets_no_requests_and_the_next_update_waits_for_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -700,25 +639,6 @@ async def test_a_joiner_that_fails_is_the_affair_of_who_asked_it_to_join() -> No
     failure.cancel()
 
 
-async def test_requests_updates_and_questions_wait_for_a_joiner_when_nobody_is_left() -> None:
-    router, (only,) = fleet(1, patience_s=20.0)
-    only.update.set_exception(RoomFailed("replica 0 died"))
-    update = asyncio.create_task(router.update_weights(WEIGHTS))
-    await turns()
-    sampling, load = asyncio.create_task(router.sample(request("r"))), asyncio.create_task(router.stats())
-    assert await router.next_failure() == (0, "replica 0 died")
-    await turns()
-    assert not any(task.done() for task in (update, sampling, load))
-    successor = FakeReplica("replica 0")
-    successor.update.set_result(report(0))
-    successor.go.set()
-    await router.join(0, successor)
-    assert await update == [report(0)]
-    assert successor.updates == 1
-    assert text(await sampling) == "r"
-    assert (await load).keys() == router.acknowledged().keys() == {0}
-
-
 async def test_weights_that_every_replica_refuses_are_refused() -> None:
     """However many more may join. One that refuses alone is replaced."""
     router, (first, second) = fleet(2, patience_s=20.0)
@@ -748,17 +668,3 @@ async def test_a_drained_replica_finishes_what_it_has_and_gets_nothing_new() -> 
     await drain
     assert (await router.stats()).keys() == {1}
     await router.drain(0, 20.0)
-
-
-async def test_what_a_drained_replica_does_not_finish_in_time_is_handed_over() -> None:
-    router, (first, second) = fleet(2)
-    second.go.set()
-    task = asyncio.create_task(router.sample(request("a0", "a")))
-    await turns()
-    drain = asyncio.create_task(router.drain(0, 0.01))
-    await asyncio.wait({drain}, timeout=0.1)
-    assert first.aborted == ["a0"]
-    first.go.set()  # now it gives up
-    await drain
-    assert text(await task) == "a0"
-    assert second.groups == [["a0"]]

@@ -64,8 +64,6 @@ class Engine:
 
 
 class OnDemand:
-    """Counts how often all is fetched."""
-
     fetched = 0
 
     async def open(self, source: Any) -> list[Any]:
@@ -74,8 +72,6 @@ class OnDemand:
 
 
 class Replica:
-    """The parts together."""
-
     def __init__(self) -> None:
         self.engine, self.on_demand = Engine(), OnDemand()
         self.broadcasts = Broadcasts(self.on_demand, self.engine.start)

@@ -21,8 +21,6 @@ def weights(version: int) -> PublishedWeights:
 
 
 class Replica:
-    """Answers by the weights that a request names."""
-
     def __init__(self, number: int) -> None:
         self.name, self.number = f"replica {number}", number
         self.held: dict[str, WeightIdentity] = {}

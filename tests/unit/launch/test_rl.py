@@ -13,8 +13,6 @@ from trireme.launch.rl import RlRun
 
 
 class Room:
-    """Stands for the handle of a room."""
-
     def __init__(self, name: str, ended: list[str]) -> None:
         self.name, self._ended = name, ended
 

@@ -83,7 +83,6 @@ class TestServices:
     """Ray's services end in some of the times that a cluster is started."""
 
     def launched(self, monkeypatch: pytest.MonkeyPatch, place: Path, lost: int, limit: int) -> list[int]:
-        """Returns the attempt with which each cluster began."""
         flags = ["--model.name", "./m", "--env.id", "sort", "--orchestrator.batch-size", "2", "--run.name", "r"]
         flags += ["--inference.sampling.max-tokens", "3", "--run.output-dir", str(place)]
         config = load([*flags, "--cluster.max-restarts", str(limit)], {}).config

@@ -75,8 +75,6 @@ def test_the_rest_is_left_to_the_trainer() -> None:
 
 
 class CountingBlock:
-    """Stands for all blocks of a pool."""
-
     resets = 0
 
     def reset_hash(self) -> None:

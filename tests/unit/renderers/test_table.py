@@ -226,7 +226,6 @@ def test_a_token_across_the_end_of_thinking_is_not_parted() -> None:
 
 
 def marked(tokenizer: Any, tokens: np.ndarray, weights: np.ndarray) -> str:
-    """The text of the tokens that count."""
     assert (tokens.dtype, weights.dtype, tokens.shape) == (np.int32, np.float32, weights.shape)
     return tokenizer.decode(tokens[weights == 1].tolist())
 

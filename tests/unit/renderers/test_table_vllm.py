@@ -96,7 +96,6 @@ def rendered(app: Any, messages: Sequence[Message], tools: Sequence[ToolSpec], *
 
 
 def spoken(message: Message) -> dict[str, Any]:
-    """A message as OpenAI's dialect has it."""
     body: dict[str, Any] = {"role": message["role"], "content": message["content"]}
     if "thinking" in message:
         body["reasoning"] = message["thinking"]

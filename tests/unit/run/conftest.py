@@ -10,7 +10,6 @@ from store_support import Double, double
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Double]:
-    """The server of a file's tests."""
     with double() as running:
         yield running
 

@@ -31,8 +31,6 @@ from trireme.run.rundir import Start
 
 @dataclass
 class Far:
-    """Stands for the parts of other nodes."""
-
     errors: list[Exception | None]
     """Of the next gatherings, in order."""
     calls: list[str] = field(default_factory=list)

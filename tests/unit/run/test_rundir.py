@@ -230,18 +230,6 @@ class TestResume:
         with open_run(config(outputs, "r", "--resume")) as run:
             assert (run.start.step, run.start.attempt, run.head.lineage) == (4, 3, lineage)
 
-    def test_the_checkout_parks_what_came_after(self, outputs: Path) -> None:
-        with open_run(config(outputs, "r", "--resume.step", "2")) as run:
-            run_id, lineage = run.head.run_id, run.head.lineage
-            run.checkout()
-            assert run.head.run_id == run_id
-            assert run.head.lineage != lineage
-            assert steps(run.store) == [2]
-            assert read_json_lines(run.root / "metrics.jsonl") == read_json_lines(run.root / "trained.jsonl")
-            assert [row["step"] for row in read_json_lines(run.root / "metrics.jsonl")] == [0, 1]
-        with open_run(config(outputs, "r", "--resume")) as run:
-            assert (run.start.step, run.start.attempt) == (2, 3)
-
     def test_minus_one_is_the_newest(self, outputs: Path) -> None:
         with open_run(config(outputs, "r", "--resume.step", "-1")) as run:
             assert run.start.step == 4
@@ -267,14 +255,6 @@ class TestResume:
     def test_a_refused_resume_gives_the_lock_back(self, outputs: Path) -> None:
         refusal(config(outputs, "r", "--resume.step", "3"))
         open_run(config(outputs, "r", "--resume")).lock.close()
-
-    def test_other_fixed_values_are_refused_with_the_difference(self, outputs: Path) -> None:
-        other = {**FIXED, "loss": {"loss_fn": "importance_sampling"}}
-        text = refusal(config(outputs, "r", "--resume"), other)
-        assert 'loss.loss_fn: "ppo" in the commit, "importance_sampling" now' in text
-        with open_run(config(outputs, "r", "--resume", "--resume.force"), other) as run:
-            assert run.start.step == 4
-            assert any("changed, and forced: loss.loss_fn" in note for note in run.start.notes)
 
     def test_killed_before_the_first_commit(self, tmp_path: Path) -> None:
         with open_run(config(tmp_path)) as run:
@@ -499,7 +479,6 @@ class TestTrace:
 
     @pytest.fixture
     def traced(self, outputs: Path) -> Path:
-        """The trace of the first attempt."""
         trace.start(outputs / "r" / "logs" / "attempt_1", "driver_0", 1)
         with trace.span("step", step=4):
             pass

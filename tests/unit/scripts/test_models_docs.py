@@ -60,23 +60,16 @@ def lines_of(page: str) -> dict[str, list[str]]:
     return {row[0].strip("`"): row[1:] for row in rows}
 
 
-@pytest.mark.parametrize("model_type", PACKED)
-def test_it_trains_packed(docs: ModuleType, model_type: str) -> None:
-    assert docs.walk(model_type).layout == "packed"
+CASES = [(name, "packed", "") for name in PACKED]
+CASES += [(name, "rows", why) for name, why in ROWS.items()]
+CASES += [(name, "", why) for name, why in REFUSED.items()]
 
 
-@pytest.mark.parametrize("model_type", ROWS)
-def test_it_trains_in_rows(docs: ModuleType, model_type: str) -> None:
+@pytest.mark.parametrize(("model_type", "layout", "why"), CASES, ids=[name for name, _, _ in CASES])
+def test_it_trains_or_the_reason_is_said(docs: ModuleType, model_type: str, layout: str, why: str) -> None:
     found = docs.walk(model_type)
-    assert found.layout == "rows"
-    assert ROWS[model_type] in found.why
-
-
-@pytest.mark.parametrize("model_type", REFUSED)
-def test_it_is_refused_and_the_reason_said(docs: ModuleType, model_type: str) -> None:
-    found = docs.walk(model_type)
-    assert found.layout == ""
-    assert re.search(REFUSED[model_type], found.why)
+    assert found.layout == layout
+    assert re.search(why, found.why)
 
 
 def test_none_of_the_required_is_left_out(docs: ModuleType) -> None:

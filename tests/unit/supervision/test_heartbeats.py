@@ -56,7 +56,6 @@ class Processes:
                     self.monitor.arrived(ref, Heartbeat(part.pids, part.node))
 
     def _look(self) -> None:
-        """Does what the supervisor does in its turn."""
         if silent := self.monitor.look():
             module.kill(silent)
             self.monitor.end(silent)

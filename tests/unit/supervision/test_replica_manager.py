@@ -70,7 +70,6 @@ class World:
             self.answer("join", index)
 
     def answer(self, *what: object, value: Any = None) -> None:
-        """The references whose description begins so are there."""
         found = [ref for ref in self.monitor.refs() if ref.what[: len(what)] == what]
         assert found, f"nobody waits for {what}: {list(self.monitor.refs())}"
         for ref in found:
@@ -100,7 +99,6 @@ class World:
             self.monitor.end(silent)
 
     def serve(self) -> None:
-        """All replicas have started and joined."""
         for index in self.room.indices:
             self.answer("start", index)
         self.manager.attach(self.room)

@@ -28,7 +28,6 @@ def roster() -> Roster:
 
 
 def told(roster: Roster) -> list[Incident | None]:
-    """Collects what a listener hears."""
     heard: list[Incident | None] = []
     roster.listen(lambda _roster, incident: heard.append(incident))
     return heard

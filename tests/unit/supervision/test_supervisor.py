@@ -28,8 +28,6 @@ DEADLINE_S = 20.0
 
 
 class Trainer:
-    """A shard that is asked for heartbeats."""
-
     def heartbeats(self) -> dict[str, Callable[[], Any]]:
         return {"trainer_0": lambda: Ref("trainer")}
 
@@ -96,7 +94,6 @@ class World:
         self.supervisor.await_replicas(Path("logs"), lambda _names, _waited: None)
 
     def failure(self) -> TriremeError:
-        """Returns what the driver's next look raises."""
         found: list[TriremeError] = []
 
         def raised() -> bool:

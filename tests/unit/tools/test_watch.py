@@ -34,7 +34,6 @@ def rows(first: int, last: int) -> str:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run of which three steps are done."""
     (tmp_path / "config.json").write_text(json.dumps({"max_steps": 10}))
     (tmp_path / "metrics.jsonl").write_text(rows(0, 3))
     return tmp_path

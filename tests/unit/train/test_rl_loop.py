@@ -24,15 +24,11 @@ RELEASED = {"perf/tokens": 4.0, "perf/rollouts": 2.0, "perf/inference_idle_s": 0
 
 
 class Asked(list[str]):
-    """Records what all rooms were asked, in order."""
-
     def note(self, *words: object) -> None:
         self.append(" ".join(map(str, words)))
 
 
 class StandIns(SimpleNamespace):
-    """Trainer, orchestrator, journal, commits and guard in one."""
-
     def __init__(self, parts: int, norms: Sequence[float] = ()) -> None:
         super().__init__(asked=Asked(), parts=parts, norms=iter(norms), rows=[])
 

@@ -2,15 +2,12 @@
 
 tests/e2e/test_run.py looks at all processes of a run."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from trainer import actor
-
-CONFIGS = Path(__file__).parents[3] / "configs"
 
 
 def listening() -> set[str]:
@@ -19,7 +16,6 @@ def listening() -> set[str]:
 
 @pytest.fixture
 def shard() -> actor.ShardActor:
-    """One that loads no model."""
     made = object.__new__(actor.ShardActor)
     made._config = SimpleNamespace(timeouts=SimpleNamespace(start_s=30), cluster=SimpleNamespace(port_range=()))  # type: ignore[assignment]
     return made

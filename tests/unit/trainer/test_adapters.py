@@ -65,7 +65,6 @@ def add_gradient(shard: Shard, seed: int) -> float:
 
 
 def state(shard: Shard) -> list[Tensor]:
-    """All that belongs to the adapter in use."""
     found = []
     for parameter in shard._parameters:
         kept = shard._optimizer.state[parameter]

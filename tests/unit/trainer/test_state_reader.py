@@ -33,7 +33,6 @@ class Payload:
 
 @pytest.fixture
 def saved(tmp_path):
-    """A directory with STATE, as DCP saves it."""
     writer = dcp.FileSystemWriter(tmp_path / "trainer", sync_files=False, overwrite=False)
     dcp.save(STATE, storage_writer=writer, planner=dcp.DefaultSavePlanner(flatten_state_dict=False), no_dist=True)
     return tmp_path / "trainer"

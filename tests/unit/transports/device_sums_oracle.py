@@ -68,7 +68,6 @@ def numbers(shape: tuple[int, ...], source: torch.dtype, device: str) -> Tensor:
 
 
 def cases(device: str) -> list[tuple[str, TensorPart]]:
-    """Returns named parts of all kinds."""
     found = []
     for dtype in DTYPES:
         for shape in SHAPES if device == "cuda" else random.sample(SHAPES, 2):  # the interpreter is slow
