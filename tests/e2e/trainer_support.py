@@ -1,5 +1,7 @@
 """Tiny random models and batches for the trainer's tests."""
 
+import itertools
+
 import numpy as np
 import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
@@ -89,3 +91,13 @@ def make_batch(lengths, temperature=0.7, seed=0):
         )
 
     return TokenBatch.from_datums([datum(n) for n in lengths])
+
+
+def unsharded_logprobs(model, batch):
+    """Returns the log-probabilities of each datum by a model of Hugging Face, one datum at a time, in order: [T]."""
+    rows = []
+    tokens, targets = (torch.from_numpy(x.astype(np.int64)) for x in (batch.tokens, batch.columns["target_tokens"]))
+    for d, (start, end) in enumerate(itertools.pairwise(batch.offsets.tolist())):
+        scaled = model(tokens[None, start:end]).logits[0] / float(batch.temperatures[d])
+        rows.append(scaled.log_softmax(-1).gather(-1, targets[start:end, None])[:, 0])
+    return torch.cat(rows)

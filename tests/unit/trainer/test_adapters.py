@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from peft import PeftModel
-from ranks_support import run_ranks
+from ranks_support import run_alone, run_ranks
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 # The tiny models and batches are the end-to-end tests' too.
-from trainer_support import make_batch, make_config, make_model
+from trainer_support import make_batch, make_config, unsharded_logprobs
 from transformers import AutoModelForCausalLM
 
 from trainer.batching import scatter_outputs
@@ -39,25 +39,12 @@ SPECS = {
 Make = Callable[..., Shard]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_model(tmp_path_factory.mktemp("model"), "qwen3", True)
-
-
 @pytest.fixture
-def make(model: str) -> Iterator[Make]:
-    """Makes shards with adapters of rank 8; each takes the place of the one before."""
+def make(shard: Make) -> Make:
+    def new(lora: Mapping[str, Any] | None = None) -> Shard:
+        return shard(trainer__lora={"rank": 8, "alpha": 16} if lora is None else lora)
 
-    def new(lora: Mapping[str, Any] | None = None, **options: Any) -> Shard:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
-        config = make_config(model, trainer__lora={"rank": 8, "alpha": 16} if lora is None else lora, **options)
-        return Shard(config, 0, store, sender=Packer(np.copy))
-
-    yield new
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    return new
 
 
 def add_gradient(shard: Shard, seed: int) -> float:
@@ -190,13 +177,7 @@ def test_peft_opens_what_is_written(make: Make, model: str, tmp_path: Path, name
     tensors = load_file(tmp_path / "adapter_model.safetensors")
     assert {min(t.shape) for t in tensors.values()} == {spec.rank}
     opened = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), tmp_path)
-    tokens, targets = (torch.from_numpy(x.astype(np.int64)) for x in (batch.tokens, batch.columns["target_tokens"]))
-    start = 0
-    for d, end in enumerate(batch.offsets[1:].tolist()):
-        scaled = opened(tokens[None, start:end]).logits[0] / float(batch.temperatures[d])
-        own = scaled.log_softmax(-1).gather(-1, targets[start:end, None])[:, 0]
-        np.testing.assert_allclose(own.detach().numpy(), wanted[start:end], atol=1e-5)
-        start = end
+    np.testing.assert_allclose(unsharded_logprobs(opened, batch).detach().numpy(), wanted, atol=1e-5)
 
 
 def exported(shard: Shard, name: str, path: Path) -> None:
@@ -364,8 +345,7 @@ def in_turn(rank: int, world_size: int, store: Any, model: str) -> dict[str, lis
 
 def test_shards_each_hold_their_part_of_all_adapters(model: str) -> None:
     many = run_ranks(2, in_turn, model)
-    store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
-    alone = in_turn(0, 1, store, model)
+    alone = run_alone(in_turn, model)
     for rank in many:
         for name, wanted in alone.items():
             for got, tensor in zip(rank[name], wanted, strict=True):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from peft import PeftModel
-from ranks_support import run_ranks
+from ranks_support import run_alone, run_ranks
 from safetensors.torch import load_file
 from torch import Tensor
 
 # The tiny models and batches are the end-to-end tests' too.
 from trainer_support import make_batch, make_config, make_model
+from trainer_support import unsharded_logprobs as expected
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainer.batching import scatter_outputs
@@ -38,8 +38,14 @@ Make = Callable[..., Shard]
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {name: make_model(tmp_path_factory.mktemp(name), *kind) for name, kind in MODELS.items()}
+
+
+@pytest.fixture
+def models(made: dict[str, str]) -> dict[str, str]:
+    """A copy, which a test may change."""
+    return dict(made)
 
 
 @pytest.fixture(params=list(MODELS))
@@ -48,19 +54,11 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def make(models: dict[str, str]) -> Iterator[Make]:
-    """Makes shards with adapters; each takes the place of the one before."""
-
+def make(shard: Callable[..., Shard], models: dict[str, str]) -> Make:
     def new(kind: str, lora: dict[str, Any] | None = None, **options: Any) -> Shard:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
-        config = make_config(models[kind], trainer__lora=LORA[kind] if lora is None else lora, **options)
-        return Shard(config, 0, store, sender=Packer(np.copy))
+        return shard(models[kind], trainer__lora=LORA[kind] if lora is None else lora, **options)
 
-    yield new
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    return new
 
 
 def trained(shard: Shard, steps: int = 2) -> Shard:
@@ -73,16 +71,6 @@ def trained(shard: Shard, steps: int = 2) -> Shard:
 
 def logprobs(shard: Shard, batch: TokenBatch, which: Any = "policy") -> np.ndarray:
     return scatter_outputs(batch, [shard.forward(batch, which)])
-
-
-def expected(model: Any, batch: TokenBatch) -> Tensor:
-    """Logprobs of each datum by an unsharded model, one datum at a time, in order: [T]."""
-    rows = []
-    tokens, targets = (torch.from_numpy(x.astype(np.int64)) for x in (batch.tokens, batch.columns["target_tokens"]))
-    for d, (start, end) in enumerate(itertools.pairwise(batch.offsets.tolist())):
-        scaled = model(tokens[None, start:end]).logits[0] / float(batch.temperatures[d])
-        rows.append(scaled.log_softmax(-1).gather(-1, targets[start:end, None])[:, 0])
-    return torch.cat(rows)
 
 
 def saved(shard: Shard, path: Path) -> PublishedWeights:
@@ -232,10 +220,8 @@ def test_a_commit_on_another_base_is_refused(make: Make, models: dict[str, str],
         other.model.norm.weight[0] += 1e-3
     other.save_pretrained(tmp_path / "other")
     AutoTokenizer.from_pretrained(models["tied"]).save_pretrained(tmp_path / "other")
-    models = {"tied": str(tmp_path / "other")}
-    dist.destroy_process_group()
-    store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
-    resumed = Shard(make_config(models["tied"], trainer__lora=LORA["tied"]), 0, store, sender=Packer(np.copy))
+    models["tied"] = str(tmp_path / "other")
+    resumed = make("tied")
     with pytest.raises(CheckpointInvalid, match=f"another base.*have {base_digest(models['tied'])}"):
         resumed.load_state(tmp_path / "state", [])
 
@@ -331,8 +317,7 @@ def two_steps(
 def test_shards_and_layouts_change_nothing(models: dict[str, str], make: Make, way: str, tmp_path: Path) -> None:
     processes, options = WAYS[way]
     ranks = run_ranks(processes, two_steps, models["untied"], options, tmp_path / "many")
-    store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
-    gradients, after, reference = two_steps(0, 1, store, models["untied"], {}, tmp_path / "one")
+    gradients, after, reference = run_alone(two_steps, models["untied"], {}, tmp_path / "one")
     for got, _, _ in ranks:
         assert got.keys() == gradients.keys()
         for name, wanted in gradients.items():
@@ -379,8 +364,7 @@ def test_a_base_in_low_precision_beside_adapters_in_float32(models: dict[str, st
     """Gathered together, though their dtypes differ."""
     batch = make_batch(LONG)
     ranks = run_ranks(2, in_bfloat16, models["untied"])
-    store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
-    alone, dtypes = in_bfloat16(0, 1, store, models["untied"])
+    alone, dtypes = run_alone(in_bfloat16, models["untied"])
     assert sorted(map(str, dtypes.values())) == ["torch.bfloat16", "torch.float32", "torch.float32"]
     got, wanted = scatter_outputs(batch, [output for output, _ in ranks]), scatter_outputs(batch, [alone])
     np.testing.assert_allclose(got, wanted, atol=0.05)  # gradients are added up in another order

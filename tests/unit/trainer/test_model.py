@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from ranks_support import run_ranks
+from ranks_support import run_alone, run_ranks
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp_group
 
@@ -86,10 +86,6 @@ def one_step(rank, world_size, store, model, options, save_to=None):
     return Step(output, gradient, dict(update), after)
 
 
-def alone(work, *args):
-    return work(0, 1, dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False), *args)
-
-
 def logprobs(steps):
     return scatter_outputs(make_batch(LENGTHS), [step.output for step in steps])
 
@@ -147,7 +143,7 @@ WAYS = {
     "way", [pytest.param(way, marks=pytest.mark.long) if way == "compiled" else way for way in WAYS]
 )  # compiled, and packed and computed twice: always
 def test_one_process(models, unsharded, family, way):
-    step = alone(one_step, models[family], WAYS[way])
+    step = run_alone(one_step, models[family], WAYS[way])
     expected, gradient = unsharded[family]
     np.testing.assert_allclose(logprobs([step]), expected, atol=1e-5)
     assert_close_to_the_norm(step.gradient, gradient)
@@ -155,7 +151,7 @@ def test_one_process(models, unsharded, family, way):
 
 def test_layers_are_compiled_at_the_start_for_all_lengths(models):
     way = {**WAYS["compiled, packed, checkpointing"], "trainer__micro_batch_tokens": 99}
-    one = alone(make_shard, models["qwen3"], way)
+    one = run_alone(make_shard, models["qwen3"], way)
     graphs = counters["stats"]["unique_graphs"]
     assert graphs
     assert one.shown()[0].split("; ")[1] == "layers are compiled"
@@ -179,7 +175,7 @@ def failing_backend(graph, inputs):
 def test_layers_that_do_not_compile_right_are_not_compiled(models, monkeypatch, backend, why):
     monkeypatch.setattr(CommonTrainer, "compiles", lambda _, on_gpus: True)
     try:
-        one = alone(make_shard, models["qwen3"], {"backend": backend})
+        one = run_alone(make_shard, models["qwen3"], {"backend": backend})
         output = one.forward_backward(make_batch(LENGTHS), "ppo", {}, None)
     finally:
         torch.compiler.set_stance("default")
@@ -188,13 +184,13 @@ def test_layers_that_do_not_compile_right_are_not_compiled(models, monkeypatch, 
     assert said.startswith("layers are not compiled: ")
     assert why in said
     monkeypatch.undo()
-    np.testing.assert_array_equal(output.logprobs, alone(one_step, models["qwen3"], {}).output.logprobs)
+    np.testing.assert_array_equal(output.logprobs, run_alone(one_step, models["qwen3"], {}).output.logprobs)
 
 
 def test_layers_that_must_be_compiled_and_cannot_be_are_refused(models):
     try:
         with pytest.raises(BadInput, match=r"trainer\.compile = true .*no compiler here"):
-            alone(make_shard, models["qwen3"], {"trainer__compile": True, "backend": failing_backend})
+            run_alone(make_shard, models["qwen3"], {"trainer__compile": True, "backend": failing_backend})
     finally:
         torch.compiler.set_stance("default")
         dist.destroy_process_group()
@@ -246,7 +242,7 @@ def test_several_processes(models, unsharded, shape, tmp_path):
     )
     expected, gradient = unsharded[family]
     np.testing.assert_allclose(logprobs(steps), expected, atol=1e-5)
-    single = alone(one_step, models[family], {})
+    single = run_alone(one_step, models[family], {})
     for step in steps:
         assert_close_to_the_norm(step.gradient, gradient)
         assert step.update == pytest.approx(single.update, rel=1e-5)
@@ -257,7 +253,7 @@ def test_several_processes(models, unsharded, shape, tmp_path):
     states = 12 * sum(p.numel() for p in gradient.values())
     files = sum(file.stat().st_size for file in (tmp_path / "trainer").glob("*.distcp"))
     assert states < files < 1.3 * states + 500_000
-    assert_close_to_the_norm(alone(load_and_publish, models[family], tmp_path / "trainer"), steps[0].after, 0.0)
+    assert_close_to_the_norm(run_alone(load_and_publish, models[family], tmp_path / "trainer"), steps[0].after, 0.0)
 
 
 def load_and_publish(rank, world_size, store, model, path):
@@ -286,7 +282,7 @@ def test_master_weights_and_what_computes(models, master, dtype):
     """Two ranks: gradients in bfloat16 are summed in float32, and stored in the dtype of the master weights."""
     options = {"trainer__master_dtype": master, "model__dtype": dtype}
     ranks = run_ranks(2, low_precision_step, models["qwen3"], options)
-    expected = alone(low_precision_step, models["qwen3"], {})[2]
+    expected = run_alone(low_precision_step, models["qwen3"], {})[2]
     for _, dtypes, gradient, moved in ranks:
         assert dtypes == ({getattr(torch, master)},) * 2
         assert moved
@@ -312,7 +308,7 @@ def low_precision_temperatures(rank, world_size, store, model, options):
 
 def test_the_temperature_is_exact_whatever_the_model_computes_in(models):
     """bfloat16 has no .7: a gradient for another temperature than what was sampled with would be off-policy."""
-    alone(low_precision_temperatures, models["qwen3"], {"model__dtype": "bfloat16"})
+    run_alone(low_precision_temperatures, models["qwen3"], {"model__dtype": "bfloat16"})
 
 
 def temperatures_of_all_verbs(rank, world_size, store, model, options):
@@ -338,7 +334,7 @@ def temperatures_of_all_verbs(rank, world_size, store, model, options):
 
 @pytest.mark.parametrize("options", [{}, {"trainer__packing": "packed"}, {"trainer__lora": {"rank": 2}}], ids=str)
 def test_temperatures_are_float32_in_every_verb_and_loss(models, options):
-    alone(temperatures_of_all_verbs, models["qwen3"], {"model__dtype": "bfloat16", **options})
+    run_alone(temperatures_of_all_verbs, models["qwen3"], {"model__dtype": "bfloat16", **options})
 
 
 @pytest.mark.parametrize(("tokens", "times"), [(10, 1), (11, 2)])

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 # The tiny models and batches are the end-to-end tests' too.
-from trainer_support import make_batch, make_model
+from trainer_support import make_batch, make_model, unsharded_logprobs
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer import model as trainer_model
@@ -136,18 +136,8 @@ def test_where_packing_is_chosen_such_a_model_is_computed_in_rows_and_it_is_said
     assert (said.startswith(one.proof.text), why_rows) == (True, one.proof.why_rows)
     assert "a sample of a packed row moves by" in one.proof.why_rows
     unsharded = AutoModelForCausalLM.from_pretrained(source)
-    expected = [
-        (unsharded(torch.from_numpy(t.astype(np.int64))[None]).logits[0] / batch.temperatures[0])
-        .log_softmax(-1)
-        .gather(-1, torch.from_numpy(c).long()[:, None])[:, 0]
-        for t, c in zip(
-            np.split(batch.tokens, batch.offsets[1:-1]),
-            np.split(batch.columns["target_tokens"], batch.offsets[1:-1]),
-            strict=True,
-        )
-    ]
     computed = scatter_outputs(batch, [one.forward(batch)])
-    np.testing.assert_allclose(computed, torch.cat(expected).detach().numpy(), atol=1e-5)
+    np.testing.assert_allclose(computed, unsharded_logprobs(unsharded, batch).detach().numpy(), atol=1e-5)
 
 
 def test_a_model_that_can_be_packed_is(shard, tmp_path, monkeypatch):
@@ -183,10 +173,8 @@ def test_persistent_buffers_are_published_saved_and_opened_again(shard, tmp_path
     for name in buffers:
         assert torch.equal(weights[name], stored[name].float()), name
     reopened = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
-    tokens, targets = (torch.from_numpy(c[:9]).long() for c in (batch.tokens, batch.columns["target_tokens"]))
-    logits = reopened(tokens[None]).logits[0] / batch.temperatures[0]
-    expected = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0].detach().numpy()
-    np.testing.assert_allclose(scatter_outputs(batch, [one.forward(batch)])[:9], expected, atol=1e-5)
+    expected = unsharded_logprobs(reopened, batch).detach().numpy()
+    np.testing.assert_allclose(scatter_outputs(batch, [one.forward(batch)]), expected, atol=1e-5)
 
 
 def test_buffers_return_with_the_state(shard, tmp_path):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 # The tiny models and batches are the end-to-end tests' too.
-from trainer_support import make_batch, make_model
+from trainer_support import make_batch, make_model, unsharded_logprobs
 from transformers import AutoModelForCausalLM
 
 from trainer.batch_checks import PublishedVersions
@@ -37,12 +37,7 @@ def model(request, tmp_path_factory):
 def reference(model, batch):
     """Logprobs of each datum by the unsharded model, one datum at a time, in order: [T], and the model."""
     unsharded = AutoModelForCausalLM.from_pretrained(model)
-    rows = []
-    for datum in (batch.datum(d) for d in range(len(batch))):
-        logits = unsharded(torch.from_numpy(datum.model_input.tokens.astype(np.int64))[None]).logits[0]
-        targets = datum.loss_fn_inputs["target_tokens"].to_torch().long()
-        rows.append((logits / datum.temperature).log_softmax(-1).gather(-1, targets[:, None])[:, 0])
-    return torch.cat(rows), unsharded
+    return unsharded_logprobs(unsharded, batch), unsharded
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [1, 20, 10_000])
