@@ -17,6 +17,7 @@ import numpy as np
 import virtual_time
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from replica_support import weights
 
 from inference.desk import Desk, Give
 from inference.handover import NOTHING, Outcome, Progress
@@ -26,7 +27,7 @@ from inference.router import MOST_LOSSES, Router
 from trireme.core.errors import BadRequest, RoomFailed, TriremeError
 from trireme.core.sampler import ReplicaStats
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, VersionSpan, WeightIdentity
-from trireme.core.weights import EXACT, Canary, Drift, PublishedWeights, UpdateReport, WeightsManifest
+from trireme.core.weights import Drift, PublishedWeights, UpdateReport
 
 TOKEN_S = 0.25
 UPDATE_S = 0.5
@@ -37,12 +38,6 @@ SLOW_S = 40.0
 """Longer than updates wait for a replica in these tests."""
 SHARE = 1000
 """A token is SHARE times its place, and the version that sampled it."""
-
-
-def weights(version: int) -> PublishedWeights:
-    identity = WeightIdentity(1, version, f"d{version}")
-    canary = Canary(np.zeros(2, np.int32), np.zeros(1, np.float32), EXACT)
-    return PublishedWeights(WeightsManifest(identity, (), canary), ())
 
 
 class Slow:

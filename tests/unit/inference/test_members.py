@@ -7,18 +7,17 @@ the end of it, and the run goes on with the other.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from orchestrator_fakes import Problems, Run, problems_of, small_config, whole_run
+from replica_support import IdleReplica
 
-from inference.handover import Progress
 from inference.members import SENSELESS
 from inference.router import Router
 from trireme.core.errors import LimitReached, RoomFailed
-from trireme.core.sampler import ReplicaStats
 from trireme.core.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity
 from trireme.core.weights import Drift, PublishedWeights, UpdateReport
 
@@ -26,40 +25,25 @@ VOCABULARY = 1000
 Wrong = Callable[[SampledSequence], SampledSequence]
 
 
-class Replica:
-    """Answers with the last token of the prompt, and with what `wrong` makes of it from its `after`-th answer on; the
-    last `slow_s` seconds late."""
+class Replica(IdleReplica):
+    """Answers with the last token of the prompt, and with what `wrong` makes of it from its `after`-th answer on."""
 
-    def __init__(self, index: int, wrong: Wrong | None = None, after: int = 0, slow_s: float = 0.0) -> None:
+    def __init__(self, index: int, wrong: Wrong | None = None, after: int = 0) -> None:
         self.name, self.index = f"replica {index}", index
-        self.wrong, self.after, self.slow_s = wrong, after, slow_s
+        self.wrong, self.after = wrong, after
         self.answers = 0
-        self.identity: WeightIdentity | None = None
 
     async def sample(self, requests: list[SampleRequest]) -> AsyncIterator[tuple[int, SampledSequence]]:
         for index, request in enumerate(requests):
-            await asyncio.sleep(self.slow_s)
             assert self.identity is not None
             self.answers += 1
             spans = (VersionSpan(self.identity, 0, 1),)
             answer = SampledSequence(np.asarray(request.prompt[-1:], np.int32), np.float32([-1.0]), "stop", spans)
             yield index, self.wrong(answer) if self.wrong and self.answers > self.after else answer
 
-    async def progress(self, known: Mapping[str, int]) -> Mapping[str, Progress]:
-        return {}
-
     async def load_weights(self, published: PublishedWeights) -> UpdateReport:
         self.identity = published.identity
         return UpdateReport(self.index, published.identity, Drift(0.0, 0.0), 0, 0.0)
-
-    async def adopt(self, identity: WeightIdentity) -> None:
-        self.identity = identity
-
-    async def stats(self) -> ReplicaStats:
-        return ReplicaStats(0, 0, 0.0, 0)
-
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        return
 
 
 def garbage(answer: SampledSequence) -> SampledSequence:
@@ -138,13 +122,6 @@ def test_weights_that_it_was_never_given_end_it_at_once() -> None:
     assert_nothing_was_lost(run)
     assert not any("rollout_errors/BadSample" in row for row in run.rows), "its requests went on elsewhere, unseen"
     assert bad.answers <= 2
-
-
-def test_a_slow_one_is_waited_for_and_gets_less_to_do() -> None:
-    bad, good = Replica(0, slow_s=0.02), Replica(1)
-    run = asyncio.run(whole_run(run_with(bad, good)))
-    assert_nothing_was_lost(run)
-    assert 0 < bad.answers < good.answers
 
 
 @pytest.mark.parametrize("wrong", [garbage, nan])

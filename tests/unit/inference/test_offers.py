@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
+from replica_support import IdleReplica
+from replica_support import weights as version
 
-from inference.handover import Outcome, Progress
+from inference.handover import Outcome
 from inference.router import Router
 from trireme.core.deadline import LEAST_S, TAUGHT_BY
 from trireme.core.errors import RoomFailed, TriremeError
 from trireme.core.sampler import ReplicaStats
 from trireme.core.transport import Offer, Session
-from trireme.core.types import SampleRequest, WeightIdentity
-from trireme.core.weights import EXACT, Canary, Drift, PublishedWeights, UpdateReport, WeightsManifest
+from trireme.core.types import SampleRequest
+from trireme.core.weights import Drift, PublishedWeights, UpdateReport
 
 pytestmark = pytest.mark.virtual_time
 
@@ -26,16 +27,11 @@ TIMEOUT_S = 300.0
 READY_S = 30.0
 
 
-def version(number: int) -> PublishedWeights:
-    canary = Canary(np.zeros(2, np.int32), np.zeros(1, np.float32), EXACT)
-    return PublishedWeights(WeightsManifest(WeightIdentity(1, number, f"d{number}"), (), canary), ())
-
-
 def offer(number: int) -> Offer:
     return Offer(1, number, (64, 64), ("here",), TIMEOUT_S)
 
 
-class Replica:
+class Replica(IdleReplica):
     """Is ready for an offer after `ready_s` seconds, and has taken weights after `update_s`."""
 
     def __init__(self, index: int, ready_s: float = 0.0, update_s: float = 0.0, node: str = "") -> None:
@@ -64,19 +60,10 @@ class Replica:
         await asyncio.Event().wait()
         yield 0, RoomFailed("never")
 
-    async def progress(self, known: Mapping[str, int]) -> Mapping[str, Progress]:
-        return {}
-
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        return
-
-    async def adopt(self, identity: WeightIdentity) -> None:
-        return
-
     async def stats(self) -> ReplicaStats:
         if self.dead:
             raise self.dead
-        return ReplicaStats(0, 0, 0.0, 0)
+        return await super().stats()
 
 
 def fleet(*replicas: Replica, **options: Any) -> Router:

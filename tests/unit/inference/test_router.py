@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from replica_support import weights
 
 from inference.handover import NOTHING, Outcome, Progress
 from inference.members import TOUCHED_S
@@ -19,11 +20,9 @@ from trireme.core import deadline as deadline_module
 from trireme.core.errors import BadRequest, RoomFailed, TriremeError, WeightsGone, WeightsRefused
 from trireme.core.sampler import ReplicaStats
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, VersionSpan, WeightIdentity
-from trireme.core.weights import EXACT, ROUNDED, Canary, Drift, PublishedWeights, UpdateReport, WeightsManifest
+from trireme.core.weights import ROUNDED, Drift, PublishedWeights, UpdateReport
 
-WEIGHTS = PublishedWeights(
-    WeightsManifest(WeightIdentity(1, 3, "d"), (), Canary(np.zeros(2, np.int32), np.zeros(1, np.float32), EXACT)), ()
-)
+WEIGHTS = weights(3)
 
 
 def request(name: str, key: str | None = None) -> SampleRequest:
@@ -349,7 +348,7 @@ async def test_a_replica_that_names_weights_it_was_never_given_is_out_and_others
     for task in (early, other, late):
         assert (await task).spans == (KNOWN,)
     assert "replica 0 sampled tokens from weights 1:2:other" in caplog.text
-    assert "it was given 1:3:d" in caplog.text
+    assert "it was given 1:3:d3" in caplog.text
     honest.spans = (UNKNOWN,)
     with pytest.raises(RoomFailed, match=r"no inference replica is left: replica 0 .*; replica 1 sampled tokens from"):
         await router.sample(request("last"))
@@ -431,10 +430,6 @@ async def test_one_that_hangs_is_left_when_its_death_is_told_and_that_is_not_rep
     failure.cancel()
 
 
-def version(number: int) -> PublishedWeights:
-    return replace(WEIGHTS, manifest=replace(WEIGHTS.manifest, identity=WeightIdentity(1, number, f"d{number}")))
-
-
 class Updated(FakeReplica):
     """Takes a version when the test puts it into `may_take`; until then it is busy with it."""
 
@@ -452,11 +447,11 @@ class Updated(FakeReplica):
 async def test_a_joiner_takes_the_newest_weights_before_it_serves_and_no_update_waits_for_it() -> None:
     first, joiner = Updated("replica 0", 3, 4), Updated("replica 1")
     router = Router({0: first})
-    await router.update_weights(version(3))
+    await router.update_weights(weights(3))
     join = asyncio.create_task(router.join(1, joiner))
     await turns()
     assert joiner.begun == [3]
-    reports = await router.update_weights(version(4))
+    reports = await router.update_weights(weights(4))
     assert [report.replica for report in reports] == [0], "it does not wait"
     busy = asyncio.create_task(wave(router, ["a", "b"]))
     await turns()
@@ -489,7 +484,7 @@ class Rounding(FakeReplica):
 
 def rounded(number: int) -> PublishedWeights:
     """Returns a version of a model in 16 bits."""
-    of_three = version(number)
+    of_three = weights(number)
     canary = replace(of_three.manifest.canary, bound=ROUNDED)
     return replace(of_three, manifest=replace(of_three.manifest, canary=canary))
 
@@ -506,7 +501,7 @@ async def test_the_drift_of_the_first_update_bounds_all_later_ones_also_of_joine
 
 async def usual_updates(router: Router, number: int) -> None:
     for each in range(number):
-        await router.update_weights(version(each))
+        await router.update_weights(weights(each))
 
 
 async def test_an_update_does_not_wait_for_one_that_takes_far_longer_than_usual(
@@ -516,12 +511,12 @@ async def test_an_update_does_not_wait_for_one_that_takes_far_longer_than_usual(
     steady, late = Updated("replica 0", *range(9)), Updated("replica 1", *range(5))
     router = Router({0: steady, 1: late}, update_s=300.0)
     await usual_updates(router, 5)
-    assert [report.replica for report in await router.update_weights(version(5))] == [0]
+    assert [report.replica for report in await router.update_weights(weights(5))] == [0]
     assert router.acknowledged() == {0: 5}, "so slots become free"
     requests = asyncio.create_task(wave(router, ["a", "b"]))
     await turns()
     assert (steady.groups, late.groups) == ([["a0", "b1"]], []), "its weights are too old for new requests"
-    await router.update_weights(version(6))
+    await router.update_weights(weights(6))
     assert late.begun == [0, 1, 2, 3, 4, 5], "and later updates do not wait either"
     failure = asyncio.create_task(router.next_failure())
     late.may_take |= {5, 6}
@@ -540,7 +535,7 @@ async def test_when_all_take_far_longer_than_usual_the_update_waits_for_the_firs
     only = Updated("replica 0", *range(10))
     router = Router({0: only}, update_s=300.0)
     await usual_updates(router, 10)
-    update = asyncio.create_task(router.update_weights(version(10)))
+    update = asyncio.create_task(router.update_weights(weights(10)))
     await asyncio.sleep(0.2)
     assert (router.acknowledged(), update.done()) == ({}, False)
     only.may_take.add(10)
@@ -554,7 +549,7 @@ async def test_in_deterministic_mode_updates_wait_as_long_as_it_takes(monkeypatc
     steady, late = Updated("replica 0", *range(9)), Updated("replica 1", *range(5))
     router = Router({0: steady, 1: late}, update_s=300.0, fixed=True)
     await usual_updates(router, 5)
-    update = asyncio.create_task(router.update_weights(version(5)))
+    update = asyncio.create_task(router.update_weights(weights(5)))
     await asyncio.sleep(0.2)
     assert not update.done()
     late.may_take.add(5)
@@ -580,13 +575,13 @@ async def test_a_joiner_for_which_there_are_no_newer_weights_yet_gets_no_request
 ) -> None:
     first, joiner = Updated("replica 0", 3, 4), Fetching("replica 1", 3, gone=(3,))
     router = Router({0: first})
-    await router.update_weights(version(3))
+    await router.update_weights(weights(3))
     await router.join(1, joiner)
     assert caplog.text.count("replica 1: the trainer no longer keeps version 3. It gets no requests until") == 1
     requests = asyncio.create_task(wave(router, ["a", "b"]))
     await turns()
     assert (first.groups, joiner.groups, router.acknowledged()) == ([["a0", "b1"]], [], {0: 3})
-    update = asyncio.create_task(router.update_weights(version(4)))
+    update = asyncio.create_task(router.update_weights(weights(4)))
     await turns(20)
     assert not update.done()
     joiner.may_take.add(4)
@@ -601,15 +596,15 @@ async def test_an_update_whose_bytes_are_gone_for_all_says_so_and_the_next_one_f
     fakes = {i: Fetching(f"replica {i}", 3, 4, gone=(3,)) for i in range(2)}
     router = Router(fakes, fixed=fixed, patience_s=20.0)
     with pytest.raises(WeightsGone, match=r"replica [01]: the trainer no longer keeps version 3"):
-        await router.update_weights(version(3))
-    assert [report.replica for report in await router.update_weights(version(4))] == [0, 1]
+        await router.update_weights(weights(3))
+    assert [report.replica for report in await router.update_weights(weights(4))] == [0, 1]
 
 
 async def test_nobody_waits_for_one_whose_weights_are_gone() -> None:
     """Nothing brings them before the next update."""
     first, joiner = Updated("replica 0", 3), Fetching("replica 1", 3, gone=(3,))
     router = Router({0: first}, patience_s=20.0)
-    await router.update_weights(version(3))
+    await router.update_weights(weights(3))
     join = asyncio.create_task(router.join(1, joiner))
     await turns(1)
     router.leave(0, "replica 0 died")

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
+from replica_support import IdleReplica, weights
 
-from inference.handover import Outcome, Progress
+from inference.handover import Outcome
 from inference.router import Router
 from trireme.core.errors import RoomFailed
-from trireme.core.sampler import ReplicaStats
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, VersionSpan, WeightIdentity
-from trireme.core.weights import EXACT, Canary, Drift, PublishedWeights, UpdateReport, WeightsManifest
+from trireme.core.weights import Drift, PublishedWeights, UpdateReport
 
 
-def weights(version: int) -> PublishedWeights:
-    canary = Canary(np.zeros(2, np.int32), np.zeros(1, np.float32), EXACT)
-    return PublishedWeights(WeightsManifest(WeightIdentity(1, version, f"d{version}"), (), canary), ())
-
-
-class Replica:
+class Replica(IdleReplica):
     def __init__(self, number: int) -> None:
         self.name, self.number = f"replica {number}", number
         self.held: dict[str, WeightIdentity] = {}
@@ -45,19 +40,6 @@ class Replica:
 
     async def drop_adapter(self, name: str) -> None:
         del self.held[name]
-
-    async def progress(self, known: Mapping[str, int]) -> Mapping[str, Progress]:
-        return {}
-
-    async def adopt(self, identity: WeightIdentity) -> None:
-        self.held[""] = identity
-
-    async def stats(self) -> ReplicaStats:
-        return ReplicaStats(0, 0, 0.0, 0)
-
-    async def abort(self, request_ids: Sequence[str]) -> None: ...
-
-    async def offer(self, _offer: object) -> None: ...
 
 
 async def sampled(router: Router, adapter: str, key: str) -> int:
