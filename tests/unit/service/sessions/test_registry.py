@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from registry_agents import FIRST, SYSTEM, answer_of, ask, ended, sampled, trained, trajectory_of
 from session_support import (
     END,
+    LIMITS,
     LOOK,
+    Hand,
     Letters,
     ScriptedSampler,
     asked,
@@ -18,9 +23,12 @@ from session_support import (
     spoken,
 )
 
+from service.answering import AnsweredTurn
 from service.asked import TurnRequest
-from trireme.core.errors import RoomFailed
-from trireme.core.types import SamplingParams
+from service.sessions.session import SessionLimits
+from service.sessions.turns import SessionClosed
+from trireme.core.errors import BadInput, RoomFailed
+from trireme.core.types import SampledSequence, SamplingParams
 
 
 class TestAgents:
@@ -130,3 +138,178 @@ class TestRetries:
         sampler.fails = None
         await ask(service, asked(FIRST, retry=True))
         assert len(sampler.record) == 1
+
+
+class TestEnds:
+    async def test_an_ended_session_answers_nothing_new(self, tmp_path: Path) -> None:
+        service = registry(tmp_path)
+        service.open("s", floor=3)
+        lost = await service.turn("s", asked(FIRST))
+        await service.end("s", "done")
+        with pytest.raises(SessionClosed, match="done") as closed:
+            await service.turn("s", asked(FIRST))
+        assert closed.value.reason == "done"
+        again = await ask(service, asked(FIRST, retry=True))
+        assert again.nodes == lost.nodes
+
+    async def test_a_forgotten_session_and_one_that_never_was_are_closed(self, tmp_path: Path) -> None:
+        service = registry(tmp_path)
+        service.open("s", floor=3)
+        with pytest.raises(BadInput, match="there already"):
+            service.open("s", floor=3)
+        with pytest.raises(BadInput, match="open"):
+            service.forget("s")
+        served = await service.turn("s", asked(FIRST))
+        await service.end("s", "done")
+        service.forget("s")
+        service.delivered("s", served.nodes)
+        for name in ("s", "never"):
+            with pytest.raises(SessionClosed, match="never opened, or was forgotten"):
+                await service.turn(name, asked(FIRST))
+
+    @pytest.mark.parametrize(
+        ("limits", "why"),
+        [
+            (SessionLimits(2, 10**6, 1e6, 1e6, 1e6), "turns: it had 2"),
+            (SessionLimits(100, 45, 1e6, 1e6, 1e6), "tokens: it holds"),
+            (SessionLimits(100, 10**6, 15.0, 1e6, 1e6), "seconds: it was opened 20 s ago"),
+        ],
+    )
+    async def test_limits(self, limits: SessionLimits, why: str, tmp_path: Path) -> None:
+        clock = Hand()
+        service = registry(tmp_path, limits=limits, clock=clock)
+        service.open("s", floor=3)
+        conversation = [FIRST]
+        for _ in range(2):
+            served = await ask(service, asked(*conversation))
+            conversation += [answer_of(served), said("user", "next")]
+            clock.now += 10
+        with pytest.raises(SessionClosed, match=why):
+            await service.turn("s", asked(*conversation))
+        assert len(service.export("s").turns) == 2
+
+    async def test_calls_at_the_same_time_count_as_turns(self, tmp_path: Path) -> None:
+        sampler = ScriptedSampler()
+        service = registry(tmp_path, sampler, limits=SessionLimits(2, 10**6, 1e6, 1e6, 1e6))
+        service.open("s", floor=3)
+        sampler.gate.clear()
+        calls = [asyncio.ensure_future(ask(service, asked(FIRST))) for _ in range(3)]
+        await asyncio.sleep(0)
+        sampler.gate.set()
+        served = await asyncio.gather(*calls, return_exceptions=True)
+        assert [type(each) for each in served] == [AnsweredTurn, AnsweredTurn, SessionClosed]
+        assert trained(service.export("s")) == sampled([answer for _, answer in sampler.record])
+
+    async def test_leases_are_swept_by_the_clock(self, tmp_path: Path) -> None:
+        clock, sampler = Hand(), ScriptedSampler()
+        service = registry(tmp_path, sampler, clock=clock)
+        for name in ("idle", "busy", "waiting"):
+            service.open(name, floor=3)
+        clock.now += LIMITS.idle_s - 1
+        await ask(service, asked(FIRST), "busy")
+        sampler.gate.clear()
+        call = asyncio.ensure_future(service.turn("waiting", asked(FIRST)))
+        await asyncio.sleep(0)
+        clock.now += 1
+        assert await service.sweep() == ["idle"]
+        assert await service.sweep() == []
+        clock.now += LIMITS.seconds - LIMITS.idle_s
+        assert sorted(await service.sweep()) == ["busy", "waiting"]
+        with pytest.raises(SessionClosed, match="seconds"):
+            await call
+        clock.now += LIMITS.kept_s
+        await service.sweep()
+        assert not service.book.sessions
+
+    async def test_what_an_owner_forgets_during_a_sweep_does_not_end_it(self, tmp_path: Path) -> None:
+        clock, sampler = Hand(), ScriptedSampler()
+        service = registry(tmp_path, sampler, clock=clock)
+        service.open("long", floor=3)
+        sampler.gate.clear()
+        call = asyncio.ensure_future(service.turn("long", asked(FIRST)))
+        await asyncio.sleep(0)
+        for name in ("ended", "idle"):
+            service.open(name, floor=3)
+        await service.end("ended", "done")
+        clock.now += max(LIMITS.seconds, LIMITS.kept_s)
+        sweep = asyncio.ensure_future(service.sweep())
+        await asyncio.sleep(0)  # it waits until the turn of the first one is cancelled
+        service.forget("ended")
+        assert await sweep == ["long", "idle"]
+        with pytest.raises(SessionClosed, match="seconds"):
+            await call
+
+    async def test_an_agent_that_waited_in_vain_for_long_was_not_silent(self, tmp_path: Path) -> None:
+        clock, sampler = Hand(), ScriptedSampler()
+        service = registry(tmp_path, sampler, clock=clock)
+        service.open("s", floor=3)
+        sampler.gate.clear()
+        call = asyncio.ensure_future(service.turn("s", asked(FIRST)))
+        await asyncio.sleep(0)
+        clock.now += LIMITS.idle_s + 1
+        sampler.fails = RoomFailed("no replica is left")
+        sampler.gate.set()
+        with pytest.raises(RoomFailed):
+            await call
+        assert await service.sweep() == [], "its client asks again in some seconds"
+        clock.now += LIMITS.idle_s
+        assert await service.sweep() == ["s"]
+
+    async def test_answers_that_cannot_be_trained_on_are_refused(self, tmp_path: Path) -> None:
+        sampler = ScriptedSampler()
+        service = registry(tmp_path, sampler)
+        service.open("old", floor=4)
+        with pytest.raises(SessionClosed, match="version 3; its session was promised 4"):
+            await service.turn("old", asked(FIRST))
+        service.open("s", floor=3)
+        sample = sampler.sample
+
+        async def broken(request: Any, on_progress: Any = None) -> SampledSequence:
+            whole = await sample(request)
+            return SampledSequence(whole.tokens, whole.logprobs * np.float32("nan"), "stop", whole.spans)
+
+        sampler.sample = broken  # type: ignore[method-assign]
+        with pytest.raises(RoomFailed, match="expected as many of both, at least one, all finite"):
+            await service.turn("s", asked(FIRST))
+        assert service.book.sessions["s"].tree.nodes == []
+
+
+class TestRewards:
+    async def test_rewards_that_mean_nothing(self, tmp_path: Path) -> None:
+        service = registry(tmp_path)
+        service.open("s", floor=3)
+        served = await ask(service, asked(FIRST))
+        prompt = service.book.sessions["s"].tree.nodes[served.nodes[0]].follows
+        for arguments, why in (
+            ((float("nan"),), "finite"),
+            ((1.0, 77), "answer 77"),
+            ((1.0, prompt), f"answer {prompt}"),
+        ):
+            with pytest.raises(BadInput, match=why):
+                service.reward("s", *arguments)
+
+
+class TestRestarts:
+    async def test_after_the_machine_was_started_again_sessions_are_closed(self, tmp_path: Path) -> None:
+        before = registry(tmp_path)
+        before.open("s", floor=3)
+        await ask(before, asked(FIRST))
+        for boot in ("another", "another"):
+            after = registry(tmp_path, boot=boot)
+            with pytest.raises(SessionClosed, match="store: the machine was started again"):
+                await after.turn("s", asked(FIRST))
+        assert len(after.export("s").turns) == 1
+
+    async def test_a_closed_service_can_be_opened_again(self, tmp_path: Path) -> None:
+        sampler = ScriptedSampler()
+        before = registry(tmp_path, sampler)
+        before.open("s", floor=3)
+        sampler.gate.clear()
+        call = asyncio.ensure_future(before.turn("s", asked(FIRST)))
+        await asyncio.sleep(0)
+        await before.close()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        after = registry(tmp_path)
+        await ask(after, asked(FIRST, retry=True))
+        assert len((await ended(after)).turns) == 1
