@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,13 +17,14 @@ from checkpoint_support import (
     steps,
     truncate,
 )
+from config_support import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trireme.checkpoint.manifest import MANIFEST, Manifest
 from trireme.checkpoint.resume import check_fixed, choose, differences, fork
 from trireme.checkpoint.store import KEEP, CheckpointStore, Head, VerifiedCommit
-from trireme.core.errors import EXIT_BAD_INPUT, BadInput, CheckpointInvalid
+from trireme.core.errors import CheckpointInvalid
 
 pytestmark = pytest.mark.usefixtures("instant_disk")
 
@@ -41,29 +41,20 @@ def store(tmp_path: Path) -> CheckpointStore:
     return made
 
 
-def refusal(call: Callable[[], object]) -> str:
-    with pytest.raises(BadInput) as refused:
-        call()
-    assert refused.value.exit_code == EXIT_BAD_INPUT
-    for part in ("given: ", "expected: ", "to do: "):
-        assert part in str(refused.value)
-    return str(refused.value)
-
-
 @pytest.mark.parametrize("step", [None, -1])
 class TestTheNewest:
     def test_when_none_verifies_all_reasons_are_shown(self, store: CheckpointStore, step: int | None) -> None:
         """Starting from the beginning would throw the run away: that is for a person to decide."""
         truncate(store.commit(40) / PARTS[0])
         (store.commit(20) / MANIFEST).unlink()
-        text = refusal(lambda: choose(store, step))
+        text = refused(lambda: choose(store, step))
         assert f"step_000040: {PARTS[0]} has" in text
         assert f"step_000020: {MANIFEST} is missing" in text
 
 
 class TestAStep:
     def test_that_is_not_there(self, store: CheckpointStore) -> None:
-        text = refusal(lambda: choose(store, 30))
+        text = refused(lambda: choose(store, 30))
         assert "--resume.step 30" in text
         assert "there are: 20, 40" in text
 
@@ -84,7 +75,7 @@ class TestWhatMayNotChange:
 
     def test_each_difference_is_shown(self, store: CheckpointStore) -> None:
         now = {"model": {"hidden_size": 128, "layers": 2}, "data": {}}
-        text = refusal(lambda: check_fixed(self.chosen(store), now, force=False))
+        text = refused(lambda: check_fixed(self.chosen(store), now, force=False))
         assert "model.hidden_size: 64 in the commit, 128 now" in text
         assert "model.layers: (absent) in the commit, 2 now" in text
         assert 'loss.loss_fn: "ppo" in the commit, (absent) now' in text

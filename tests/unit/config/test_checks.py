@@ -8,23 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from config_support import refused
 from config_support import small as config
 from model_support import FACTS
 
 from trireme.config import Config
 from trireme.config.checks import check
 from trireme.config.model_facts import ModelFacts
-from trireme.core.errors import BadInput
 
 
 def refusal(given: Config, facts: ModelFacts | None = FACTS) -> str:
-    with pytest.raises(BadInput) as refused:
-        check(given, facts)
-    text = str(refused.value)
-    assert "given: " in text
-    assert "expected: " in text
-    assert "to do: " in text
-    return text
+    return refused(lambda: check(given, facts))
 
 
 SYNCHRONOUS = {"max_steps_off_policy": 0}

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from config_support import refused
 
 from trireme.config import Config
 from trireme.config.keys import keys_of
 from trireme.config.load import load
 from trireme.config.words import WORDS
-from trireme.core.errors import EXIT_BAD_INPUT, BadInput
 
 Toml = Callable[..., str]
 REQUIRED = [
@@ -26,14 +26,7 @@ def config(*flags: str, **environ: str) -> Config:
 
 
 def refusal(*argv: str, **environ: str) -> str:
-    """The text of the refusal, whose three parts must be there."""
-    with pytest.raises(BadInput) as refused:
-        load(list(argv), environ)
-    assert refused.value.exit_code == EXIT_BAD_INPUT
-    text = str(refused.value)
-    for part in ("given: ", "expected: ", "to do: "):
-        assert part in text
-    return text
+    return refused(lambda: load(list(argv), environ))
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ import json
 from typing import Any
 
 import pytest
+from config_support import refused
 from transformers import AutoConfig
 
 from trireme.config.model_facts import PLAIN_TYPES, ModelFacts
-from trireme.core.errors import BadInput
 
 PUBLISHED = {
     "mixtral": (46.70e9, 12.75e9, 32),  # the configurations of transformers are those of the first models
@@ -30,9 +30,7 @@ def facts_of(model_type: str, **options: Any) -> ModelFacts:
 
 
 def refusal(described: dict[str, Any]) -> str:
-    with pytest.raises(BadInput) as refused:
-        ModelFacts.from_json("m", json.dumps(described))
-    return str(refused.value)
+    return refused(lambda: ModelFacts.from_json("m", json.dumps(described)))
 
 
 @pytest.mark.parametrize("model_type", PUBLISHED)

@@ -6,11 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from config_support import small
+from config_support import refused, small
 
 from trireme.config import Config, model_facts
 from trireme.config.model_facts import ModelFacts
-from trireme.core.errors import BadInput
 from trireme.core.tokenizer import looks_like_path
 
 QWEN3_06B = {
@@ -33,9 +32,7 @@ def config(name: str) -> Config:
 
 
 def refusal(name: str) -> str:
-    with pytest.raises(BadInput) as refused:
-        ModelFacts.of(config(name), required=True)
-    return str(refused.value)
+    return refused(lambda: ModelFacts.of(config(name), required=True))
 
 
 def test_local_directory(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import sft_support
 import torch
-from config_support import small
+from config_support import refused, small
 from model_support import FACTS
 from peft import LoraConfig as PeftConfig
 from peft import get_peft_model
@@ -32,9 +32,7 @@ def config(lora: dict[str, Any], **trainer: Any) -> Config:
 
 
 def refusal(lora: dict[str, Any], facts: ModelFacts | None = FACTS, **trainer: Any) -> str:
-    with pytest.raises(BadInput) as refused:
-        check(config(lora, **trainer), facts)
-    return str(refused.value)
+    return refused(lambda: check(config(lora, **trainer), facts))
 
 
 def test_tokens_weigh_as_the_loss_was_published_unless_the_configuration_says_how() -> None:

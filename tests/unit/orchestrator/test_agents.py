@@ -132,6 +132,17 @@ async def test_the_error_of_an_agent_is_that_of_its_rollout_and_its_session_is_c
         assert gone.value.status_code == 410
 
 
+async def test_the_error_of_a_room_is_raised_whatever_the_agent_makes_of_it() -> None:
+    async def play(client: openai.AsyncOpenAI) -> Any:
+        with pytest.raises(openai.InternalServerError):
+            await ask(client, user("q"))
+        return 1.0
+
+    async with rollout(RoomFailed("no replica is left")) as run:
+        with pytest.raises(RoomFailed, match="no replica is left"):
+            await run.play(play)
+
+
 async def test_a_request_that_replicas_refuse_is_refused_to_the_agent_and_ends_its_rollout() -> None:
     async def play(client: openai.AsyncOpenAI) -> float:
         await ask(client, user("q"))

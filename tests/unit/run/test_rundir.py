@@ -25,13 +25,14 @@ from checkpoint_support import (
     snapshot,
     steps,
 )
+from config_support import refused
 
 from trireme.checkpoint.manifest import MANIFEST, CommitRef
 from trireme.checkpoint.rows import ROW_FILES
 from trireme.checkpoint.store import HEAD, CheckpointStore
 from trireme.config import Config
 from trireme.config.load import load
-from trireme.core.errors import EXIT_BAD_INPUT, BadInput
+from trireme.core.errors import BadInput
 from trireme.process import trace
 from trireme.run.rundir import BEFORE_MARKS, MARKS, RunDir, resume_command
 
@@ -51,13 +52,7 @@ def open_run(given: Config, fixed: dict[str, Any] = FIXED) -> RunDir:
 
 
 def refusal(given: Config, fixed: dict[str, Any] = FIXED) -> str:
-    with pytest.raises(BadInput) as refused:
-        open_run(given, fixed)
-    assert refused.value.exit_code == EXIT_BAD_INPUT
-    text = str(refused.value)
-    for part in ("given: ", "expected: ", "to do: "):
-        assert part in text
-    return text
+    return refused(lambda: open_run(given, fixed))
 
 
 def test_named(tmp_path: Path) -> None:
