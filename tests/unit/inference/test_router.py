@@ -411,6 +411,26 @@ async def test_a_replica_that_can_not_name_its_weights_stops_everything() -> Non
 # ---- what a lost replica had, and who comes in its place
 
 
+async def test_nothing_is_kept_of_what_a_replica_said_of_strange_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def made(text: str, identity: WeightIdentity) -> Progress:
+        tokens = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+        return Progress(0, tokens, np.zeros(len(tokens), np.float32), (VersionSpan(identity, 0, len(tokens)),))
+
+    monkeypatch.setattr("inference.router.PROGRESS_S", 0.0)
+    router, (liar, honest) = await updated_fleet(2)
+    honest.spans = (VersionSpan(WEIGHTS.identity, 0, 3),)
+    liar.made = {"abc": made("x", WEIGHTS.identity)}
+    tasks = [asyncio.create_task(router.sample(request(name))) for name in ("abc", "b")]
+    await turns(20)
+    liar.made = {"abc": made("xy", UNKNOWN.identity)}
+    await turns(20)
+    honest.go.set()
+    assert [text(await task) for task in tasks] == ["abc", "b"]
+    assert "replica 0 sampled tokens from weights 1:2:other" in (await router.next_failure())[1]
+
+
 async def test_one_that_hangs_is_left_when_its_death_is_told_and_that_is_not_reported_again() -> None:
     router, (_, other) = fleet(2)
     tasks = [asyncio.create_task(router.sample(request(f"r{i}"))) for i in range(2)]
@@ -663,3 +683,17 @@ async def test_a_drained_replica_finishes_what_it_has_and_gets_nothing_new() -> 
     await drain
     assert (await router.stats()).keys() == {1}
     await router.drain(0, 20.0)
+
+
+async def test_what_a_drained_replica_does_not_finish_in_time_is_handed_over() -> None:
+    router, (first, second) = fleet(2)
+    second.go.set()
+    task = asyncio.create_task(router.sample(request("a0", "a")))
+    await turns()
+    drain = asyncio.create_task(router.drain(0, 0.01))
+    await asyncio.wait({drain}, timeout=0.1)
+    assert first.aborted == ["a0"]
+    first.go.set()  # now it gives up
+    await drain
+    assert text(await task) == "a0"
+    assert second.groups == [["a0"]]
