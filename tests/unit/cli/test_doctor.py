@@ -57,8 +57,3 @@ def test_missing_nodes_refuse(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_cannot_be_read_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["doctor", *words]) == EXIT_BAD_INPUT
     assert words[0] in capsys.readouterr().err
-
-
-def test_an_address_without_a_cluster_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["doctor", "--cluster.address", "127.0.0.1:1"]) == EXIT_BAD_INPUT
-    assert "no Ray cluster answers" in capsys.readouterr().err

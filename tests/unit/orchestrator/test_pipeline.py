@@ -41,6 +41,12 @@ def test_a_run_consumes_each_problem_once_in_order() -> None:
     assert all(count == 1 for count in run.dataset.cleaned.values())  # type: ignore[attr-defined]
 
 
+def test_group_rewards_are_centred_into_advantages() -> None:
+    run = asyncio.run(whole_run(Run(small_config(max_steps=1))))
+    batch = run.batches[0][0].batch
+    assert batch.columns["advantages"][batch.columns["mask"] == 1].tolist() == [-0.5, 0.5, -0.5, 0.5]
+
+
 async def test_synchronous_run_dispatches_nothing_before_release() -> None:
     async with Run(small_config(max_steps_off_policy=0)) as run:
         for step in range(3):
@@ -114,6 +120,44 @@ async def test_a_batch_that_is_there_comes_whole_and_in_deterministic_mode_alway
                 await quiesce()
             await run.step(step)
     assert [len(minibatches) for minibatches in run.batches] == [substeps, substeps]
+
+
+@pytest.mark.parametrize("policy", ["drop", "wait"])
+@pytest.mark.parametrize("max_steps_off_policy", [0, 1, 3])
+@pytest.mark.parametrize("max_concurrent", [4, "auto"])
+async def test_age_stays_within_the_bound_whoever_straggles(
+    policy: str, max_steps_off_policy: int, max_concurrent: int | str
+) -> None:
+    """Every third problem is held until two later steps are over, or until the run cannot go on without it."""
+    options = {
+        "stale_policy": policy,
+        "max_steps_off_policy": max_steps_off_policy,
+        "max_concurrent": max_concurrent,
+    }
+    config = small_config(3, 9, **options)
+    run = Run(config)
+    for problem in range(0, 90, 3):
+        run.sampler.hold(problem)
+    async with run:
+        for step in range(config.max_steps):
+            waiting = asyncio.create_task(run.step(step))
+            await quiesce()
+            for problem in range(0, 3 * step - 3, 3):
+                run.sampler.held[problem].set()
+            await quiesce()
+            while not waiting.done():
+                for request in run.sampler.requests:
+                    run.sampler.hold(request.prompt[0]).set()
+                await quiesce()
+            await waiting
+    for step, (minibatch,) in enumerate(run.batches):
+        ages = step - minibatch.provenance.floors
+        assert 0 <= ages.min() <= ages.max() <= max_steps_off_policy
+        versions = minibatch.batch.columns["versions"]
+        assert (step - versions[versions >= 0]).max() <= max_steps_off_policy
+    assert sum(row["off_policy/expired_running"] for row in run.rows) == run.rows[-1]["ledger/expired_running"]
+    if max_steps_off_policy and max_concurrent == "auto":
+        assert max(row["off_policy/mean"] for row in run.rows) > 0
 
 
 async def test_no_more_rollouts_are_in_flight_than_may_be_and_each_that_ends_makes_room() -> None:
@@ -352,6 +396,16 @@ def test_a_group_goes_on_without_rollouts_it_can_spare() -> None:
     run = asyncio.run(whole_run(Run(config, Problems(last_fails, group_size=4))))
     assert problems_of(run.batches[0]) == [0, 0, 0, 0, 1, 1, 1]
     assert run.rows[0]["rollout_errors/NonFiniteReward"] == 1
+
+
+def test_failed_groups_are_replaced() -> None:
+    async def nan_for_one(problem: Problem, sample: int) -> float:
+        return math.nan if problem.number == 1 else float(sample)
+
+    run = asyncio.run(whole_run(Run(small_config(max_steps=2, retries=1), Problems(nan_for_one))))
+    assert sorted(set(problems_of(run.batches[0] + run.batches[1]))) == [0, 2, 3, 4]
+    assert run.rows[-1]["ledger/failed"] == 1
+    assert sum(row.get("rollout_errors/NonFiniteReward", 0) for row in run.rows) == 4
 
 
 def test_too_many_failures_stop_the_run_with_the_first() -> None:

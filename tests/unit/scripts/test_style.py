@@ -1,34 +1,8 @@
-"""The counts of scripts/style.py, on files whose counts are known."""
+"""The lists of pages and benchmarks that scripts/style.py goes by."""
 
 import re
-from pathlib import Path
 
 import style
-
-SOURCE = '''"""A docstring
-of two lines."""
-
-# A comment.
-a, b = 1, 2
-told = a if b else None
-
-
-def f(x: Any) -> None:
-    """Does nothing."""
-    if (y := x) is None:
-        print("""two
-lines""")
-'''
-
-
-def test_lines_code_and_tokens(tmp_path: Path) -> None:
-    (tmp_path / "pkg").mkdir()
-    (tmp_path / "pkg" / "a.py").write_text(SOURCE)
-    (tmp_path / "b.py").write_text("x = 1  # one\n")
-    counts = style.style_of(tmp_path)
-    assert (counts.files, counts.lines, counts.code) == (2, 14, 7)
-    # 7 + 7 of the assignments, 10 of the head of f, 9 of `if`, 3 of the call without its string, 3 of b.py
-    assert counts.tokens == 39
 
 
 def test_five_pages_are_generated() -> None:

@@ -76,12 +76,6 @@ class Processes:
         return part.health
 
 
-def test_who_answers_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    processes = Processes(monkeypatch, "trainer_0", RECEIVER)
-    processes.live(200)
-    assert processes.killed == []
-
-
 def test_who_is_silent_is_suspect_then_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     processes = Processes(monkeypatch, "trainer_0", "inference_0", RECEIVER)
     processes.stopped = {"inference_0"}
@@ -92,15 +86,6 @@ def test_who_is_silent_is_suspect_then_killed(monkeypatch: pytest.MonkeyPatch) -
     assert processes.killed == ["inference_0"]
     assert "heartbeat_s = 30" in str(processes.lost["inference_0"])
     assert isinstance(processes.lost["inference_0"], RoomFailed)
-
-
-def test_who_answers_in_time_is_well_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    processes = Processes(monkeypatch, "inference_0", RECEIVER)
-    processes.stopped = {"inference_0"}
-    processes.live(25)
-    processes.stopped = set()
-    processes.live(20)
-    assert (processes.killed, processes.health("inference_0")) == ([], PartHealth.HEALTHY)
 
 
 def test_replicas_that_wait_for_a_stopped_orchestrator_are_not_killed_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

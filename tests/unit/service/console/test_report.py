@@ -132,7 +132,7 @@ def test_words_of_a_model_cannot_end_the_script(tmp_path: Path) -> None:
     page = reported(root)
     assert ATTACK in json.dumps(said(page)).replace('\\"', '"')
     assert ATTACK not in page.read_text()
-    assert page.read_text().count_of("</script>") == 2
+    assert page.read_text().count("</script>") == 2
 
 
 def test_a_long_run_is_a_small_page(tmp_path: Path) -> None:
