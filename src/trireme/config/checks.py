@@ -19,6 +19,8 @@ FAST_TOKENS_PER_S = 10_000
 """Tokens that a fast replica decodes in a second."""
 LONG_STEP_DAYS = 0.5
 """Days of a step from which on a configuration is probably a mistake."""
+MOST_PROCESSES = 10_000
+"""Of the trainer, and of the replicas."""
 EXACT_SAMPLERS = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
@@ -42,9 +44,21 @@ def check(config: CommonConfig, facts: ModelFacts | None) -> list[str]:
         warnings += hidden_modules([place for env in (*config.env, *config.eval_envs) for place in env.path])
     key = "model.tokenizer" if config.model.tokenizer else "model.name"
     common = [*_within_model("model.max_seq_len", config.model.max_seq_len, facts), *trainer_refusals(config, facts)]
-    common += without_tokenizer(key, config.tokenizer_name)
+    common += [*without_tokenizer(key, config.tokenizer_name), *_processes(config)]
     refuse([*own, *common, *_deterministic(config), *_resume(config)])
     return warnings
+
+
+def _processes(config: CommonConfig) -> Iterator[Refusal]:
+    """Refuses numbers of processes that no cluster has, before a plan lists each."""
+    wanted = {"trainer.shards * trainer.replicate": config.trainer.processes}
+    if isinstance(config, Config):
+        wanted["inference.replicas * inference.tensor_parallel"] = (
+            config.inference.replicas * config.inference.tensor_parallel
+        )
+    for name, number in wanted.items():
+        if number > MOST_PROCESSES:
+            yield Refusal(f"{name} = {number:,}", f"at most {MOST_PROCESSES:,} processes", f"lower --{name.split()[0]}")
 
 
 def _batch(config: Config) -> Iterator[Refusal]:

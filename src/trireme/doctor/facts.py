@@ -18,10 +18,11 @@ import xxhash
 
 from trireme.config.installed import package_versions
 from trireme.core.model_files import file_digests, model_directory
+from trireme.core.own_packages import ENTRY, OWN
 from trireme.process.device import DRIVER
 from trireme.process.machine import Node, this_machine
 
-ROOMS = ("trireme", "trainer", "orchestrator", "inference", "service")
+ROOMS = (ENTRY, *OWN)
 """This project's packages."""
 OBJECT_PACKAGES = ("numpy", "pydantic", "safetensors", "peft")
 """Packages whose objects travel between nodes, in addition to the packages of a plan."""

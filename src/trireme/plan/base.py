@@ -142,7 +142,8 @@ class Plan:
     @property
     def options(self) -> list[dict[str, Any]]:
         """Ray's options of each actor, in the order of `actor_names`."""
-        return [self._options(part) for part in self.parts for _ in part.actors]
+        options = ((self._options(part), len(part.actors)) for part in self.parts)
+        return [dict(each) for each, number in options for _ in range(number)]
 
     def _options(self, part: Part) -> dict[str, Any]:
         gpus = (0.5 if self.shares_gpu else part.ranks * 1.0) if self.on_gpus and part.size_key else 0.0
@@ -171,7 +172,7 @@ class Plan:
         left = iter(values)
         return {part.room: list(islice(left, len(part.actors))) for part in self.parts}
 
-    @property
+    @cached_property
     def machines(self) -> list[NodeNeeds]:
         """The machines with the actors that are probably on each; empty if the sizes of the model are unknown."""
         found = [part.needs for part in self.parts]

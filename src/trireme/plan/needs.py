@@ -195,12 +195,14 @@ def _place(wanted: Sequence[Mapping[str, float]], nodes: Sequence[Node]) -> list
     """Returns the number of the node for each bundle: the first one in use that has room, else the emptiest."""
     free = [{"num_gpus": float(node.num_gpus), "num_cpus": float(node.cpus)} for node in nodes]
     places: list[int] = []
+    used: dict[int, None] = {}
     for bundle in wanted:
         emptiest = sorted(range(len(nodes)), key=lambda n: (-free[n]["num_gpus"], -free[n]["num_cpus"]))
-        order = [*dict.fromkeys(places), *emptiest]
+        order = [*used, *emptiest]
         # Where no node has room, as in a dry run elsewhere, the emptiest is as good as any.
         chosen = next((n for n in order if all(free[n][what] >= bundle[what] for what in bundle)), emptiest[0])
         for what in bundle:
             free[chosen][what] -= bundle[what]
         places.append(chosen)
+        used[chosen] = None
     return places

@@ -56,6 +56,9 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
         ["trainer.kl.reference.update_every with trainer.kl.coef = 0"],
     ),
     ({"cluster": {"min_replicas": 3}, "inference": TWO}, ["cluster.min_replicas = 3 with 2 that"]),
+    ({"trainer": {"shards": 10**6}}, ["trainer.shards * trainer.replicate = 1,000,000", "at most 10,000 processes"]),
+    ({"trainer": {"replicate": 10**12}}, ["trainer.shards * trainer.replicate = 1,000,000,000,000"]),
+    ({"inference": {**TWO, "replicas": 10**5}}, ["inference.replicas * inference.tensor_parallel = 100,000"]),
     (
         {"trainer": {"packing": "packed"}, "model": {"attn": "eager"}},
         ["trainer.packing = packed with model.attn = eager"],
@@ -75,6 +78,7 @@ ACCEPTED: list[dict[str, Any]] = [
     {"resume": {"latest": "auto", "step": 3, "dir": "outputs/other"}, "run": {"name": "r"}},
     {"trainer": {"kl": {"coef": 0.1, "reference": {"base_model": "m", "update_every": 3}}}},
     {"cluster": {"min_replicas": 2}, "inference": TWO},
+    {"trainer": {"shards": 5_000, "replicate": 2}},
     {"trainer": {"packing": "packed"}},
     {"trainer": {"packing": "auto"}, "model": {"attn": "eager"}},
 ]
