@@ -71,28 +71,28 @@ class TinkerRoutes:
 
     def add(self, app: FastAPI) -> None:
         """Adds them to an app."""
-        posts: dict[str, Callable[..., Awaitable[Response]]] = {
-            "client/config": self.client_config,
-            "client/dynamic_config": self.dynamic_config,
-            "create_session": self.create_session,
-            "session_heartbeat": self.beat,
-            "telemetry": self.telemetry,
-            "create_model": self.create_model,
-            "load_weights": self.load_weights,
-            "get_info": self.info,
-            "forward_backward": self.forward_backward,
-            "optim_step": self.optim_step,
-            "save_weights": self.save_weights,
-            "save_weights_for_sampler": self.save_for_sampler,
-            "save_weights_external": self.save_external,
-            "create_sampling_session": self.create_sampler,
-            "join_sampling_session": self.join,
-            "asample": self.sample,
-            "retrieve_future": self.retrieve,
-            "retrieve_futures": self.retrieve_many,
-        }
-        for path, route in posts.items():
-            app.post(f"{PREFIX}/{path}")(route)
+        posts: tuple[Callable[..., Awaitable[Response]], ...] = (
+            self.create_session,
+            self.session_heartbeat,
+            self.telemetry,
+            self.create_model,
+            self.load_weights,
+            self.get_info,
+            self.forward_backward,
+            self.optim_step,
+            self.save_weights,
+            self.save_weights_for_sampler,
+            self.save_weights_external,
+            self.create_sampling_session,
+            self.join_sampling_session,
+            self.asample,
+            self.retrieve_future,
+            self.retrieve_futures,
+        )
+        for route in posts:
+            app.post(f"{PREFIX}/{route.__name__}")(route)
+        app.post(PREFIX + "/client/config")(self.client_config)
+        app.post(PREFIX + "/client/dynamic_config")(self.dynamic_config)
         app.get(PREFIX + "/healthz")(self.health)
         app.get(PREFIX + "/get_server_capabilities")(self.capabilities)
         app.get(PREFIX + "/samplers/{sampler_id}")(self.sampler)
@@ -135,7 +135,7 @@ class TinkerRoutes:
             told["warning_message"] = f"this server was tested with tinker {oldest} to {newest}, not {body.sdk_version}"
         return JsonReply({"session_id": session_id, **told})
 
-    async def beat(self, caller: Asking, body: BeatBody) -> JsonReply:
+    async def session_heartbeat(self, caller: Asking, body: BeatBody) -> JsonReply:
         """Notes that a client is there. One that the store does not know is told that its session is over."""
         try:
             self._state.living(body.session_id, caller).beat_s = self._server.now()
@@ -159,7 +159,7 @@ class TinkerRoutes:
         """Accepts a request of a model of this caller."""
         return _promised(self._server.train(work.model_id, work.seq_id, work, caller))
 
-    async def info(self, caller: Asking, body: ModelBody) -> JsonReply:
+    async def get_info(self, caller: Asking, body: ModelBody) -> JsonReply:
         """Describes a model."""
         model, name = self._state.model(body.model_id, caller), self._server.offer.base_model
         data = {"model_name": name, "tokenizer_id": self._server.offer.tokenizer_id}
@@ -180,17 +180,17 @@ class TinkerRoutes:
         """Accepts that the state of a model is saved."""
         return self._train(caller, body)
 
-    async def save_for_sampler(self, caller: Asking, body: SaveForSamplerBody) -> JsonReply:
+    async def save_weights_for_sampler(self, caller: Asking, body: SaveForSamplerBody) -> JsonReply:
         """Accepts that samplers may have the weights of a model."""
         return self._train(caller, body)
 
-    async def save_external(self, caller: Asking, body: SaveExternalBody) -> JsonReply:
+    async def save_weights_external(self, caller: Asking, body: SaveExternalBody) -> JsonReply:
         """Accepts that weights are saved for download."""
         return self._train(caller, body)
 
     # ---- sampling
 
-    async def create_sampler(self, caller: Asking, body: SamplerBody) -> JsonReply:
+    async def create_sampling_session(self, caller: Asking, body: SamplerBody) -> JsonReply:
         """Begins a sampling session from the base, or from weights that were saved by name and that the caller may
         read."""
         self._state.living(body.session_id, caller)
@@ -210,11 +210,11 @@ class TinkerRoutes:
         path = {"model_path": sampler.target} if sampler.target.startswith("tinker://") else {}
         return JsonReply({"sampler_id": sampler_id, "base_model": self._server.offer.base_model, **path})
 
-    async def join(self, caller: Asking, body: SamplerIdBody) -> JsonReply:
+    async def join_sampling_session(self, caller: Asking, body: SamplerIdBody) -> JsonReply:
         """Gives a clone of a sampler a number of its own."""
         return JsonReply({"client_counter": self._state.join(self._state.sampler(body.sampling_session_id, caller))})
 
-    async def sample(self, caller: Asking, body: SampleBody) -> JsonReply:
+    async def asample(self, caller: Asking, body: SampleBody) -> JsonReply:
         """Accepts a request for samples."""
         sampler = self._state.sampler(body.sampling_session_id, caller)
         prompt = ModelInput(body.tokens())
@@ -226,7 +226,7 @@ class TinkerRoutes:
 
     # ---- outcomes
 
-    async def retrieve(self, caller: Asking, body: RetrieveBody) -> Response:
+    async def retrieve_future(self, caller: Asking, body: RetrieveBody) -> Response:
         """Answers with the outcome of a request, after a while with 408: not yet."""
         promise = self._state.promise(body.request_id, caller)
         outcome = await self._server.outcome(promise)
@@ -242,7 +242,7 @@ class TinkerRoutes:
             return Response(outcome.payload, media_type=PROTOBUF)
         return JsonReply(outcome.payload)
 
-    async def retrieve_many(self, caller: Asking, body: RetrieveManyBody) -> JsonReply:
+    async def retrieve_futures(self, caller: Asking, body: RetrieveManyBody) -> JsonReply:
         """Tells which samples of a clone are done since the last question."""
         target, retrieved = body.target, body.retrieved_request_ids
         sampler = self._state.sampler(target.sampling_session_id, caller)

@@ -68,7 +68,7 @@ class TinkerServer:
         """`store`: where the state is kept. `commits`: where models are saved by the server itself."""
         self.offer, self.catalog, self.now = offer, catalog, now
         self.state = ProtocolState(
-            make_turns=partial(SampleTurns[Promise], offer.slots, BASE),
+            make_turns=partial(SampleTurns, offer.slots, BASE),
             adapters=offer.lora is not None,
             places=offer.places,
             changed=self._changed,

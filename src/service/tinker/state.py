@@ -48,7 +48,7 @@ GAP_S = 300.0
 class ProtocolState(PromiseBook):
     """All of it. Times are seconds of a clock that does not go back."""
 
-    make_turns: Callable[[], SampleTurns[Promise]] = SampleTurns
+    make_turns: Callable[[], SampleTurns] = SampleTurns
     """Decides in which order samples run."""
     adapters: bool = False
     """The models are adapters: many have places, and none ends for another of its session."""
@@ -59,7 +59,7 @@ class ProtocolState(PromiseBook):
     shares: TokenShares = field(default_factory=TokenShares)
     running: Promise | None = None
     """The request that the trainer works on."""
-    turns: SampleTurns[Promise] = field(init=False)
+    turns: SampleTurns = field(init=False)
     """The samples that wait, and those that run."""
     _line: deque[ClientModel] = field(default_factory=deque)
 

@@ -13,11 +13,9 @@ new ones. Whole models have one slot. Its values are replaced in place, also und
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
 
-Item = TypeVar("Item", bound=Hashable)
+from service.tinker.promises import Promise
 
 
 @dataclass(frozen=True)
@@ -37,22 +35,22 @@ class DropWeights:
 
 
 @dataclass(frozen=True)
-class StartSample(Generic[Item]):
+class StartSample:
     """A sample is to begin now."""
 
-    item: Item
+    item: Promise
     slot: str = ""
     """The slot that has its weights; "": those that all replicas hold."""
 
 
 @dataclass(eq=False)
-class Slot(Generic[Item]):
+class Slot:
     """A place for one set of weights."""
 
     slot: str
     name: str
     """Of the weights in it; "" once they are no longer needed."""
-    ready: deque[Item] = field(default_factory=deque)
+    ready: deque[Promise] = field(default_factory=deque)
     """The samples that may start."""
     running: int = 0
     closing: bool = False
@@ -68,7 +66,7 @@ class Slot(Generic[Item]):
         return bool(self.ready or self.running)
 
 
-class SampleTurns(Generic[Item]):
+class SampleTurns:
     """The samples that wait and those that run, by the names of their weights, and the slots."""
 
     def __init__(self, adapters: int = 0, base: str = "") -> None:
@@ -76,14 +74,14 @@ class SampleTurns(Generic[Item]):
         weights that all replicas hold beside adapters."""
         self._in_place = adapters == 0
         self._capacity = max(adapters, 1)
-        self._base = Slot[Item]("", base if adapters else "")
-        self._slots: list[Slot[Item]] = []
-        self._waiting: deque[tuple[str, Item]] = deque()  # samples whose weights are in no slot that accepts them
-        self._running: dict[Item, Slot[Item]] = {}
+        self._base = Slot("", base if adapters else "")
+        self._slots: list[Slot] = []
+        self._waiting: deque[tuple[str, Promise]] = deque()  # samples whose weights are in no slot that accepts them
+        self._running: dict[Promise, Slot] = {}
         self._loads = 0
         self._starts = 0
 
-    def add(self, name: str, item: Item) -> None:
+    def add(self, name: str, item: Promise) -> None:
         """Adds a sample from the weights `name`."""
         if not self._accept(name, item):
             self._waiting.append((name, item))
@@ -99,7 +97,7 @@ class SampleTurns(Generic[Item]):
             self._waiting.extendleft((name, item) for item in reversed(slot.ready))
             slot.ready.clear()
 
-    def ended(self, item: Item) -> None:
+    def ended(self, item: Promise) -> None:
         """Notes that a sample has ended."""
         self._running.pop(item).running -= 1
 
@@ -108,7 +106,7 @@ class SampleTurns(Generic[Item]):
         """The names of weights that are held or waited for."""
         return {name for name, _ in self._waiting} | {slot.name for slot in self._slots if slot.name}
 
-    def next(self) -> LoadWeights | DropWeights | StartSample[Item] | None:
+    def next(self) -> LoadWeights | DropWeights | StartSample | None:
         """Returns what is to be done now, as if it were done; None: nothing before something else ends or comes."""
         for slot in self._slots:
             if slot.stale:
@@ -122,7 +120,7 @@ class SampleTurns(Generic[Item]):
                 return self._start(slot)
         return self._make_room(self._waiting[0][0]) if self._waiting else None
 
-    def _start(self, slot: Slot[Item]) -> StartSample[Item]:
+    def _start(self, slot: Slot) -> StartSample:
         item = slot.ready.popleft()
         self._running[item] = slot
         self._starts += 1
@@ -141,7 +139,7 @@ class SampleTurns(Generic[Item]):
             if not self._in_place:
                 return DropWeights(oldest.slot)
         self._loads += 1
-        slot = Slot[Item]("" if self._in_place else f"{name}@{self._loads}", name, used=self._starts)
+        slot = Slot("" if self._in_place else f"{name}@{self._loads}", name, used=self._starts)
         self._slots.append(slot)
         for each in self._slots:
             each.closing = False  # the one for which it closed has a slot now
@@ -149,7 +147,7 @@ class SampleTurns(Generic[Item]):
         self._close_one()
         return LoadWeights(name, slot.slot)
 
-    def _accept(self, name: str, item: Item) -> bool:
+    def _accept(self, name: str, item: Promise) -> bool:
         """Lets a sample go if a slot has its weights; returns False if none does."""
         for slot in (self._base, *self._slots):
             if slot.name == name and not slot.closing:

@@ -15,7 +15,7 @@ BASE = "0"
 
 class ModelReplicas(TurningReplicas):
     def __init__(self) -> None:
-        super().__init__(SampleTurns[Sample](base=BASE))
+        super().__init__(SampleTurns(base=BASE))
         self.held: str | None = None
         self.renewed: set[str] = set()
 
@@ -68,7 +68,7 @@ def test_renewed_weights_are_taken_while_samples_run() -> None:
 
 class AdapterReplicas(TurningReplicas):
     def __init__(self, capacity: int) -> None:
-        super().__init__(SampleTurns[Sample](capacity, BASE))
+        super().__init__(SampleTurns(capacity, BASE))
         self.capacity = capacity
         self.version = dict.fromkeys("abcd", 0)
         self.slots: dict[str, tuple[str, int]] = {}
