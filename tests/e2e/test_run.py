@@ -191,7 +191,7 @@ class TestQuickstart:
         assert len(turn["logprobs"]) == len(turn["action"]) == sum(tokens for _, tokens in turn["versions"])
 
     def test_each_room_traced_what_it_did(self, ended: Ended) -> None:
-        shown = timeline(ended.root, None, lambda _: None)
+        shown = timeline(ended.root)
         assert shown is not None
         spans: dict[str, dict[str, list[Span]]] = defaultdict(lambda: defaultdict(list))
         for process in shown.processes:

@@ -28,7 +28,7 @@ from trireme.supervision.status import INCIDENTS, Status
 from trireme.tools.curves import GroupAges, RunCurves
 from trireme.tools.following import LineFollower, driver_state, is_live, run_config
 from trireme.tools.standing import ROOMS, described, headline, lineage_facts, standing, target_of, troubles
-from trireme.tools.timeline import newest_steps, timeline_to_json
+from trireme.tools.timeline import timeline, timeline_to_json
 
 SESSIONS = "sessions"
 """The directory of the store of sessions, in the run directory."""
@@ -119,7 +119,7 @@ class RunReader:
         with self._timeline_lock:
             at, shown = self._timelines.get(steps, (-TIMELINE_S, None))
             if time.monotonic() - at >= TIMELINE_S:
-                newest = newest_steps(self.root, steps)
+                newest = timeline(self.root, steps)
                 shown = timeline_to_json(newest) if newest else None
                 self._timelines = {steps: (time.monotonic(), shown)}
             return shown

@@ -19,7 +19,7 @@ from typing import Any
 from service.console.reading import RunReader
 from trireme.core.finite_json import to_json
 from trireme.core.paths import path_in
-from trireme.tools.timeline import Timeline, timeline_to_json
+from trireme.tools.timeline import NEWEST_STEPS
 
 PAGE = Path(__file__).with_name("page")
 CURVES_BYTES = 8_000_000
@@ -58,13 +58,13 @@ class EmbeddedAnswers:
         return "{" + ",\n".join(self._texts) + "}"
 
 
-def report_page(reader: RunReader, timeline: Timeline | None, now: datetime) -> str:
-    """Returns the page of the run that `reader` reads, with its data inside. `timeline`: None where there is none."""
+def report_page(reader: RunReader, now: datetime) -> str:
+    """Returns the page of the run that `reader` reads, with its data inside."""
     reader.read_all()
     run, curves = reader.overview(), reader.curves()
     answers = EmbeddedAnswers()
     answers.add("run", {**run, "headline": f"{run['headline']}  (report of {now:%Y-%m-%d %H:%M} UTC)"})
-    answers.add("timeline", timeline_to_json(timeline) if timeline else None)
+    answers.add("timeline", reader.timeline(NEWEST_STEPS))
     names = [name for name in curves["names"] if answers.add(f"curve {name}", reader.curve(name), CURVES_BYTES)]
     answers.add("curves", {**curves, "names": names})
     recorded = reader.rollouts.steps(most=None)["steps"]

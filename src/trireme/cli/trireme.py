@@ -30,7 +30,7 @@ from trireme.tools.following import run_config, tokenizer_of
 from trireme.tools.inspection import inspect, render
 from trireme.tools.plot import plot_runs
 from trireme.tools.scale import scale
-from trireme.tools.timeline import Timeline, export_trace, timeline
+from trireme.tools.timeline import export_trace
 from trireme.tools.watch import watch
 
 if TYPE_CHECKING:
@@ -100,8 +100,7 @@ def _parser() -> argparse.ArgumentParser:
 
     reporting = commands.add_parser("report", help="the page of `watch --web` as one HTML file, with its data inside")
     reporting.add_argument("--output", type=Path, help="where to (default: RUN/report.html)")
-    reporting.add_argument("--steps", type=_steps, metavar="FIRST:LAST", help="of the timeline (default: newest)")
-    reporting.add_argument("--trace", type=Path, help="also write the attempt's trace, for ui.perfetto.dev")
+    reporting.add_argument("--trace", type=Path, help="also write the newest attempt's trace, for ui.perfetto.dev")
     reporting.set_defaults(command=_report)
 
     watching = commands.add_parser("watch", help="a live or a finished run: where it stands, its parts, incidents")
@@ -163,26 +162,18 @@ def _export(options: argparse.Namespace) -> None:
     print(f"{written.commit} is now {written.out}: {written.files} files, weights in {written.dtype}")
 
 
-def _steps(text: str) -> tuple[int, int]:
-    first, _, last = text.partition(":")
-    if not (first.isdigit() and last.isdigit() and int(first) <= int(last)):
-        raise Refusal(f"--steps {text}", "the first and the last step to show", "for example --steps 100:120").error()
-    return int(first), int(last)
-
-
 def _report(options: argparse.Namespace) -> None:
     from service.console.report import report_page
 
     root = _run_directory(options.run)
     output = options.output or root / "report.html"
-    with Console(stderr=True).status("reading") as status:
-        shown = timeline(root, options.steps, lambda file: status.update(f"reading {file.name}"))
-        page = report_page(_reader(root), shown, datetime.now(UTC))
+    with Console(stderr=True).status("reading"):
+        page = report_page(_reader(root), datetime.now(UTC))
     with _writable(output):
         output.write_text(page)
     print(f"{output}: a page for any browser ({decimal(output.stat().st_size)})")
     if options.trace:
-        _write_trace(root, shown, options.trace)
+        _write_trace(root, options.trace)
 
 
 def _reader(root: Path) -> RunReader:
@@ -193,16 +184,16 @@ def _reader(root: Path) -> RunReader:
     return RunReader(root, partial(load_tokenizer, tokenizer) if tokenizer else None)
 
 
-def _write_trace(root: Path, shown: Timeline | None, out: Path) -> None:
-    if shown is None:
+def _write_trace(root: Path, out: Path) -> None:
+    with _writable(out):
+        attempt = export_trace(root, out)
+    if attempt is None:
         raise Refusal(
             f"--trace for {root}, which has no trace",
             "a run with trace/attempt_N/",
             "leave --trace out; the next run has a trace unless trace.max_mb is 0",
         ).error()
-    with _writable(out):
-        export_trace(root, shown.attempt, out)
-    print(f"{out}: the trace of attempt {shown.attempt}, for ui.perfetto.dev ({decimal(out.stat().st_size)})")
+    print(f"{out}: the trace of attempt {attempt}, for ui.perfetto.dev ({decimal(out.stat().st_size)})")
 
 
 def _watch(options: argparse.Namespace) -> None:

@@ -16,6 +16,7 @@ REMOVED: dict[str, str] = {
     "trainer.lora.together": "leave it out: adapters take turns in the trainer, each computes what it would alone",
     "eval.replicas": "leave it out: all replicas evaluate, and the next update waits; fewer eval.problems shorten that",
     "renderer.compact_every": "leave it out, or set renderer.strip_thinking_from_history = false: thinking then stays",
+    "trireme report --steps": "leave it out for the newest 50 steps; `--trace FILE` writes all, for ui.perfetto.dev",
     "trireme watch --plain": "leave it out: `trireme watch RUN` prints where the run stands, without a terminal too",
 }
 """What to do instead of a removed key (`section.key`, or a whole `section`), command (`trireme foo`) or option of a

@@ -15,11 +15,10 @@ from typing import Any, BinaryIO
 
 from trireme.checkpoint.rows import shown_step
 from trireme.core.finite_json import to_json
-from trireme.core.refusals import Refusal
 from trireme.process.trace import ROOMS
 
 NEWEST_STEPS = 50
-"""Steps shown by default: more cannot be told apart on a screen."""
+"""Steps in a report: more cannot be told apart on a screen."""
 MOST_SPANS = 12_000
 MOST_ROWS = 48
 MOST_PROCESSES = 40
@@ -148,87 +147,41 @@ def _objects(lines: BinaryIO, most_bytes: int) -> Iterator[dict[str, Any]]:
             return
 
 
-def export_trace(root: Path, attempt: int, out: Path) -> None:
-    """Writes the events of all processes of an attempt as one file in Chrome's format. Raises OSError."""
+def export_trace(root: Path, out: Path) -> int | None:
+    """Writes the events of all processes of the newest attempt as one file in Chrome's format. Returns its number; None
+    if there is no trace, and no file then. Raises OSError."""
     found = traces(root)
+    if not found:
+        return None
+    attempt = max(found)
     files = [*found[attempt], *_outlived(found, attempt)]
     with out.open("w") as joined:
         joined.write("[\n")
         joined.write(",\n".join(to_json(event) for file in files for event in json_lines(file)))
         joined.write("\n]\n")
+    return attempt
 
 
-def timeline(root: Path, wanted: tuple[int, int] | None, on_file: Callable[[Path], None]) -> Timeline | None:
-    """Reads the newest attempt that traced one of the `wanted` steps (first and last); without `wanted`, the newest
-    steps of the newest attempt. `on_file` is called with each file before it is read.
-
-    Returns None if there is no trace. Raises BadInput if no attempt traced the wanted steps.
-    """
-    found = traces(root)
-    steps = {attempt: _steps(files) for attempt, files in found.items()}
-    for attempt in reversed(found):
-        newest = sorted(steps[attempt])[-NEWEST_STEPS:]
-        first, last = wanted or (min(newest, default=0), max(newest, default=0))
-        shown = {step: when for step, when in steps[attempt].items() if first <= step <= last}
-        if shown or wanted is None:
-            return _read(found, attempt, steps, shown, on_file)
-    if wanted is None:
-        return None
-    ranges = [f"{min(known)}:{max(known)} (attempt {attempt})" for attempt, known in steps.items() if known]
-    raise Refusal(
-        f"--steps {wanted[0]}:{wanted[1]}, none of which is in a trace",
-        f"some of the steps that are: {', '.join(ranges) or 'there are none yet'}",
-        "choose others, or leave --steps out",
-    ).error()
-
-
-def newest_steps(root: Path, count: int, most_bytes: int = LIVE_BYTES) -> Timeline | None:
-    """Reads the newest `count` steps of the newest attempt, from at most `most_bytes` of its traces; None if there is
-    no trace."""
+def timeline(root: Path, steps: int = NEWEST_STEPS, most_bytes: int = LIVE_BYTES) -> Timeline | None:
+    """Reads the newest `steps` of the newest attempt, from at most `most_bytes` of its traces; None if there is no
+    trace. Shows what came before them if they are the attempt's first ones, and all that came after them."""
     found = traces(root)
     if not found:
         return None
     attempt = max(found)
-    share = most_bytes // min(len(found[attempt]) + len(_outlived(found, attempt)), MOST_PROCESSES)
-    steps = _steps(found[attempt], share)
-    shown = {step: steps[step] for step in sorted(steps)[-count:]}
-    return _read(found, attempt, {attempt: steps}, shown, lambda _file: None, share)
-
-
-def _steps(files: Sequence[Path], most_bytes: int | None = None) -> dict[int, tuple[int, int]]:
-    """Returns when each step, counted from 1, began and ended, by the driver."""
-    drivers = [file for file in files if file.stem == "driver_0"]
-    spans = [event for file in drivers for event in json_lines(file, most_bytes) if event["name"] == "step"]
-    return {shown_step(event["args"]): (event["ts"], event["ts"] + event["dur"]) for event in spans}
-
-
-def _read(
-    found: Mapping[int, Sequence[Path]],
-    attempt: int,
-    steps: Mapping[int, Mapping[int, Window]],
-    shown: Mapping[int, Window],
-    on_file: Callable[[Path], None],
-    most_bytes: int | None = None,
-) -> Timeline:
-    """Reads what happened during the steps `shown` of an attempt; also before them if they are its first ones, and
-    after them if they are its last. Replicas of an earlier attempt are read from this one's first event on.
-    `most_bytes`: of each file."""
-    files, traced = found[attempt], steps[attempt]
-    later = [start for other in steps if other > attempt for start, _ in steps[other].values()]
-    from_the_start = not shown or min(shown) == min(traced)
-    to_the_end = not shown or max(shown) == max(traced)
-    window = (
-        0 if from_the_start else min(start for start, _ in shown.values()),
-        min(later, default=NEVER) if to_the_end else max(end for _, end in shown.values()),
-    )
-    processes = [_process(file, window, on_file, most_bytes) for file in files[:MOST_PROCESSES]]
+    files, outlived = found[attempt], _outlived(found, attempt)
+    share = most_bytes // min(len(files) + len(outlived), MOST_PROCESSES)
+    traced = _steps(files, share)
+    shown = {step: traced[step] for step in sorted(traced)[-steps:]}
+    from_the_start = len(shown) == len(traced)
+    since = 0 if from_the_start else min(start for start, _ in shown.values())
+    processes = [_process(file, since, share) for file in files[:MOST_PROCESSES]]
     begun = min((span.start for span in _spans(processes)), default=NEVER)
-    older = _outlived(found, attempt)[: MOST_PROCESSES - len(processes)]
-    outlived = [_process(file, (begun, window[1]), on_file, most_bytes) for file in older]
-    processes += [process for process in outlived if process.tracks]
+    older = [_process(file, begun, share) for file in outlived[: MOST_PROCESSES - len(processes)]]
+    processes += [process for process in older if process.tracks]
     times = [t for span in _spans(processes) for t in (span.start, span.end) if t is not None]
     times += [t for when in shown.values() for t in when]
-    start, end = max(window[0], min(times, default=0)), min(window[1], max(times, default=0))
+    start, end = max(since, min(times, default=0)), max(times, default=0)
     return Timeline(
         attempt=attempt,
         traced=(min(traced), max(traced)) if traced else None,
@@ -241,13 +194,19 @@ def _read(
     )
 
 
+def _steps(files: Sequence[Path], most_bytes: int) -> dict[int, Window]:
+    """Returns when each step, counted from 1, began and ended, by the driver."""
+    drivers = [file for file in files if file.stem == "driver_0"]
+    spans = [event for file in drivers for event in json_lines(file, most_bytes) if event["name"] == "step"]
+    return {shown_step(event["args"]): (event["ts"], event["ts"] + event["dur"]) for event in spans}
+
+
 def _spans(processes: Sequence[Process]) -> list[Span]:
     return [span for process in processes for track in process.tracks for row in track.rows for span in row]
 
 
-def _process(file: Path, window: Window, on_file: Callable[[Path], None], most_bytes: int | None = None) -> Process:
-    """Reads what a process did in `window`."""
-    on_file(file)
+def _process(file: Path, since: int, most_bytes: int) -> Process:
+    """Reads what a process did after the time `since`."""
     nested: dict[str, list[Span]] = defaultdict(list)
     overlapping: dict[str, list[Span]] = defaultdict(list)
     counters: dict[str, list[tuple[int, float]]] = defaultdict(list)
@@ -256,7 +215,7 @@ def _process(file: Path, window: Window, on_file: Callable[[Path], None], most_b
     full = False
 
     def keep(spans: list[Span], event: Mapping[str, Any], end: int | None) -> None:
-        if event["ts"] < window[1] and window[0] < (NEVER if end is None else end):
+        if end is None or end > since:
             spans.append(Span(event["name"], event["ts"], end, event.get("args", {})))
 
     for event in json_lines(file, most_bytes):
@@ -273,7 +232,7 @@ def _process(file: Path, window: Window, on_file: Callable[[Path], None], most_b
                     args = {**begin.get("args", {}), **event.get("args", {})}
                     keep(overlapping[event["cat"]], {**begin, "args": args}, event["ts"])
             case {"ph": "C", "ts": at, "args": {"number": value}}:
-                if window[0] < at < window[1]:
+                if at > since:
                     counters[event["name"]].append((at, value))
             case {"ph": "i"}:
                 full = True

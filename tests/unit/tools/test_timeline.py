@@ -1,4 +1,4 @@
-"""Reading traces back selects attempt, steps and rows, and never returns too many spans."""
+"""Reading traces back selects the newest attempt, its newest steps, and rows, and never returns too many spans."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from trace_support import SECOND, START, begin, counter, end, make_run, span, wr
 
 from trireme.process import trace
 from trireme.tools import timeline as module
-from trireme.tools.timeline import Span, Timeline, Track, export_trace, json_lines, newest_steps, timeline, traces
+from trireme.tools.timeline import Span, Timeline, Track, export_trace, json_lines, timeline, traces
 
 
-def read(root: Path, wanted: tuple[int, int] | None = None) -> Timeline:
-    found = timeline(root, wanted, lambda _: None)
+def read(root: Path, steps: int = module.NEWEST_STEPS) -> Timeline:
+    found = timeline(root, steps)
     assert found is not None
     return found
 
@@ -43,7 +43,9 @@ def only(found: Timeline, process: str, track: str) -> Track:
 
 
 def test_a_run_without_a_trace(tmp_path: Path) -> None:
-    assert timeline(tmp_path, None, lambda _: None) is None
+    assert timeline(tmp_path) is None
+    assert export_trace(tmp_path, tmp_path / "all.json") is None
+    assert not (tmp_path / "all.json").exists()
 
 
 def test_what_the_tracer_writes(tmp_path: Path) -> None:
@@ -60,26 +62,20 @@ def test_what_the_tracer_writes(tmp_path: Path) -> None:
 
 def test_steps_bound_what_is_shown(tmp_path: Path) -> None:
     steps(tmp_path, 1, range(10))
-    found = read(tmp_path, (5, 7))
-    assert (found.start, found.end) == (START + 4 * SECOND, START + 7 * SECOND)
-    assert list(found.steps) == [5, 6, 7]
+    found = read(tmp_path, 3)
+    assert (found.start, found.end) == (START + 7 * SECOND, START + 10 * SECOND)
+    assert list(found.steps) == [8, 9, 10]
     assert found.traced == (1, 10)
     (row,) = only(found, "driver_0", "main").rows
     assert [s.name for s in row] == ["wait_for_batch", "forward_backward"] * 3
 
 
-def test_the_newest_steps_unless_others_are_wanted(tmp_path: Path) -> None:
-    steps(tmp_path, 1, range(module.NEWEST_STEPS + 10))
-    assert list(read(tmp_path).steps) == list(range(11, module.NEWEST_STEPS + 11))
-
-
-def test_the_newest_attempt_that_traced_the_steps(tmp_path: Path) -> None:
-    steps(tmp_path, 1, range(6))
-    steps(tmp_path, 2, range(4, 8))
+def test_the_newest_attempt(tmp_path: Path) -> None:
+    steps(tmp_path, 2, range(4))
+    assert read(tmp_path).attempt == 2
     write_trace(tmp_path, 10, "driver_0", ["main"], [])  # which has not finished a step
-    assert read(tmp_path).attempt == 10
-    assert read(tmp_path, (5, 6)).attempt == 2
-    assert read(tmp_path, (2, 3)).attempt == 1
+    found = read(tmp_path)
+    assert (found.attempt, found.traced, found.steps) == (10, None, {})
 
 
 def test_replicas_outlive_the_attempt_in_which_they_were_started(tmp_path: Path) -> None:
@@ -92,11 +88,9 @@ def test_replicas_outlive_the_attempt_in_which_they_were_started(tmp_path: Path)
         event for at in (10, 11) for event in (span("step", 0, at, at + 1, step=at), span("optim", 0, at, at + 1))
     ]
     write_trace(tmp_path, 2, "driver_0", ["main"], driver)
-    second, first = read(tmp_path), read(tmp_path, (1, 2))
+    second = read(tmp_path)
     assert (second.attempt, [p.name for p in second.processes]) == (2, ["driver_0", "inference_0"])
     assert [s.args["version"] for s in only(second, "inference_0", "sampling").rows[0]] == [10, 11, 12, 13]
-    assert (first.attempt, first.end) == (1, START + 10 * SECOND), "what it did later belongs to the next attempt"
-    assert len(only(first, "inference_0", "sampling").rows[0]) == 10
 
 
 def test_what_overlaps_takes_the_first_free_row(tmp_path: Path) -> None:
@@ -133,7 +127,7 @@ def test_a_trace_that_is_full_says_so(tmp_path: Path) -> None:
 
 def test_one_file_for_all_processes(tmp_path: Path) -> None:
     files = [steps(tmp_path, 1, range(2)), write_trace(tmp_path, 1, "trainer_0", ["main"], [span("optim", 0, 0, 1)])]
-    export_trace(tmp_path, 1, tmp_path / "all.json")
+    assert export_trace(tmp_path, tmp_path / "all.json") == 1
     assert json.loads((tmp_path / "all.json").read_text()) == [e for file in files for e in json_lines(file)]
 
 
@@ -170,16 +164,10 @@ def test_the_newest_steps_are_read_from_the_ends_of_long_traces(tmp_path: Path) 
     file = write_trace(root, 1, "driver_0", ["main"], events)
     least = 80_000
     assert file.stat().st_size > 5 * least
-    found = newest_steps(root, 3, least)
+    found = timeline(root, 3, least)
     assert found is not None
     assert sorted(found.steps) == [4998, 4999, 5000]
     (track,) = found.processes[0].tracks
     assert track.name == "main"
     assert [span.name for row in track.rows for span in row] == ["optim"] * 3
-    whole = timeline(root, (4998, 5000), lambda _file: None)
-    assert whole is not None
-    assert found.processes == whole.processes
-
-
-def test_newest_steps_of_what_has_no_trace(tmp_path: Path) -> None:
-    assert newest_steps(make_run(tmp_path / "run", 0), 3) is None
+    assert found.processes == read(root, 3).processes, "as where all is read"

@@ -31,7 +31,7 @@ function timelineNote(timeline) {
   const number = timeline.steps.length, [first, last] = timeline.traced || [];
   const shown = number ? `steps ${timeline.steps[0][0]} to ${timeline.steps[number - 1][0]} of ${first} to ${last}` : "no step is finished yet";
   return [
-    `Attempt ${timeline.attempt}, ${shown}${REPORT && number && number < last - first + 1 ? "; `trireme report RUN --steps FIRST:LAST` writes others" : ""}. Second 0 is ${timeline.start}.`,
+    `Attempt ${timeline.attempt}, ${shown}${REPORT && number && number < last - first + 1 ? "; `trireme report RUN --trace FILE` writes all, for ui.perfetto.dev" : ""}. Second 0 is ${timeline.start}.`,
     timeline.resolution ? ` Neighbours shorter than ${short(timeline.resolution * 1000)} ms are drawn as one: fewer steps show more.` : "",
     ...timeline.processes.flatMap(process => process.tracks.filter(track => track.leftOut).map(
       track => ` ${process.name}: ${track.leftOut} of ${track.name} found no row.`)),

@@ -116,7 +116,6 @@ def test_several_attempts(run: Path) -> None:
     attempts = dict(answers["run"]["facts"])["attempts"]
     assert attempts == "1: steps 1 to 2; 2: steps 3 to 4; superseded: branches/0123abcd"
     assert (answers["timeline"]["attempt"], answers["timeline"]["steps"]) == (2, [[3, 0.0, 2.0]])
-    assert said(reported(run, "--steps", "1:2"))["timeline"]["attempt"] == 1
 
 
 def test_neither_logs_nor_sessions_are_in_a_page_that_is_sent_to_others(tmp_path: Path) -> None:
@@ -136,7 +135,7 @@ def test_words_of_a_model_cannot_end_the_script(tmp_path: Path) -> None:
 
 
 def test_a_long_run_is_a_small_page(tmp_path: Path) -> None:
-    """10,000 steps of 100 metrics, a trace of all, and long rollouts: less than 20 MB, with all ends and extremes."""
+    """10,000 steps of 100 metrics, a long trace, and long rollouts: less than 20 MB, with all ends and extremes."""
     steps, metrics = 10_000, 100
     root = make_run(tmp_path / "run", 0)
     values = np.random.default_rng(0).normal(size=(steps, metrics))
@@ -146,17 +145,17 @@ def test_a_long_run_is_a_small_page(tmp_path: Path) -> None:
             file.write(json.dumps(row(step) | more) + "\n")
     spans = [
         event
-        for s in range(steps)
+        for s in range(steps - 100, steps)
         for event in (
             span("step", 0, s, s + 1, step=s),
-            *(span("optim", 0, s + i / 3, s + (i + 1) / 3) for i in range(3)),
+            *(span("optim", 0, s + i / 1000, s + (i + 1) / 1000) for i in range(1000)),
         )
     ]
     write_trace(root, 1, "driver_0", ["main"], spans)
     records = [record(0, "best", ["long " * 6000, "12"]) for _ in range(4)]
     for step in range(0, steps, 1000):
         write_records(root / ROLLOUTS, step, records)
-    page = reported(root, "--steps", "1:10000")
+    page = reported(root)
     assert 10_000_000 < page.stat().st_size < 20_000_000
     answers = said(page)
     assert answers["timeline"]["resolution"] > 0
@@ -177,11 +176,6 @@ def test_a_long_run_is_a_small_page(tmp_path: Path) -> None:
 
 def test_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert str(tmp_path) in refused("report", str(tmp_path), capsys=capsys)
-
-
-@pytest.mark.parametrize("steps", ["5", "7:5", "a:b", "-1:4", ":"])
-def test_steps_that_are_none(run: Path, steps: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--steps" in refused("report", str(run), f"--steps={steps}", capsys=capsys)
 
 
 def test_nowhere_to_write(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
