@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -27,9 +26,6 @@ def measure(described: Mapping[str, Any]) -> dict[str, Any]:
     """
     import torch
     from transformers import AutoModelForCausalLM
-    from transformers.core_model_loading import revert_weight_conversion
-
-    from trireme.core.slices import gathered_names
 
     try:
         config = _configuration(described)
@@ -67,7 +63,6 @@ def measure(described: Mapping[str, Any]) -> dict[str, Any]:
         "max_position_embeddings": _longest(text),
         "windows": windows,
         "linear_widths": _linear_widths(model),
-        "gathered": tuple(gathered_names(model, partial(revert_weight_conversion, model))),
     }
 
 

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from trireme.config.trainer import LoraConfig
 
 HUB_TIMEOUT_S = 5.0
-PLAIN_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+PLAIN_TYPES = ("llama", "qwen2", "qwen3")
 PLAIN_SIZES = {
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
     *("vocab_size", "max_position_embeddings"),
 }
-"""Models of these types, with these sizes written out, are counted by `count_parameters`."""
+"""Models of these types, with these sizes written out, are counted by `_plain_sizes`."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class ModelFacts:
     num_chosen: int
     """Experts that a token passes through in a layer; 0 without experts."""
     num_parameters: int
-    """All parameters, as the sizes imply (`count_parameters`)."""
+    """All parameters, as the sizes imply."""
     multiplied_parameters: int
     """Parameters that a token is multiplied with: of the experts only the chosen ones, and the embeddings once only."""
     tied_embeddings: bool
@@ -64,8 +64,6 @@ class ModelFacts:
     """For each layer with attention: how many tokens a token sees at most, itself included; None: all before it."""
     linear_widths: Mapping[str, int] = field(hash=False)
     """Inputs and outputs of all linear layers of a name, such as q_proj, together."""
-    gathered: tuple[str, ...] = ()
-    """Names of the published tensors whose digest needs the gather (`trireme.core.slices`), in full training."""
     described: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     """The whole config.json."""
 
@@ -144,68 +142,45 @@ class ModelFacts:
 def _is_plain(described: Mapping[str, Any]) -> bool:
     """Returns True if all sizes that count are written out: without torch, whose import takes seconds, they are read
     and counted for the commonest architectures."""
-    needed = PLAIN_SIZES | ({"num_experts_per_tok", "moe_intermediate_size"} if _num_experts(described) else set())
     unusual = any(described.get(switch) for switch in ("attention_bias", "mlp_bias", "use_sliding_window"))
-    written = all(type(described.get(key)) is int for key in needed)
+    written = all(type(described.get(key)) is int for key in PLAIN_SIZES)
     return described.get("model_type") in PLAIN_TYPES and written and not unusual
 
 
 def _plain_sizes(described: Mapping[str, Any]) -> dict[str, Any]:
-    heads, hidden, experts = described["num_attention_heads"], described["hidden_size"], _num_experts(described)
-    chosen, tied = described["num_experts_per_tok"] if experts else 0, bool(described.get("tie_word_embeddings"))
-    looked_up = 0 if tied else described["vocab_size"] * hidden
-    layers, kv_heads = described["num_hidden_layers"], described.get("num_key_value_heads") or heads
+    """Returns the sizes of a Llama-type decoder. Its parameters are those of the embeddings (and the head, unless
+    tied), and per layer the four projections of attention (with biases of queries, keys and values in Qwen2), the three
+    of the gated MLP, and two norms (and those of query and key in Qwen3)."""
+    hidden, layers, vocabulary = described["hidden_size"], described["num_hidden_layers"], described["vocab_size"]
+    heads, tied = described["num_attention_heads"], bool(described.get("tie_word_embeddings"))
+    kv_heads = described.get("num_key_value_heads") or heads
     head_dim = described.get("head_dim") or hidden // heads
-    outputs = {"q_proj": heads * head_dim, "k_proj": kv_heads * head_dim, "v_proj": kv_heads * head_dim}
-    outputs |= {"o_proj": heads * head_dim}
-    outputs |= {} if experts else dict.fromkeys(("gate_proj", "up_proj", "down_proj"), described["intermediate_size"])
-    widths = {name: layers * (hidden + width) for name, width in outputs.items()}
+    # The inputs or outputs of each matrix that are not `hidden`.
+    widths = {"q_proj": heads * head_dim, "k_proj": kv_heads * head_dim, "v_proj": kv_heads * head_dim}
+    biases = sum(widths.values()) if described["model_type"] == "qwen2" else 0
+    widths["o_proj"] = heads * head_dim
+    widths |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), described["intermediate_size"])
+    norms = 2 * hidden + (2 * head_dim if described["model_type"] == "qwen3" else 0)
+    multiplied = vocabulary * hidden + layers * (hidden * sum(widths.values()) + biases + norms) + hidden
     return {
         "hidden_size": hidden,
         "num_layers": layers,
-        "vocab_size": described["vocab_size"],
+        "vocab_size": vocabulary,
         "num_heads": heads,
         "num_kv_heads": kv_heads,
         "head_dim": head_dim,
-        "mlp_size": chosen * described["moe_intermediate_size"] if experts else described["intermediate_size"],
-        "num_chosen": chosen,
-        "num_parameters": count_parameters(described),
-        "multiplied_parameters": count_parameters(described, active=True) - looked_up,
+        "mlp_size": described["intermediate_size"],
+        "num_chosen": 0,
+        "num_parameters": multiplied + (0 if tied else vocabulary * hidden),
+        "multiplied_parameters": multiplied,
         "tied_embeddings": tied,
         "max_position_embeddings": described["max_position_embeddings"],
         "windows": (None,) * layers,
-        "linear_widths": widths | {"lm_head": hidden + described["vocab_size"]},
+        "linear_widths": {
+            **{name: layers * (hidden + width) for name, width in widths.items()},
+            "lm_head": hidden + vocabulary,
+        },
     }
-
-
-def count_parameters(config: Mapping[str, Any], *, active: bool = False) -> int:
-    """Counts the parameters of a Llama-type decoder: embeddings (and the head, unless tied), and per layer the four
-    projections of attention (with biases of queries, keys and values in Qwen2), the three of the gated MLP, two norms
-    (and those of query and key in Qwen3).
-
-    In a layer with experts (Qwen3-MoE) each is such an MLP, and the router has a row for each; `active` counts only the
-    experts that are chosen for a token.
-    """
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    head_dim = config.get("head_dim") or hidden // heads
-    kv_heads = config.get("num_key_value_heads") or heads
-    attention = 2 * hidden * heads * head_dim + 2 * hidden * kv_heads * head_dim
-    attention += (heads + 2 * kv_heads) * head_dim if config["model_type"] == "qwen2" else 0
-    norms = 2 * hidden + (2 * head_dim if config["model_type"].startswith("qwen3") else 0)
-    embeddings = config["vocab_size"] * hidden * (1 if config.get("tie_word_embeddings") else 2)
-    layers, experts = config["num_hidden_layers"], _num_experts(config)
-    every, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or ()
-    sparse = sum((layer + 1) % every == 0 and layer not in dense for layer in range(layers)) if experts else 0
-    mlps = (layers - sparse) * 3 * hidden * config["intermediate_size"]
-    if sparse:
-        counted = config["num_experts_per_tok"] if active else experts
-        mlps += sparse * (counted * 3 * hidden * config["moe_intermediate_size"] + experts * hidden)
-    return embeddings + layers * (attention + norms) + mlps + hidden
-
-
-def _num_experts(config: Mapping[str, Any]) -> int:
-    """Returns the number of experts in a layer; 0 without experts."""
-    return int(config.get("num_experts") or config.get("num_local_experts") or 0)
 
 
 def _read_local(name: str) -> str:

@@ -15,12 +15,10 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-from trireme.core.class_tensors import saved_tensors
 
 Convert = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
 """Gives the published tensors, by name, of a model's tensors."""
@@ -128,14 +126,3 @@ def _slice(published: Tensor, source: Tensor | None) -> Slice | None:
         return part
     spread = [placement for placement in source.placements if placement != Replicate()]
     return part if spread == [Shard(0)] and part.is_rectangle_of_rows else None
-
-
-def gathered_names(model: nn.Module, convert: Convert) -> list[str]:
-    """Returns the names of the published tensors of `model` that are summed after the gather, if its parameters are
-    sharded along their rows. Nothing of the model is read."""
-    tensors, sharded = saved_tensors(model), {id(parameter) for parameter in model.parameters()}
-    return [
-        name
-        for name, part in find_slices(tensors, convert).items()
-        if part is None or (id(part.source) in sharded and part.source.numel() and not part.is_rectangle_of_rows)
-    ]

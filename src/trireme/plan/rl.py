@@ -7,7 +7,6 @@ from typing import Any
 
 from trireme.config.model_facts import ModelFacts
 from trireme.config.schema import Config
-from trireme.core.weights import gathered_text
 from trireme.plan.base import SHARED_GPU_UTILIZATION, count
 from trireme.plan.memory import GIB
 from trireme.plan.needs import ASSUMED_GPU, HOST_OF_CUDA_GIB, KEPT_VERSIONS, VERSIONS, Need, gib
@@ -37,8 +36,6 @@ FORWARD_PASSES = 3
 DEAR_SHARE = 2.0
 """`recompute_share` from which on a plan warns. It is an upper bound: what is in flight is half done on average, so
 from there on replicas compute as long as the trainer does."""
-ASSUMED_TFLOPS = 400
-"""Assumed for prefill on a GPU: two fifths of an H100's peak in bfloat16. Nothing was measured on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -239,9 +236,7 @@ class InferencePart(Part):
         what = "the adapters" if lora.on else "all weights"
         if self.facts:
             what += f" ({self.published_bytes / 2**20:,.2f} MiB)"
-        what += f" travel by {config.transport}{self._groups_text()}; "
-        if self.facts and not lora.on and (late := gathered_text(self.facts.gathered)):
-            what += f"{late}; "
+        what += f" travel by {config.transport}; "
         if config.inference.on_update == "drain":
             return f"{what}requests in flight are finished first"
         verb = "are computed again" if config.inference.on_update == "recompute_kv" else "stay, of older weights"
@@ -252,30 +247,9 @@ class InferencePart(Part):
             replicas = count(config.inference.replicas, "replica")
             rollouts = f"min({self.max_num_seqs} sequences x {replicas}, {rollouts})"
         tokens = f"{what}up to {self.recomputed_tokens:,} tokens of KV cache {verb} ({rollouts} x {limit} tokens)"
-        return tokens + (self._cost_text() if config.inference.on_update == "recompute_kv" else "")
-
-    def _groups_text(self) -> str:
-        """Says how shards broadcast to replicas, and how much host memory this takes. Returns "" if the
-        transport is not the broadcast."""
-        if self.config.transport != "broadcast":
-            return ""
-        replicas, ranks = self.config.inference.replicas, self.config.trainer.processes
-        text = f" from {count(ranks, 'shard')} to {count(replicas, 'replica')}, those of a node by one shard"
-        if self.facts is None:
-            return text
-        share = KEPT_VERSIONS * self.published_bytes // ranks
-        kept = f"each shard keeps {gib(share)} in host memory ({KEPT_VERSIONS} versions of its share)"
-        return f"{text} ({kept}, each replica {gib(self.published_bytes)} that arrive)"
-
-    def _cost_text(self) -> str:
-        """Says what computing the KV cache again costs: on GPUs also in seconds, at an assumed rate."""
-        share, seconds = f", at most {self.recompute_share:.2g} times the arithmetic of a step's training", ""
-        if self.on_gpus and self.facts and self.recomputed_tokens:
-            flops = 2 * self.facts.multiplied_parameters * self.recomputed_tokens / self.config.inference.replicas
-            seconds = (
-                f", about {flops / (ASSUMED_TFLOPS * 1e12):.2g} s of a replica at an assumed {ASSUMED_TFLOPS} TFLOP/s"
-            )
-        return share + seconds
+        if config.inference.on_update != "recompute_kv":
+            return tokens
+        return f"{tokens}, at most {self.recompute_share:.2g} times the arithmetic of a step's training"
 
 
 @dataclass(frozen=True)

@@ -55,21 +55,10 @@ def test_plain_models_are_counted_as_they_are_measured(model_type: str, monkeypa
         "num_kv_heads",
         "tied_embeddings",
         "windows",
-        "gathered",
     ):
         assert getattr(counted, name) == getattr(measured, name), name
     assert {name: measured.linear_widths[name] for name in counted.linear_widths} == counted.linear_widths
     assert counted.mlp_size == pytest.approx(measured.mlp_size, rel=0.01)
-
-
-def test_published_tensors_whose_digest_needs_the_gather() -> None:
-    """Of the architectures of transformers 5 one splits matrices anew when it saves them."""
-    gathered = facts_of("hrm_text", num_hidden_layers=2).gathered
-    assert gathered[:2] == (
-        "model.H_module.layers.0.mlp.gate_up_proj.weight",
-        "model.H_module.layers.0.attn.gqkv_proj.weight",
-    )
-    assert facts_of("gpt_oss", num_hidden_layers=2).gathered == ()
 
 
 def test_windows() -> None:

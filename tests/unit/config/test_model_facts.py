@@ -45,7 +45,7 @@ def test_local_directory(tmp_path: Path) -> None:
     assert facts.tied_embeddings
 
 
-@pytest.mark.parametrize("model_type", model_facts.PLAIN_TYPES[:3])
+@pytest.mark.parametrize("model_type", model_facts.PLAIN_TYPES)
 @pytest.mark.parametrize("tied", [True, False])
 def test_count_is_that_of_the_real_model(model_type: str, tied: bool) -> None:
     import torch
@@ -90,7 +90,8 @@ def test_count_with_experts_is_that_of_the_real_model(sparse: dict) -> None:
     assert facts.num_parameters == model.num_parameters()
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
     assert facts.multiplied_parameters == model.num_parameters() - experts * 6 // 8 - 50 * 64
-    assert (facts.num_chosen, facts.mlp_size) == (2, 80)
+    assert facts.num_chosen == 2
+    assert facts.mlp_size == pytest.approx(80, rel=0.2), "a mean, with dense layers and routers"
 
 
 def test_what_a_token_is_multiplied_with(tmp_path: Path) -> None:

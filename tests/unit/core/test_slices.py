@@ -8,11 +8,10 @@ import torch
 from digest_support import plain_sums
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 from transformers.core_model_loading import Chunk, PermuteForRope, SplitModulelist
 
 from trireme.core.digest import Sums
-from trireme.core.slices import Slice, find_slices, gathered_names
+from trireme.core.slices import Slice, find_slices
 from trireme.transports.tensor_sums import rectangle, tensor_sums, to_sums
 
 FUSED = torch.arange(4 * 6 * 5, dtype=torch.float32).reshape(4, 6, 5)
@@ -75,15 +74,6 @@ def test_rows_that_rotary_embeddings_permute_are_no_slice():
     weights = {"q_proj.weight": torch.zeros(8, 3), "v_proj.weight": torch.zeros(8, 3)}
     found = find_slices(weights, convert)
     assert (found["q_proj.weight"], found["v_proj.weight"].shape) == (None, (8, 3))
-
-
-def test_what_needs_the_gather_if_rows_are_sharded():
-    """A part that is no rectangle of rows is a slice of a buffer, which is not sharded."""
-    model = nn.Module()
-    model.p = nn.Parameter(torch.zeros(6, 4, device="meta"))
-    model.register_buffer("b", torch.zeros(6, 4, device="meta"))
-    convert = lambda t: {"rows": t["p"][2:], "flat": t["p"].view(-1), "sum": t["p"] + 1, "kept": t["b"].view(-1)}  # noqa: E731
-    assert gathered_names(model, convert) == ["flat", "sum"]
 
 
 @st.composite

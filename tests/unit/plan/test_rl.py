@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from model_support import FACTS
 from plan_support import cluster, inference, machines, plan, text_of
 
 from gpu_check.shapes import SHAPES
@@ -16,7 +15,6 @@ from trireme.config.load import load
 from trireme.config.model_facts import ModelFacts
 from trireme.plan.base import Plan
 from trireme.plan.memory import GIB
-from trireme.plan.needs import gib
 from trireme.plan.rl import RL_ROOMS
 
 
@@ -42,31 +40,6 @@ class TestNumbers:
         expected = int((1.4 + 2) * GIB) + 4 * 1_000_000
         assert inference(plan(inference={"memory_gb": 2})).replica_bytes == expected
 
-    @pytest.mark.parametrize(
-        ("shards", "replicas", "who"),
-        [
-            (1, 1, "from 1 shard to 1 replica, those of a node by one shard"),
-            (2, 5, "from 2 shards to 5 replicas, those of a node by one shard"),
-        ],
-    )
-    def test_a_broadcast_says_who_sends_to_how_many_and_what_it_keeps(
-        self, shards: int, replicas: int, who: str
-    ) -> None:
-        given = plan(shards=shards, replicas=replicas)
-        sending = given.config.inference.model_copy(update={"transport": "broadcast"})
-        text = text_of(by_broadcast := replace(given, config=given.config.model_copy(update={"inference": sending})))
-        assert f"travel by broadcast {who} (each shard keeps" in text
-        assert f"{gib(2 * inference(by_broadcast).published_bytes // shards)} in host memory (2 versions of" in text
-        assert "from 2 shards to" not in text_of(given), "on one machine nothing is sent"
-
-    def test_tensors_that_are_summed_after_the_gather_are_named(self) -> None:
-        facts = replace(FACTS, gathered=("a", "b", "c", "d"))
-        assert "; summed after the gather: 4 of the published tensors (a, b, c, ...); up to" in text_of(
-            plan(facts=facts)
-        )
-        assert "summed after" not in text_of(plan(facts=facts, trainer={"lora": {"rank": 2}})), "adapters are published"
-        assert "summed after" not in text_of(plan())
-
     def test_too_little_memory_warns(self) -> None:
         assert any("of memory" in w for w in plan(resources=machines(memory_bytes=GIB)).warnings)
 
@@ -85,13 +58,6 @@ class TestCostOfAnUpdate:
         assert inference(given).recompute_share == pytest.approx(share)
         assert f"at most {share:.2g} times the arithmetic of a step's training" in text_of(given)
         assert any("--inference.on-update keep_kv" in warning for warning in given.warnings) == (share > 2)
-
-    def test_seconds_are_said_where_there_is_a_rate_to_assume(self) -> None:
-        facts = replace(FACTS, multiplied_parameters=8_000_000_000)
-        options = {"batch_size": 128, "max_steps_off_policy": 1}
-        text = text_of(plan(device="gpu", facts=facts, orchestrator=options))
-        assert "about 5.2 s of a replica at an assumed 400 TFLOP/s" in text  # 2 x 8e9 x 256 x 8 x 64 / 4e14
-        assert "TFLOP/s" not in text_of(plan(facts=facts))
 
     @pytest.mark.parametrize(
         ("on_update", "says"),
