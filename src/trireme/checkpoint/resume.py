@@ -22,16 +22,19 @@ from trireme.core.refusals import Refusal
 ABSENT = "(absent)"
 
 
-def choose(store: CheckpointStore, step: int | None) -> VerifiedCommit | None:
-    """Returns the commit of `step`, or the newest that verifies (step None or -1); None if there is no commit at all.
+def choose(
+    store: CheckpointStore, step: int | None, flag: str = "--resume.step", newest: str = "--resume alone"
+) -> VerifiedCommit | None:
+    """Returns the commit of `step`, or the newest that verifies (step None or -1); None if there is no commit at all,
+    and no step is given. `flag` gives the step, and `newest` says what to give for the newest.
 
     Raises BadInput for a step that is missing or does not verify, and if no commit verifies.
     """
     if step is not None and step >= 0:
-        return _of_step(store, step)
-    newest, passed_over = store.newest()
-    if newest:
-        return replace(newest, notes=tuple(f"passed over {commit}: {why}" for commit, why in passed_over.items()))
+        return _of_step(store, step, flag, newest)
+    found, passed_over = store.newest()
+    if found:
+        return replace(found, notes=tuple(f"passed over {commit}: {why}" for commit, why in passed_over.items()))
     if not passed_over:
         return None
     raise Refusal(
@@ -42,29 +45,31 @@ def choose(store: CheckpointStore, step: int | None) -> VerifiedCommit | None:
     ).error()
 
 
-def _of_step(store: CheckpointStore, step: int) -> VerifiedCommit:
+def _of_step(store: CheckpointStore, step: int, flag: str, newest: str) -> VerifiedCommit:
     commit = store.commit(step)
-    steps = ", ".join(str(step_of(each.name)) for each in store.commits())
-    if not steps:
-        raise Refusal(
-            f"--resume.step {step}, of the run {store.root}, which holds no commit",
-            "a run that has committed something",
-            "correct --run.name or --run.output-dir, or start the run without --resume.step",
-        ).error()
-    if not commit.exists():
-        raise Refusal(
-            f"--resume.step {step}, of which {store.checkpoints} holds no commit",
-            f"a step that was committed and not superseded; there are: {steps}",
-            "choose one of these, or the newest with --resume alone",
-        ).error()
+    steps = ", ".join(str(step_of(each.name)) for each in store.commits()) or "none"
     try:
         return VerifiedCommit(commit, Manifest.verified(commit))
     except CheckpointInvalid as error:
-        raise Refusal(
-            f"--resume.step {step}, whose commit {commit} does not verify: {error}",
-            f"a commit that is whole; there are: {steps}",
-            "choose another step, or the newest that verifies with --resume alone",
-        ).error() from None
+        wrong = f"whose commit {commit} does not verify: {error}"
+    if not commit.exists():
+        wrong = f"of which {store.checkpoints} holds no commit"
+    raise Refusal(
+        f"{flag} {step}, {wrong}",
+        f"the step of a commit that is whole and not superseded; there are: {steps}",
+        f"choose one of these, or the newest that verifies with {newest}",
+    ).error()
+
+
+def choose_existing(store: CheckpointStore, step: int | None, flag: str, newest: str) -> VerifiedCommit:
+    """Returns what `choose` returns. Raises BadInput also if there is no commit."""
+    if chosen := choose(store, step, flag, newest):
+        return chosen
+    raise Refusal(
+        f"the run {store.root}, which holds no commit",
+        "the directory of a run with a commit in its checkpoints/",
+        "let the run reach its first commit, or give another directory; `trireme inspect` lists what a run holds",
+    ).error()
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from trireme.checkpoint.manifest import MANIFEST, Manifest, step_of
-from trireme.checkpoint.store import HEAD, CheckpointStore
+from trireme.checkpoint.store import HEAD, VerifiedCommit
 from trireme.config import Config
 from trireme.config.checks import check
 from trireme.config.installed import check_installed
@@ -70,26 +70,21 @@ class Subject:
         Raises BadInput."""
         path = Path(given).expanduser().absolute()
         if (path / HEAD).exists():
-            return cls._of_commit(chosen_commit(CheckpointStore(path), step))
+            return cls._of_commit(chosen_commit(path, step))
         if step is not None:
             raise Refusal(f"--step {step} for {given}", "the directory of a run before it", "leave --step out").error()
         for commit in (path, path.parent):
             if (commit / MANIFEST).exists():
-                return cls._of_commit(commit)
+                return cls._of_commit(_verified(commit))
         return cls(str(path) if path.is_dir() else given, WeightIdentity(1, 0, AS_LOADED), None)
 
     @classmethod
-    def _of_commit(cls, commit: Path) -> Subject:
-        try:
-            Manifest.verified(commit)
-        except CheckpointInvalid as error:
-            raise Refusal(
-                f"the commit {commit}: {error}", "one that verifies", "choose another --step"
-            ).error() from None
-        model = commit / "inference"
+    def _of_commit(cls, commit: VerifiedCommit) -> Subject:
+        model = commit.path / "inference"
         base = json.loads((model / BASE).read_text())["name"] if (model / BASE).exists() else None
-        run = next((place for place in commit.parents if (place / "config.json").exists()), commit.parents[1])
-        return cls(str(model), Manifest.read(commit).identities[-1], run, base)
+        parents = commit.path.parents
+        run = next((place for place in parents if (place / "config.json").exists()), parents[1])
+        return cls(str(model), commit.manifest.identity, run, base)
 
     def __str__(self) -> str:
         if self.run is None:
@@ -113,6 +108,13 @@ class Subject:
         ending.callback(shutil.rmtree, out, ignore_errors=True)
         export(commit.parents[1], step_of(commit.name), None, out, lambda _: None, merge=True)
         return str(out)
+
+
+def _verified(commit: Path) -> VerifiedCommit:
+    try:
+        return VerifiedCommit(commit, Manifest.verified(commit))
+    except CheckpointInvalid as error:
+        raise Refusal(f"the commit {commit}: {error}", "one that verifies", "choose another").error() from None
 
 
 def evaluate(argv: Sequence[str], console: Console) -> None:

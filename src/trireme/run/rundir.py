@@ -20,7 +20,7 @@ from typing import IO, Any
 
 from trireme.checkpoint.files import replace_file
 from trireme.checkpoint.manifest import CommitRef, Manifest
-from trireme.checkpoint.resume import check_fixed, choose, fork
+from trireme.checkpoint.resume import check_fixed, choose, choose_existing, fork
 from trireme.checkpoint.rows import METRICS
 from trireme.checkpoint.store import HEAD, LOCK, CheckpointStore, Head, VerifiedCommit
 from trireme.config.keys import keys_of
@@ -186,13 +186,7 @@ def _source(config: CommonConfig, fixed: Mapping[str, Any]) -> VerifiedCommit | 
     if config.resume.dir is None:
         return None
     store = CheckpointStore(Path(config.resume.dir).expanduser().absolute())
-    chosen = choose(store, config.resume.step)
-    if chosen is None:
-        raise Refusal(
-            f"--resume.dir {store.root}, which holds no commit",
-            "the directory of a run with a commit in its checkpoints/",
-            "give another directory; `trireme inspect` lists what a run holds",
-        ).error()
+    chosen = choose_existing(store, config.resume.step, "--resume.step", "--resume.dir alone")
     return replace(chosen, notes=(*chosen.notes, *check_fixed(chosen, fixed, config.resume.force)))
 
 

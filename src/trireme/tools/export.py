@@ -12,11 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
-from trireme.checkpoint.files import FileRecord, storage_errors
-from trireme.checkpoint.manifest import Manifest, step_of
-from trireme.checkpoint.store import CheckpointStore
+from trireme.checkpoint.files import storage_errors
+from trireme.checkpoint.resume import choose_existing
+from trireme.checkpoint.store import CheckpointStore, VerifiedCommit
 from trireme.core.base_digest import read_header
 from trireme.core.errors import CheckpointInvalid
 from trireme.core.finite_json import to_json
@@ -47,23 +45,25 @@ def export(
 ) -> ExportedModel:
     """Writes the model of the commit of `step` (None: the newest that verifies) to `out` (None: in the run's exports/).
 
-    Compares every file with its checksum in the commit, and casts floating-point tensors to `dtype` (None: no cast),
-    one file after the other; `on_file` is called with the name of each. `merge`: a whole model, where the commit holds
+    Casts floating-point tensors to `dtype` (None: no cast), one file after the other; `on_file` is called with the name
+    of each. `merge`: a whole model, where the commit holds
     an adapter. `out` appears when it is complete. Raises BadInput for a commit that is missing or damaged, one without
     an adapter to merge, a base that has changed, a model without all tensors of its class, and an `out` that is in use;
     StorageFailed.
     """
-    commit = chosen_commit(CheckpointStore(root), step)
+    chosen = chosen_commit(root, step)
+    commit, paths = chosen.path, [record.path for record in chosen.manifest.files]
     try:
-        records = {r.path.removeprefix(PART): r for r in Manifest.read(commit).files if r.path.startswith(PART)}
-        if merge and ADAPTER not in records:
+        read = {
+            path.removeprefix(PART): partial(_read, commit, path, on_file) for path in paths if path.startswith(PART)
+        }
+        if merge and ADAPTER not in read:
             raise Refusal(
                 f"--merge for {commit}, which holds a whole model",
                 "a commit of a run that trained LoRA adapters",
                 "leave --merge out",
             ).error()
-        read = {name: partial(_read, commit, record, on_file) for name, record in records.items()}
-        kind = "merged" if merge else "adapter" if ADAPTER in records else None
+        kind = "merged" if merge else "adapter" if ADAPTER in read else None
         label = dtype if dtype or kind else json.loads(read[CONFIG]())["dtype"]
         name = "-".join(part for part in (commit.name, label, kind) if part)
         out = (out or root / "exports" / name).expanduser().absolute()
@@ -86,27 +86,10 @@ def export(
         ).error() from None
 
 
-def chosen_commit(store: CheckpointStore, step: int | None) -> Path:
-    """Returns the commit of `step` (None: the newest that verifies). Raises BadInput when there is none."""
-    steps = ", ".join(str(step_of(commit.name)) for commit in store.commits()) or "none"
-    if step is not None:
-        if not store.commit(step).exists():
-            raise Refusal(
-                f"--step {step}, of which {store.checkpoints} holds no commit",
-                f"the step of a commit; there are: {steps}",
-                f"choose one of these, or look at them with: trireme inspect {store.root}",
-            ).error()
-        return store.commit(step)
-    newest, passed_over = store.newest()
-    if newest is None:
-        notes = [f"passed over {commit}: {why}" for commit, why in passed_over.items()]
-        reasons = "; ".join(notes) or f"{store.checkpoints} holds none"
-        raise Refusal(
-            f"a run without a commit that verifies ({reasons})",
-            f"a commit to export; there are: {steps}",
-            "let the run reach its first commit, or choose another run",
-        ).error()
-    return newest.path
+def chosen_commit(root: Path, step: int | None) -> VerifiedCommit:
+    """Returns the commit of `step` (None: the newest that verifies) of the run in `root`. Raises BadInput when there is
+    none that verifies."""
+    return choose_existing(CheckpointStore(root), step, "--step", "no --step")
 
 
 def _write_beside(out: Path, files: Iterable[tuple[str, bytes]], dtype: str | None) -> tuple[int, str]:
@@ -138,18 +121,16 @@ def _write_beside(out: Path, files: Iterable[tuple[str, bytes]], dtype: str | No
     return written, shown
 
 
-def _read(commit: Path, record: FileRecord, on_file: Callable[[str], None]) -> bytes:
-    """Returns the contents of a file of a commit. Raises CheckpointInvalid if they are not what was written."""
-    on_file(record.path)
+def _read(commit: Path, path: str, on_file: Callable[[str], None]) -> bytes:
+    """Returns the contents of a file of a commit. Raises CheckpointInvalid if it is gone, as a run deletes some."""
+    on_file(path)
+    file = path_in(commit, path)
     try:
-        data = path_in(commit, record.path).read_bytes()
+        if path.endswith(".safetensors"):
+            read_header(file)
+        return file.read_bytes()
     except OSError as error:
-        raise CheckpointInvalid(f"{record.path} cannot be read ({error.strerror})") from None
-    if xxhash.xxh3_128_hexdigest(data) != record.checksum:
-        raise CheckpointInvalid(f"the contents of {record.path} were altered")
-    if record.path.endswith(".safetensors"):
-        read_header(path_in(commit, record.path))
-    return data
+        raise CheckpointInvalid(f"{path} cannot be read ({error.strerror})") from None
 
 
 def _write(file: Path, data: bytes) -> None:

@@ -97,7 +97,7 @@ def test_a_step_that_is_not_there_is_refused(store: CheckpointStore, capsys: pyt
 
 def test_a_run_without_commits_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_run(tmp_path / "run")
-    assert "a run without a commit that verifies" in refused([str(tmp_path / "run")], capsys)
+    assert "which holds no commit" in refused([str(tmp_path / "run")], capsys)
 
 
 @pytest.mark.parametrize("name", ["config.json", "model-00002.safetensors", "tokenizer.json"])
@@ -109,9 +109,9 @@ def test_damaged_files_are_noticed_and_leave_nothing(
     said = refused([str(store.root), "--step", "2", "--out", str(tmp_path / "out")], capsys)
     assert f"the contents of inference/{name} were altered" in said
     (store.commit(2) / "inference" / name).unlink()
-    assert f"inference/{name} cannot be read" in refused([str(store.root), "--step", "2"], capsys)
+    assert f"inference/{name} is missing" in refused([str(store.root), "--step", "2"], capsys)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
-    assert "passed over" in refused([str(store.root)], capsys)
+    assert "none of whose commits verifies" in refused([str(store.root)], capsys)
 
 
 def test_what_cannot_be_written_is_said_with_the_free_space(
