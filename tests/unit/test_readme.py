@@ -131,7 +131,7 @@ def try_service(arguments: Sequence[str]) -> None:
     given, keys = inference.parsed(arguments)
     assert not given.model or Path(given.model).is_dir() or given.model.startswith("outputs/")
     model = ["--model.name", given.model] if given.model else []
-    assert inference.served_config(None, [*keys, *model]).config.service.port is not None
+    assert eval.configured(None, inference.UNREAD, [*keys, *model]).config.service.port is not None
 
 
 def try_tool(tool: str, *arguments: str) -> None:

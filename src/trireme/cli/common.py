@@ -10,11 +10,16 @@ from typing import NoReturn
 
 from rich.console import Console
 
-from trireme.config import CommonConfig
+from trireme.config import CommonConfig, Config
+from trireme.config.checks import check
+from trireme.config.installed import check_installed
+from trireme.config.load import Loaded
+from trireme.config.model_facts import ModelFacts
 from trireme.core.errors import EXIT_OK, TriremeError
 from trireme.core.refusals import Refusal
-from trireme.plan.base import Plan
+from trireme.plan.base import PartKind, Plan
 from trireme.process import signals
+from trireme.process.environ import Resources
 from trireme.process.faults import fault_point
 from trireme.run.rundir import resume_command
 
@@ -46,6 +51,21 @@ def show(plan: Plan, config: CommonConfig, console: Console) -> None:
     """Prints the plan and the configuration as JSON, for a dry run."""
     console.print(plan.render(whole=True))
     console.print(config.model_dump_json(indent=2), markup=False)
+
+
+def planned(loaded: Loaded[Config], rooms: Sequence[PartKind], console: Console) -> Plan | None:
+    """Returns the plan of a command that starts `rooms` without a run directory, and prints its warnings; None for a
+    dry run, of which it prints the plan. Raises BadInput."""
+    config = loaded.config
+    facts = ModelFacts.of(config, required=True)
+    plan = Plan(config, facts, Resources.of_this_machine(), rooms, notes=check(config, facts))
+    if loaded.dry_run:
+        show(plan, config, console)
+        return None
+    check_installed()
+    for warning in plan.notes:
+        console.print(f"warning: {warning}", style="yellow")
+    return plan
 
 
 def next_steps(root: Path, max_steps: int, seconds: float, own: Sequence[str], last: Sequence[str] = ()) -> str:

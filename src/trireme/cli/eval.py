@@ -26,11 +26,9 @@ from rich.table import Table
 
 from trireme.checkpoint.manifest import MANIFEST, Manifest, step_of
 from trireme.checkpoint.store import HEAD, VerifiedCommit
+from trireme.cli.common import Parser, planned
 from trireme.config import Config
-from trireme.config.checks import check
-from trireme.config.installed import check_installed
-from trireme.config.load import load
-from trireme.config.model_facts import ModelFacts
+from trireme.config.load import Loaded, load
 from trireme.config.trainer import LoraConfig
 from trireme.core.class_tensors import refuse_other_tensors
 from trireme.core.errors import CheckpointInvalid
@@ -41,14 +39,12 @@ from trireme.launch.common import prepare_cluster
 from trireme.plan.base import Plan
 from trireme.plan.rl import EVALUATION_ROOMS
 from trireme.process import signals
-from trireme.process.environ import Resources
 from trireme.tools.export import chosen_commit, export
 from trireme.tools.merge import BASE
 
 AS_LOADED = "as-loaded"
 """In place of a digest, as these weights were not published."""
-UNUSED = {"orchestrator.batch-size": "1", "trainer.learning-rate": "1e-6"}
-"""Keys that `rl` requires, or cannot find out for all models, and that evaluations do not read."""
+UNREAD = Path(__file__).with_name("eval.toml")
 
 
 @dataclass(frozen=True)
@@ -121,12 +117,10 @@ def evaluate(argv: Sequence[str], console: Console) -> None:
     """Runs the command; `argv` is what follows its name. Raises TriremeError."""
     options, given = _parser().parse_known_args(argv)
     subject = Subject.of(options.checkpoint, options.step)
-    config = _config(subject, given)
-    facts = ModelFacts.of(config, required=True)
-    plan = Plan(config, facts, Resources.of_this_machine(), EVALUATION_ROOMS, notes=check(config, facts))
-    check_installed()
-    for warning in plan.notes:
-        console.print(f"warning: {warning}", style="yellow")
+    loaded = configured(subject, UNREAD, [*given, "--eval.every", "1"])
+    config, plan = loaded.config, planned(loaded, EVALUATION_ROOMS, console)
+    if plan is None:
+        return
     with ExitStack() as ending:
         model = config.model.model_copy(update={"name": subject.whole(console, ending)})
         config = config.model_copy(update={"model": model}).with_absolute_paths()
@@ -139,7 +133,7 @@ def evaluate(argv: Sequence[str], console: Console) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="trireme eval",
         description="Evaluates a model. All keys of `rl` may follow: @ files and --flags, above all eval.*",
     )
@@ -149,15 +143,23 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _config(subject: Subject, given: Sequence[str]) -> Config:
-    files = ["@", str(subject.run / "config.json")] if subject.run else []
-    own = {"model.name": subject.base or subject.model, **UNUSED, "eval.every": "1"}
-    if subject.run:  # environments are told the model that the run started from
-        model = json.loads((subject.run / "config.json").read_text()).get("model", {})
-        own |= {"model.start": start} if (start := model.get("start") or model.get("name")) else {}
-    config = load([*files, *given, *(part for key, value in own.items() for part in (f"--{key}", value))]).config
-    trainer = config.trainer.model_copy(update={"lora": LoraConfig()})  # what is merged is a whole model
-    return config.model_copy(update={"trainer": trainer})
+def configured(subject: Subject | None, unread: Path, given: Sequence[str]) -> Loaded[Config]:
+    """Returns the configuration of a command that trains nothing: that of the subject's run, then the file `unread` of
+    keys that the command does not read, then what was given. Raises BadInput."""
+    files, own = ["@", str(unread)], list[str]()
+    if subject:
+        own = ["--model.name", subject.base or subject.model]
+        if subject.run:
+            record = subject.run / "config.json"
+            files = ["@", str(record), *files]
+            model = json.loads(record.read_text()).get("model", {})
+            if start := model.get("start") or model.get(
+                "name"
+            ):  # environments know the model that the run started from
+                own += ["--model.start", start]
+    loaded = load([*files, *given, *own])
+    trainer = loaded.config.trainer.model_copy(update={"lora": LoraConfig()})  # what is merged is a whole model
+    return replace(loaded, config=loaded.config.model_copy(update={"trainer": trainer}))
 
 
 def _measure(config: Config, plan: Plan, identity: WeightIdentity, console: Console) -> Mapping[str, float]:

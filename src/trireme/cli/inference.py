@@ -10,7 +10,6 @@ Replicas load the weights from the directory themselves. A commit of LoRA adapte
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import sys
 import tempfile
@@ -21,20 +20,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from trireme.cli.common import Parser, run_command, show
-from trireme.cli.eval import Subject
+from trireme.cli.common import Parser, planned, run_command
+from trireme.cli.eval import Subject, configured
 from trireme.config import Config
-from trireme.config.checks import check
-from trireme.config.installed import check_installed
-from trireme.config.load import Loaded, load
-from trireme.config.model_facts import ModelFacts
-from trireme.config.trainer import LoraConfig
 from trireme.core.types import WeightIdentity
 from trireme.launch.common import prepare_cluster
 from trireme.plan.base import Plan
 from trireme.plan.rl import SERVED_ROOMS
 from trireme.process import signals
-from trireme.process.environ import Resources
 
 UNREAD = Path(__file__).with_name("inference.toml")
 
@@ -47,24 +40,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _inference(argv: list[str], console: Console) -> None:
     options, given = parsed(argv)
     subject = Subject.of(options.model, options.step) if options.model else None
-    loaded = served_config(subject, given)
-    config = loaded.config
-    facts = ModelFacts.of(config, required=True)
-    assert facts is not None, "required"
-    plan = Plan(config, facts, Resources.of_this_machine(), SERVED_ROOMS, notes=check(config, facts))
-    if loaded.dry_run:
-        show(plan, config, console)
+    loaded = configured(subject, UNREAD, given)
+    config, plan = loaded.config, planned(loaded, SERVED_ROOMS, console)
+    if plan is None:
         return
-    check_installed()
-    for warning in plan.notes:
-        console.print(f"warning: {warning}", style="yellow")
     with ExitStack() as ending:
         if subject:
             model = config.model.model_copy(update={"name": subject.whole(console, ending)})
             config = config.model_copy(update={"model": model})
         console.print(f"serving {subject or f'the model {config.model.name}'}")
         identity = subject.identity if subject else WeightIdentity(1, 0, "as-loaded")
-        _serve(config.with_absolute_paths(), plan, facts, _names(subject), identity, console)
+        _serve(config.with_absolute_paths(), plan, _names(subject), identity, console)
 
 
 def parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -82,20 +68,6 @@ def parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return options, given
 
 
-def served_config(subject: Subject | None, given: Sequence[str]) -> Loaded[Config]:
-    """Returns the configuration of a service: that of the subject's run, then what was given. Raises BadInput."""
-    files, own = ["@", str(UNREAD)], dict[str, str]()
-    if subject:
-        if subject.run:
-            files = ["@", str(subject.run / "config.json"), *files]
-            model = json.loads((subject.run / "config.json").read_text()).get("model", {})
-            own |= {"model.start": start} if (start := model.get("start") or model.get("name")) else {}
-        own["model.name"] = subject.base or subject.model
-    loaded = load([*files, *given, *(part for key, value in own.items() for part in (f"--{key}", value))])
-    trainer = loaded.config.trainer.model_copy(update={"lora": LoraConfig()})  # what is merged is a whole model
-    return replace(loaded, config=loaded.config.model_copy(update={"trainer": trainer}))
-
-
 def _names(subject: Subject | None) -> tuple[str, ...]:
     """Returns the names of the model: a commit can be asked for by its step too."""
     return ("policy", f"step-{subject.identity.version:06d}") if subject and subject.run else ("policy",)
@@ -104,12 +76,12 @@ def _names(subject: Subject | None) -> tuple[str, ...]:
 def _serve(
     config: Config,
     plan: Plan,
-    facts: ModelFacts,
     names: tuple[str, ...],
     identity: WeightIdentity,
     console: Console,
 ) -> None:
     """Serves until a signal comes. After a failure the logs that it names are kept."""
+    assert plan.facts is not None, "required"
 
     def say(text: str) -> None:
         console.print(text, markup=False)
@@ -124,7 +96,7 @@ def _serve(
         keys = launch.keys_of(config, directory, say)
         with joined(replace(plan, config=config)) as plan:
             signals.arm()
-            launch.serve(config, plan, facts, names, keys, identity, directory, console, say)
+            launch.serve(config, plan, plan.facts, names, keys, identity, directory, console, say)
     except signals.Stopped:
         shutil.rmtree(directory)
         raise

@@ -15,16 +15,12 @@ from pathlib import Path
 from rich.console import Console
 
 from trireme.api import open_rooms
-from trireme.cli.common import show
+from trireme.cli.common import planned
 from trireme.config import Config
-from trireme.config.checks import check
 from trireme.config.load import load
-from trireme.config.model_facts import ModelFacts
 from trireme.core.refusals import Refusal
 from trireme.launch.common import prepare_cluster
-from trireme.plan.base import Plan
 from trireme.plan.serve import SERVE_ROOMS
-from trireme.process.environ import Resources
 from trireme.run.rundir import locked
 
 UNREAD = Path(__file__).with_name("serve.toml")
@@ -34,16 +30,11 @@ def serve(argv: list[str], console: Console) -> None:
     """Serves until a signal comes. Raises Stopped, TriremeError."""
     loaded = load(["@", str(UNREAD), *argv])
     config = loaded.config
-    facts = ModelFacts.of(config, required=True)
-    assert facts is not None, "required"
-    plan = Plan(
-        config, facts, Resources.of_this_machine(), SERVE_ROOMS, notes=[*check(config, facts), *_checked(config)]
-    )
-    if loaded.dry_run:
-        show(plan, config, console)
+    _refuse_what_is_not_served(config)
+    plan = planned(loaded, SERVE_ROOMS, console)
+    if plan is None:
         return
-    for warning in plan.notes:
-        console.print(f"warning: {warning}", style="yellow")
+    assert plan.facts is not None, "required"
     name, absolute = config.model.name, config.with_absolute_paths()
     directory = Path(config.run.output_dir).expanduser().absolute() / (config.run.name or "tinker")
     directory.mkdir(parents=True, exist_ok=True)
@@ -59,11 +50,11 @@ def serve(argv: list[str], console: Console) -> None:
         keys = service.keys_of(config, directory, say, prefix="tml")
         tinker.clear(directory)
         rooms = partial(open_rooms, absolute, directory / "logs", SERVE_ROOMS)
-        tinker.serve_clients(absolute, (name, absolute.model.name), facts, rooms, keys, directory, say)
+        tinker.serve_clients(absolute, (name, absolute.model.name), plan.facts, rooms, keys, directory, say)
 
 
-def _checked(config: Config) -> list[str]:
-    """Refuses what this server does not do. Raises BadInput."""
+def _refuse_what_is_not_served(config: Config) -> None:
+    """Raises BadInput for what this server does not do."""
     if config.run.url:
         raise Refusal(
             f"run.output_dir = {config.run.output_dir} with `trireme serve`",
@@ -76,4 +67,3 @@ def _checked(config: Config) -> list[str]:
             "adapters for other layers: of the output matrix replicas have one adapter, for all requests alike",
             "leave --trainer.lora.train-unembed out",
         ).error()
-    return []

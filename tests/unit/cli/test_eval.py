@@ -15,7 +15,7 @@ from tools_support import BASE_MODEL, make_run
 from transformers import AutoModelForCausalLM
 
 from trireme.checkpoint.store import CheckpointStore
-from trireme.cli.eval import Subject, _config, table
+from trireme.cli.eval import UNREAD, Subject, configured, table
 from trireme.config.model_facts import ModelFacts
 from trireme.core.errors import BadInput
 from trireme.core.types import WeightIdentity
@@ -76,7 +76,9 @@ def store(base: Path, tmp_path: Path) -> CheckpointStore:
 def test_adapters_are_merged_into_their_base_for_the_time_of_the_evaluation(store: CheckpointStore, base: Path) -> None:
     subject = Subject.of(str(store.root), 2)
     assert subject.model == str(store.commit(2) / "inference")
-    assert _config(subject, FLAGS).model.name == str(base), "all is checked with the base, before anything is merged"
+    assert configured(subject, UNREAD, FLAGS).config.model.name == str(base), (
+        "all is checked with the base, before anything is merged"
+    )
     with ExitStack() as ending:
         whole = Path(subject.whole(Console(quiet=True), ending))
         assert whole.parent == store.root / "exports"
@@ -117,7 +119,7 @@ def test_the_configuration_is_that_of_the_run_but_for_the_model_and_what_is_give
     }
     (run / "config.json").write_text(json.dumps(written))
     subject = Subject.of(str(run), None)
-    config = _config(subject, ["--eval.samples", "4"])
+    config = configured(subject, UNREAD, ["--eval.samples", "4"]).config
     assert config.model.name == subject.model
     assert config.model.start == "gone", "environments that ask the start of the run ask it still"
     assert config.eval.samples == 4
@@ -126,7 +128,9 @@ def test_the_configuration_is_that_of_the_run_but_for_the_model_and_what_is_give
 
 
 def test_no_trainer_is_planned() -> None:
-    config = _config(Subject.of(str(BASE_MODEL), None), [*FLAGS, "--trainer.shards", "8", "--inference.replicas", "2"])
+    config = configured(
+        Subject.of(str(BASE_MODEL), None), UNREAD, [*FLAGS, "--trainer.shards", "8", "--inference.replicas", "2"]
+    ).config
     facts = ModelFacts.of(config, required=True)
     plan = Plan(config, facts, machines(cpus=16, gpus=2), EVALUATION_ROOMS)
     assert plan.actor_names == ["inference replica 0", "inference replica 1", "orchestrator"]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from trireme.cli import inference
+from trireme.cli.eval import configured
 from trireme.core.errors import EXIT_BAD_INPUT, EXIT_OK
 
 ROOT = Path(__file__).parents[3]
@@ -15,9 +16,9 @@ MODEL = str(ROOT / "assets" / "sort-base")
 
 
 def test_a_model_alone_has_all_places_and_a_port() -> None:
-    config = inference.served_config(None, ["--model.name", MODEL]).config
+    config = configured(None, inference.UNREAD, ["--model.name", MODEL]).config
     assert (config.service.port, config.service.share, config.service.host) == (8000, 1.0, "127.0.0.1")
-    given = inference.served_config(None, ["--model.name", MODEL, "--service.port", "0", "--service.share", "0.5"])
+    given = configured(None, inference.UNREAD, ["--model.name", MODEL, "--service.port", "0", "--service.share", "0.5"])
     assert (given.config.service.port, given.config.service.share) == (0, 0.5)
 
 
