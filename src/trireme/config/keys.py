@@ -6,7 +6,6 @@ import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import takewhile
 from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import AliasChoices, BaseModel, TypeAdapter
@@ -19,6 +18,8 @@ from trireme.core.refusals import Refusal
 
 Path = tuple[str, ...]
 BOOLEANS = ("true", "false")
+LEAST_ALIKE = 0.7
+"""How alike two names have to be, from 0 to 1, for one to be meant by the other."""
 USAGE = """usage: {command} [@ FILE.toml ...] [--SECTION @ FILE.toml ...] [--key value ...] [--dry-run] [--verbose]
 
   @ FILE              read a TOML or JSON file; several overlay each other from left to right
@@ -232,28 +233,21 @@ class Keys:
         return table is not None and (table.entry_type is Any or len(path) == len(table.path) + 1)
 
     def nearest(self, path: Path) -> Path | None:
-        """Returns the known option or section that looks most like an unknown `path`; None if nothing does. The
-        sections that both begin with do not count."""
-
-        def ratio(a: str, b: str) -> float:
-            return difflib.SequenceMatcher(None, a, b).ratio()
+        """Returns the known option or section that looks most like an unknown `path`, among those of which the last
+        part, or for a path of one part the whole, does; None if there is none."""
 
         def alike(candidate: Path) -> tuple[float, float]:
-            whole, last = ratio(".".join(path), ".".join(candidate)), ratio(path[-1], candidate[-1])
-            return (whole + last) / 2, max(whole, last)
-
-        def near(candidate: Path) -> bool:
-            common = len(list(takewhile(lambda parts: parts[0] == parts[1], zip(path, candidate, strict=False))))
-            whole = 0.0 if len(path) == len(candidate) else ratio(".".join(path[common:]), ".".join(candidate[common:]))
-            return max(whole, ratio(path[-1], candidate[-1])) >= 0.7
+            whole = difflib.SequenceMatcher(None, ".".join(path), ".".join(candidate)).ratio()
+            return whole, difflib.SequenceMatcher(None, path[-1], candidate[-1]).ratio()
 
         meant = tuple(WORDS.get(path[-1], "").split("."))
         if meant in self.options:
             return meant
         candidates = {**{s: s for s in self.sections}, **self.spellings}
         candidates |= {tuple(flag.replace("-", "_").split("_", 1)): to for flag, to in self.short_flags.items()}
-        best = max(filter(near, candidates), key=alike, default=None)
-        return None if best is None else candidates[best]
+        ratios = {candidate: alike(candidate) for candidate in candidates}
+        near = [name for name, (whole, last) in ratios.items() if max(last, whole * (len(path) == 1)) >= LEAST_ALIKE]
+        return candidates[max(near, key=lambda name: sum(ratios[name]))] if near else None
 
 
 @cache

@@ -44,15 +44,6 @@ class InspectedCommit:
 
 
 @dataclass(frozen=True)
-class Leftover:
-    """Something in checkpoints/ that is not a commit. The next resume deletes it."""
-
-    path: str  # relative to the run
-    bytes: int
-    what: str
-
-
-@dataclass(frozen=True)
 class Inspection:
     """The contents of a run directory, as `trireme inspect --json` prints them."""
 
@@ -62,7 +53,7 @@ class Inspection:
     lineages: Sequence[Head]  # the current one last; empty when a HEAD cannot be read
     damage: str | None  # why it cannot be read
     commits: Sequence[InspectedCommit]  # of each branch in order of step, HEAD's branch last
-    leftovers: Sequence[Leftover]
+    leftovers: Sequence[str]  # paths in checkpoints/ that are no commits; the next resume deletes them
     attempts: Sequence[int]
     newest: int | None  # the step that a resume takes
     incidents: Sequence[Incident]  # oldest first
@@ -98,7 +89,7 @@ def inspect(root: Path, on_commit: Callable[[Path], None], quick: bool = False) 
         lineages=lineages,
         damage=damage,
         commits=commits,
-        leftovers=[_leftover(root, path) for path in store.partial()],
+        leftovers=[str(path.relative_to(root)) for path in store.partial()],
         attempts=sorted(int(attempt) for attempt in attempts if attempt.isdecimal()),
         newest=max((commit.step for commit in commits if commit.branch is None and commit.verifies), default=None),
         incidents=read_incidents(root),
@@ -125,20 +116,6 @@ def _commit(root: Path, path: Path, branch: str | None, quick: bool) -> Inspecte
     return InspectedCommit(path=place, step=step, branch=branch, verifies=reason is None, reason=reason, **about)
 
 
-def _leftover(root: Path, path: Path) -> Leftover:
-    attempt = path.name.rpartition(".partial-")[2]
-    drafted = f"attempt {attempt} is writing it, or ended while it did"
-    what = drafted if attempt.isdecimal() else "its deletion has not ended"
-    return Leftover(str(path.relative_to(root)), sum(_sizes(path)), what)
-
-
-def _sizes(directory: Path) -> Iterator[int]:
-    """Yields the bytes of each file below; skips files that disappear."""
-    for file in directory.rglob("*"):
-        with suppress(FileNotFoundError):
-            yield file.lstat().st_size if file.is_file() else 0
-
-
 def render(report: Inspection) -> Iterator[RenderableType]:
     """Yields what a person reads, part by part."""
     yield f"run {report.run}"
@@ -156,7 +133,7 @@ def render(report: Inspection) -> Iterator[RenderableType]:
         if commit.reason:
             yield f"{commit.path} does not verify: {commit.reason}"
     for leftover in report.leftovers:
-        yield f"{leftover.path} is no commit ({decimal(leftover.bytes)}): {leftover.what}"
+        yield f"{leftover} is no commit: it is being written or deleted, or the next resume deletes it"
     if incidents := report.incidents:
         known = f"{len(incidents)} incidents" if len(incidents) > 1 else "1 incident"
         yield f"{known}, all in {INCIDENTS}" + (":" if len(incidents) <= MOST_INCIDENTS else "; the newest:")

@@ -76,19 +76,16 @@ def draw_knob(points: Sequence[tuple[Mapping[str, Any], float]], *, knob: str, m
     `points`: the values of each run's keys, and its metric.
     """
     lines = lines_of(points, knob)
-    found = {value for line in lines.values() for value in line}
-    known = sorted(found, key=lambda v: (0, v, "") if isinstance(v, int | float) else (1, 0, knob_text(v)))
-    at, logarithmic = places(known)
+    places, scale = axis_of(list(dict.fromkeys(values[knob] for values, _ in points)))
 
     def add_lines(axes: Any) -> None:
-        if logarithmic:
-            axes.set_xscale("log")
-            axes.minorticks_off()
-        axes.set_xticks([at[value] for value in known], [knob_text(value) for value in known])
+        axes.set_xscale(scale)
+        axes.minorticks_off()
+        axes.set_xticks(list(places.values()), map(knob_text, places))
         for color, (name, line) in zip(COLORS, lines.items(), strict=False):
-            values = [value for value in known if value in line]
-            axes.plot([at[v] for v in values], [mean(line[v]) for v in values], color=color, linewidth=2, label=name)
-            dots = [(at[value], run) for value in values for run in line[value]]
+            means = [(place, mean(line[value])) for value, place in places.items() if value in line]
+            axes.plot(*zip(*means, strict=True), color=color, linewidth=2, label=name)
+            dots = [(places[value], run) for value, runs in line.items() for run in runs]
             axes.plot(*zip(*dots, strict=True), "o", color=color, markersize=5)
 
     return draw(f"{metric} by {knob}", knob, metric, add_lines)
@@ -111,13 +108,13 @@ def lines_of(points: Sequence[tuple[Mapping[str, Any], float]], knob: str) -> di
     return lines
 
 
-def places(values: Sequence[Any]) -> tuple[dict[Any, float], bool]:
-    """Returns where the values of a knob stand on the horizontal axis, and True if that is logarithmic: numbers by
+def axis_of(values: Sequence[Any]) -> tuple[dict[Any, float], str]:
+    """Returns where the values of a knob stand on the horizontal axis, in its order, and the axis's scale: numbers by
     their size, anything else side by side."""
-    numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
-    if len(numbers) < len(values) or len(set(numbers)) < 2:
-        return {value: float(n) for n, value in enumerate(values)}, False
-    return {value: float(value) for value in numbers}, min(numbers) > 0 and max(numbers) / min(numbers) >= LOG_FROM
+    if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
+        return {value: float(n) for n, value in enumerate(values)}, "linear"
+    is_wide = min(values) > 0 and max(values) / min(values) >= LOG_FROM
+    return {value: float(value) for value in sorted(values)}, "log" if is_wide else "linear"
 
 
 def knob_text(value: Any) -> str:

@@ -11,7 +11,7 @@ import pytest
 from trireme.cli.trireme import main
 from trireme.core.errors import EXIT_BAD_INPUT, EXIT_OK
 from trireme.tools import plot as drawing
-from trireme.tools.plot import draw_knob, lines_of, places
+from trireme.tools.plot import axis_of, draw_knob, lines_of
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -92,13 +92,13 @@ def test_without_matplotlib_the_command_that_installs_it_is_named(tmp_path, caps
 
 
 def test_a_knob_is_drawn_by_its_logarithm_where_it_spans_a_decade():
-    assert places([1e-4, 1e-3, 1e-2]) == ({1e-4: 1e-4, 1e-3: 1e-3, 1e-2: 1e-2}, True)
-    assert not places([1, 2, 3])[1]
-    assert not places([0, 10])[1]
+    places, scale = axis_of([1e-3, 1e-4, 1e-2])
+    assert (list(places.items()), scale) == ([(1e-4, 1e-4), (1e-3, 1e-3), (1e-2, 1e-2)], "log")
+    assert axis_of([1, 2, 3])[1] == axis_of([0, 10])[1] == "linear"
 
 
 def test_a_knob_without_numbers_has_its_values_side_by_side():
-    assert places(["cosine", "linear", None]) == ({"cosine": 0.0, "linear": 1.0, None: 2.0}, False)
+    assert axis_of(["cosine", "linear", None]) == ({"cosine": 0.0, "linear": 1.0, None: 2.0}, "linear")
 
 
 def test_a_line_goes_through_the_means_and_each_run_is_a_dot():
