@@ -33,8 +33,8 @@ from trireme.core.finite_json import to_json
 from trireme.core.own_packages import ENTRY
 from trireme.core.refusals import Refusal
 from trireme.process.signals import Stop
+from trireme.tools.curves import RunCurves
 from trireme.tools.plot import draw_knob
-from trireme.tools.timeline import json_lines
 
 SCHEMAS: dict[str, type[CommonConfig]] = {"rl": Config, "sft": SftConfig}
 MODULES = {"rl": "trireme.cli.rl", "sft": "trireme.cli.sft"}
@@ -86,15 +86,16 @@ class Sweep:
         errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
         return (errors or lines or ["nothing printed yet"])[-1]
 
-    def rows(self, name: str) -> list[dict[str, Any]]:
-        """Returns the rows of a run's metrics."""
-        return list(json_lines(self.root / name / "metrics.jsonl"))
+    def curves(self, name: str) -> RunCurves:
+        """Returns the metrics of a run."""
+        curves = RunCurves(self.root / name)
+        curves.look(most_bytes=None)
+        return curves
 
     def metric(self, name: str) -> float | None:
         """Returns the metric at the end of a run; None where no row has it."""
-        values = [row.get(self.options.metric) for row in self.rows(name)]
-        numbers = [value for value in values if isinstance(value, int | float)]
-        return mean(numbers[-self.options.window :]) if numbers else None
+        values = self.curves(name).values(self.options.metric)
+        return mean(values[-self.options.window :]) if values else None
 
     def state(self, name: str) -> str:
         """Returns how a run ended, in words."""
@@ -123,7 +124,7 @@ class Sweep:
             if metric is not None:
                 points.append(({key: value_of(text) for key, text in point.items()}, metric))
             line = {**point, self.options.metric: "" if metric is None else f"{metric:.6g}"}
-            line["steps"] = str(next((row["version"] for row in reversed(self.rows(name))), 0))
+            line["steps"] = str(self.curves(name).newest.get("version", 0))
             line["seconds"] = f"{self.results[name]['seconds']:.0f}"
             lines.append({**line, "state": self.state(name).replace("|", "\\|"), "run": name})
         rows = [list(lines[0]), ["---"] * len(lines[0]), *(line.values() for line in lines)]

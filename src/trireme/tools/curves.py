@@ -7,7 +7,7 @@ import math
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from operator import itemgetter
@@ -151,27 +151,44 @@ class RunCurves:
             for name in SUMMED:
                 self._sums[name] += row[name]
         for name, value in row.items():
-            if isinstance(value, int | float) and math.isfinite(value) and name not in NO_CURVES:
+            if isinstance(value, int | float) and math.isfinite(value):
                 steps, values = self._columns.setdefault(name, (array("q"), array("d")))
                 steps.append(step)
                 values.append(value)
 
     def names(self) -> list[str]:
-        """Returns the names of all metrics that are numbers, those of FIRST_CURVES first."""
+        """Returns the names of all metrics that are numbers worth a curve, those of FIRST_CURVES first."""
         first = [name for name in FIRST_CURVES if name in self._columns]
-        return first + sorted(self._columns.keys() - set(first))
+        return first + sorted(self._columns.keys() - {*first, *NO_CURVES})
 
     def panels(self) -> list[dict[str, Any]]:
         """Returns the charts of PANELS for which there are metrics."""
         rows, at, drawn = self._drawn
         if rows != self.rows and time.monotonic() - at > FRESH_S:
-            drawn = panels_of(list(self._columns), self._points)
+            drawn = self._new_panels()
             self._drawn = self.rows, time.monotonic(), drawn
         return drawn
 
+    def _new_panels(self) -> list[dict[str, Any]]:
+        """Draws the charts, the first one `wide` and with smoothed curves."""
+        panels: list[dict[str, Any]] = []
+        for title, unit, legend in PANELS:
+            series = {
+                label or name.removeprefix("eval/"): self.points(name)
+                for pattern, label in legend.items()
+                for name in self._columns
+                if fnmatchcase(name, pattern) and not name.endswith("/ci95")
+            }
+            smooth = not panels
+            curves = [_curve(name, points, smooth) for name, points in series.items()][:MOST_CURVES]
+            if curves:
+                unit = f"thick: mean of {SMOOTHED} steps" if smooth else unit
+                panels.append({"title": title, "unit": unit, "curves": curves, "wide": smooth})
+        return panels
+
     def curve(self, name: str) -> list[tuple[float, float]]:
         """Returns the steps and values of one metric, thinned; empty where there is none of that name."""
-        return thinned(self._points(name))
+        return thinned(self.points(name))
 
     def values(self, name: str) -> Sequence[float]:
         """Returns all finite values of one metric; empty where there is none of that name."""
@@ -206,7 +223,8 @@ class RunCurves:
             facts.append(("length bias", f"{trained_on / sampled:.2f}: mean lengths of rollouts are {lengths}"))
         return facts
 
-    def _points(self, name: str) -> list[tuple[float, float | None]]:
+    def points(self, name: str) -> list[tuple[float, float]]:
+        """Returns the steps and all finite values of one metric; empty where there is none of that name."""
         return list(zip(*self._columns.get(name, ()), strict=True))
 
 
@@ -227,34 +245,12 @@ class GroupAges:
         return sorted(self._counts.items())
 
 
-def panels_of(
-    names: Iterable[str], points_of: Callable[[str], Sequence[tuple[float, float | None]]]
-) -> list[dict[str, Any]]:
-    """Returns the charts for which there are metrics in `names`, the first one `wide` and with smoothed curves;
-    `points_of` returns the steps and values of one."""
-    panels: list[dict[str, Any]] = []
-    for title, unit, legend in PANELS:
-        series = {
-            label or name.removeprefix("eval/"): points_of(name)
-            for pattern, label in legend.items()
-            for name in names
-            if fnmatchcase(name, pattern) and not name.endswith("/ci95")
-        }
-        smooth = not panels
-        curves = [_curve(name, points, smooth) for name, points in series.items() if thinned(points)][:MOST_CURVES]
-        if curves:
-            unit = f"thick: mean of {SMOOTHED} steps" if smooth else unit
-            panels.append({"title": title, "unit": unit, "curves": curves, "wide": smooth})
-    return panels
-
-
-def _curve(name: str, points: Sequence[tuple[float, float | None]], smooth: bool) -> dict[str, Any]:
+def _curve(name: str, points: Sequence[tuple[float, float]], smooth: bool) -> dict[str, Any]:
     """Returns a curve, and with `smooth` the mean of each value and those before it too."""
     if not smooth:
         return {"name": name, "points": thinned(points)}
-    finite = [(x, y) for x, y in points if y is not None and math.isfinite(y)]
-    means = moving_mean([y for _, y in finite], SMOOTHED)
-    smoothed = [(x, y) for (x, _), y in zip(finite, means, strict=True)]
+    steps, values = zip(*points, strict=True)
+    smoothed = list(zip(steps, moving_mean(values, SMOOTHED), strict=True))
     return {"name": name, "points": thinned(points), "smooth": thinned(smoothed)}
 
 
@@ -267,19 +263,18 @@ def moving_mean(values: Sequence[float], window: int) -> list[float]:
     return [mean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
 
 
-def thinned(points: Sequence[tuple[float, float | None]], buckets: int = CURVE_BUCKETS) -> list[tuple[float, float]]:
-    """Returns the `points` that are finite numbers: all, or the first, the last, and the lowest and the highest of each
-    of `buckets` groups of neighbours.
+def thinned(points: Sequence[tuple[float, float]], buckets: int = CURVE_BUCKETS) -> list[tuple[float, float]]:
+    """Returns all `points`, or the first, the last, and the lowest and the highest of each of `buckets` groups of
+    neighbours.
 
     >>> thinned([(0, 1.0), (1, 5.0), (2, 3.0), (3, 2.0)], buckets=1)
     [(0, 1.0), (1, 5.0), (3, 2.0)]
     """
-    finite = [(x, y) for x, y in points if y is not None and math.isfinite(y)]
-    size = -(-len(finite) // buckets)
+    size = -(-len(points) // buckets)
     if size <= 2:
-        return finite
-    retained = {finite[0], finite[-1]}
-    for start in range(0, len(finite), size):
-        part = finite[start : start + size]
+        return list(points)
+    retained = {points[0], points[-1]}
+    for start in range(0, len(points), size):
+        part = points[start : start + size]
         retained |= {min(part, key=itemgetter(1)), max(part, key=itemgetter(1))}
     return sorted(retained)

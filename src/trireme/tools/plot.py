@@ -11,10 +11,10 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from trireme.checkpoint.rows import METRICS, read_rows, shown_step
+from trireme.checkpoint.rows import METRICS
 from trireme.core.extras import require
 from trireme.core.refusals import Refusal
-from trireme.tools.curves import moving_mean
+from trireme.tools.curves import RunCurves, moving_mean
 
 COLORS = ("#2f81f7", "#d97706", "#2da44e", "#bf3989", "#8250df", "#cf222e")
 GREY = "#7d8590"
@@ -56,18 +56,19 @@ def plot_runs(roots: Sequence[Path], key: str, window: int, title: str | None) -
     return draw(title or f"{key} per step, and its mean over {window} steps", "step", key, add_lines)
 
 
-def read_curve(root: Path, key: str) -> tuple[list[int], list[float]]:
+def read_curve(root: Path, key: str) -> tuple[Sequence[float], Sequence[float]]:
     """Returns the steps and the values of a metric of the run in `root`; rows without a number there are skipped.
     Raises BadInput where no row has it."""
-    rows = read_rows(root / METRICS)[0]
-    points = [(shown_step(row.values), row.values[key]) for row in rows if row.values.get(key) is not None]
-    if not points:
-        raise Refusal(
-            f"--key {key}, which none of the {len(rows)} rows of {root / METRICS} has",
-            "a metric of the run",
-            f"look at the names in {root / METRICS}",
-        ).error()
-    return [step for step, _ in points], [value for _, value in points]
+    curves = RunCurves(root)
+    curves.look(most_bytes=None)
+    if points := curves.points(key):
+        steps, values = zip(*points, strict=True)
+        return steps, values
+    raise Refusal(
+        f"--key {key}, which none of the {curves.rows} rows of {root / METRICS} has",
+        "a metric of the run",
+        f"look at the names in {root / METRICS}",
+    ).error()
 
 
 def draw_knob(points: Sequence[tuple[Mapping[str, Any], float]], *, knob: str, metric: str) -> bytes:
