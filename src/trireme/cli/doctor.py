@@ -43,7 +43,7 @@ PIPE_WIDTH = 160
 """Columns of the tables where there is no terminal."""
 
 
-def examine_nodes(argv: Sequence[str], console: Console) -> None:
+def main(argv: Sequence[str], console: Console) -> None:
     """Runs the command; `argv` is what follows its name. Raises BadInput if a run would be refused."""
     options, config = parse(argv)
     address = cluster_address(config) if config else options.address or os.environ.get("RAY_ADDRESS")

@@ -113,7 +113,7 @@ def _verified(commit: Path) -> VerifiedCommit:
         raise Refusal(f"the commit {commit}: {error}", "one that verifies", "choose another").error() from None
 
 
-def evaluate(argv: Sequence[str], console: Console) -> None:
+def main(argv: Sequence[str], console: Console) -> None:
     """Runs the command; `argv` is what follows its name. Raises TriremeError."""
     options, given = _parser().parse_known_args(argv)
     subject = Subject.of(options.checkpoint, options.step)

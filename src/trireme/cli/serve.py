@@ -26,7 +26,7 @@ from trireme.run.rundir import locked
 UNREAD = Path(__file__).with_name("serve.toml")
 
 
-def serve(argv: list[str], console: Console) -> None:
+def main(argv: list[str], console: Console) -> None:
     """Serves until a signal comes. Raises Stopped, TriremeError."""
     loaded = load(["@", str(UNREAD), *argv])
     config = loaded.config

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,29 +50,17 @@ PIPE_WIDTH = 200
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command (of `sys.argv` when none is given) and returns its exit code (`trireme.core.errors`)."""
     given = sys.argv[1:] if argv is None else list(argv)
-    try:
-        refuse_removed_command(given)
-    except TriremeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    if given[:1] == ["eval"]:
-        from trireme.cli.eval import evaluate
-
-        return run_command(evaluate, given[1:])
-    if given[:1] == ["doctor"]:
-        from trireme.cli.doctor import examine_nodes  # imports plans, which other commands do not need
-
-        return run_command(examine_nodes, given[1:])
-    if given[:1] == ["serve"]:
-        from trireme.cli.serve import serve  # imports the trainer's side
-
-        return run_command(serve, given[1:])
+    name, words = (given or [""])[0], given[1:]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        if given[:1] == ["sweep"]:
-            return sweep(given[1:])  # takes all keys of `rl` or `sft`
-        if given[:1] == ["distill"]:
-            return distill(given[1:])
+        refuse_removed_command(given)
+        match name:  # these take keys of `rl` or `sft` too, or have a parser of their own
+            case "eval" | "doctor" | "serve":  # which import the rooms' side
+                return run_command(import_module(f"trireme.cli.{name}").main, words)
+            case "sweep":
+                return sweep(words)
+            case "distill":
+                return distill(words)
         options = _parser().parse_args(given)
         options.command(options)
     except TriremeError as error:

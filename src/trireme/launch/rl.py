@@ -25,7 +25,7 @@ from trireme.config.model_facts import ModelFacts
 from trireme.config.resume_compat import fixed_parts
 from trireme.launch.common import StartProgress
 from trireme.launch.run import Core, TrainingRun
-from trireme.launch.service import POLICY, WithChats, check_port, keys_of, sessions_factory, start_service
+from trireme.launch.service import POLICY, SESSIONS, WithChats, check_port, keys_of, served_models, sessions_factory
 from trireme.launch.starting import await_ready, check_replicas, reserve_places
 from trireme.plan.base import Plan
 from trireme.process.ray_cluster import PlacePool
@@ -70,15 +70,13 @@ class RlRun(TrainingRun):
         ending.callback(self.inference.stop)
         self._service: ServiceHandle | None = None
         if config.service.port is not None:
-            named = (POLICY,)
-            self._service = start_service(
+            self._service = ServiceHandle.start(
                 config,
-                self.facts,
-                self.inference,
-                named,
+                self.inference.chat_router_factory(),
+                served_models(config, self.facts, (POLICY,)),
                 self._keys,
                 None,
-                run.root,
+                run.root / SESSIONS,
                 run.logs,
                 self._say,
                 roster,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +18,6 @@ from orchestrator.env import AGENT
 from service.asked import ServedModels
 from service.handle import ServiceHandle
 from service.keys import ServiceKey, generate, read
-from service.sessions.history import AttemptStart
 from trireme.config import Config
 from trireme.config.model_facts import ModelFacts
 from trireme.core.agents import AgentSessions
@@ -37,7 +36,7 @@ from trireme.supervision.supervisor import ElasticReplicas, Supervisor
 
 KEYS = "service.keys"
 SESSIONS = "sessions"
-"""The directory of their journal, in the run directory."""
+"""The directory of their store, in the run directory."""
 POLICY = "policy"
 TICK_S = 0.2
 
@@ -70,26 +69,6 @@ def keys_of(config: Config, directory: Path, say: Callable[[str], None], prefix:
     keys = generate(file, prefix)  # before it is named: whoever reads the line reads the file
     say(f"the service's new keys, one for clients and one for administrators, are in {file}, which only you can read")
     return keys
-
-
-def start_service(
-    config: Config,
-    facts: ModelFacts,
-    inference: InferenceHandle,
-    names: tuple[str, ...],
-    keys: list[ServiceKey],
-    adopt: WeightIdentity | None,
-    root: Path,
-    log_dir: Path,
-    say: Callable[[str], None],
-    roster: Roster,
-    starts: Sequence[AttemptStart] = (),
-) -> ServiceHandle:
-    """Starts the service, without waiting for it. `root` has the journal of sessions, `starts` the attempts of the run
-    so far. Raises BadInput if no limit of the model's sequences is known."""
-    models = served_models(config, facts, names)
-    factory, sessions = inference.chat_router_factory(), (root / SESSIONS).absolute()
-    return ServiceHandle.start(config, factory, models, keys, adopt, sessions, log_dir, say, roster, starts)
 
 
 def sessions_factory(config: Config, facts: ModelFacts | None) -> Callable[[], AgentSessions] | None:
@@ -158,7 +137,17 @@ def serve(
         reserved = reserve_places(plan, progress, console, ending).rooms
         inference = InferenceHandle.start(config, reserved["inference"], directory)
         ending.callback(inference.stop)
-        service = start_service(config, facts, inference, names, keys, identity, directory, directory, say, roster)
+        service = ServiceHandle.start(
+            config,
+            inference.chat_router_factory(),
+            served_models(config, facts, names),
+            keys,
+            identity,
+            directory.absolute() / SESSIONS,
+            directory,
+            say,
+            roster,
+        )
         ending.callback(service.stop)
         places = PlacePool(plan.added_replica_options, ending)
         check_number = partial(check_replicas, plan)
