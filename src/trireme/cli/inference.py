@@ -81,7 +81,6 @@ def _serve(
     console: Console,
 ) -> None:
     """Serves until a signal comes. After a failure the logs that it names are kept."""
-    assert plan.facts is not None, "required"
 
     def say(text: str) -> None:
         console.print(text, markup=False)
@@ -96,7 +95,7 @@ def _serve(
         keys = launch.keys_of(config, directory, say)
         with joined(replace(plan, config=config)) as plan:
             signals.arm()
-            launch.serve(config, plan, plan.facts, names, keys, identity, directory, console, say)
+            launch.serve(config, plan, names, keys, identity, directory, console, say)
     except signals.Stopped:
         shutil.rmtree(directory)
         raise

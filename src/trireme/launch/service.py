@@ -119,7 +119,6 @@ class WithChats:
 def serve(
     config: Config,
     plan: Plan,
-    facts: ModelFacts,
     names: tuple[str, ...],
     keys: list[ServiceKey],
     identity: WeightIdentity,
@@ -129,6 +128,7 @@ def serve(
 ) -> None:
     """Serves the model that the replicas load from disk until a signal comes, in a cluster that runs. Lost replicas are
     replaced. Raises Stopped, TriremeError."""
+    assert plan.facts is not None, "what starts actors has read the model's config.json"
     config = plan.resolved(config)
     progress = StartProgress(console, directory)
     roster = Roster(time.time)
@@ -140,7 +140,7 @@ def serve(
         service = ServiceHandle.start(
             config,
             inference.chat_router_factory(),
-            served_models(config, facts, names),
+            served_models(config, plan.facts, names),
             keys,
             identity,
             directory.absolute() / SESSIONS,
