@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from trireme.supervision.status import Status
 from trireme.tools.timeline import json_lines
 
 CPUS_PER_NODE = 2  # four actors of one CPU each fill both nodes
+TOO_MANY = 150
 SIZES = ["--trainer.shards", "2", "--trainer.gpus-per-node", "2", "--max-steps", "9999"]
 
 
@@ -31,6 +33,8 @@ class Told:
     """Returns what another terminal prints while the run continues."""
 
     second: Ended
+    refused: str
+    """To a request for more replicas than the memory of both nodes holds."""
     up: list[str]
     sampled: bool
     """The replica more has sampled before it had to leave."""
@@ -83,12 +87,13 @@ def from_another_terminal(directory: Path, nodes: Nodes) -> Told:
             nodes.join()
 
     second = run_rl(directory, *TINY, "--resume")
+    refused = "\n".join(scale(run, TOO_MANY))
     up = scale(run, 2, when_it_waits)
     sampled = wait_for_sampling(run, "inference_1")
     status = Status.read(run)
     assert status is not None
     where = {part.name: part.node for part in status.parts}
-    return Told(second, [*meanwhile, *up], sampled, scale(run, 1), where)
+    return Told(second, refused, [*meanwhile, *up], sampled, scale(run, 1), where)
 
 
 def test_a_run_spans_two_nodes_and_replicas_come_and_go_on_a_third(tmp_path: Path) -> None:
@@ -117,6 +122,7 @@ def test_a_run_spans_two_nodes_and_replicas_come_and_go_on_a_third(tmp_path: Pat
     assert "is running" in told.second.out
     assert "2 nodes examined; " in ended.out, "before the start"
     assert "rooms on 2 nodes" in ended.out
+    assert len(re.findall(r"node \S+ has \S+ GiB of memory, \S+ GiB are needed", told.refused)) == 2, told.refused
     trained, *up = told.up
     assert int(trained.split()[0]) >= 2, told.up
     assert "1 replica; 1 more to start" in up, "whoever waits for an answer is told so first"
