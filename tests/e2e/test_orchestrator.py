@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +66,37 @@ def published(version: int) -> PublishedWeights:
     return PublishedWeights(WeightsManifest(WeightIdentity(0, version, f"d{version}"), (), canary), ())
 
 
-def test_a_run_of_three_steps_and_a_sudden_death(model_dir: Path, tmp_path: Path) -> None:
-    handle = start(model_dir, log_dir=tmp_path, faults="orchestrator.minibatch@7=kill")
+@pytest.fixture(scope="module")
+def handle(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OrchestratorHandle]:
+    """Dies when it is asked for a minibatch of the fourth step."""
+    handle = start(model_dir, log_dir=tmp_path_factory.mktemp("logs"), faults="orchestrator.minibatch@7=kill")
     wait_ready(handle)
+    yield handle
+    handle.stop()
+
+
+def offer(handle: OrchestratorHandle, version: int, timeout_s: float = 300.0) -> Session:
+    return handle.offer(Offer(2, version, (64,), ("here",), timeout_s))
+
+
+def test_the_driver_waits_for_an_offer_no_longer_than_its_deadline(
+    handle: OrchestratorHandle, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It publishes without a session, and in groups of which no replica of an unanswered offer is a member."""
+    monkeypatch.setattr("orchestrator.handle.ANSWER_S", 0.5)
+    assert [offer(handle, 5), offer(handle, 6)] == [Session(2, 1, {0: 0, 4: 0})] * 2
+    assert offer(handle, 7, timeout_s=1.0) == Session(2, 2, {})
+    said = caplog.messages[-1]
+    assert said.startswith("waited 1 s for orchestrator (which replicas are ready for new weights) and got no answer; ")
+    assert said.endswith("; version 7 is sent to no replica: they fetch it")
+    assert offer(handle, 9) == Session(2, 3, {0: 0, 4: 0})
+    with pytest.raises(RoomFailed, match=r"orchestrator .* raised ArithmeticError: a bug"):
+        offer(handle, 8)
+
+
+def test_a_run_of_three_steps_and_a_sudden_death(
+    handle: OrchestratorHandle, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     handle.update_weights(published(0))
     for step in range(3):
         minibatches = list(handle.minibatches(step, 0))
@@ -83,32 +112,8 @@ def test_a_run_of_three_steps_and_a_sudden_death(model_dir: Path, tmp_path: Path
         assert row["weights/reprefill_tokens"] == 10 * step, "of the update to the version that was trained with"
     with pytest.raises(RoomFailed, match=r"orchestrator \(a minibatch of step 4\) died.*orchestrator_0\.log"):
         next(handle.minibatches(3, 0))
-    assert (tmp_path / "orchestrator_0.log").exists()
-    handle.stop()
-
-
-def test_the_driver_waits_for_an_offer_no_longer_than_its_deadline(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It publishes without a session, and in groups of which no replica of an unanswered offer is a member."""
     monkeypatch.setattr("orchestrator.handle.ANSWER_S", 0.5)
-    handle = start(model_dir)
-    wait_ready(handle)
-
-    def offer(version: int, timeout_s: float = 300.0) -> Session:
-        return handle.offer(Offer(2, version, (64,), ("here",), timeout_s))
-
-    assert [offer(5), offer(6)] == [Session(2, 1, {0: 0, 4: 0})] * 2
-    assert offer(7, timeout_s=1.0) == Session(2, 2, {})
-    assert caplog.messages[-1] == (
-        "waited 1 s for orchestrator (which replicas are ready for new weights) and got no answer; "
-        "version 7 is sent to no replica: they fetch it"
-    )
-    assert offer(9) == Session(2, 3, {0: 0, 4: 0})
-    with pytest.raises(RoomFailed, match=r"orchestrator .* raised ArithmeticError: a bug"):
-        offer(8)
-    handle.stop()
-    assert offer(9) == Session(2, 4, {})
+    assert offer(handle, 9).servers == {}
     assert "died" in caplog.messages[-1]
 
 
@@ -131,7 +136,7 @@ def test_several_environments_one_of_which_computes_in_worker_processes(model_di
         policy="wait",
         envs=[
             {"id": "orchestrator_support:Guesses", "name": "guesses", "group_size": 2},
-            {"id": "orchestrator_support:Computations", "name": "computed"},
+            {"id": "orchestrator_support:Computations", "name": "computed", "group_size": 2},
         ],
     )
     wait_ready(handle)
@@ -141,7 +146,7 @@ def test_several_environments_one_of_which_computes_in_worker_processes(model_di
         list(handle.minibatches(step, 0))
         handle.update_weights(published(step + 1))
         rows.append(handle.release(step).metrics)
-    assert sum(row.get("rollout_errors/WorkerTimeout", 0) for row in rows) == 4, "the rollouts of one problem"
+    assert sum(row.get("rollout_errors/WorkerTimeout", 0) for row in rows) == 2, "the rollouts of one problem"
     assert rows[-1]["ledger/failed"] == 1
     metrics = {name: value for row in rows for name, value in row.items()}
     assert {"env/guesses/reward/total", "env/computed/reward/total"} <= metrics.keys(), "not in each row: one overtakes"
@@ -153,27 +158,6 @@ def test_several_environments_one_of_which_computes_in_worker_processes(model_di
     assert alive == []
 
 
-def test_an_evaluation_is_given_up_when_the_driver_is_in_a_hurry(model_dir: Path, tmp_path: Path) -> None:
-    first = start(model_dir, evaluation={"every": 1, "samples": 2, "env": {"args": {"hang_from": 5}}})
-    second = start(model_dir, evaluation={"every": 3, "samples": 2})
-    wait_ready(first)
-    first.update_weights(published(0))
-    list(first.minibatches(0, 0))
-    first.update_weights(published(1), hurry=lambda: True)
-    assert "eval/guesses/version" not in first.release(0).metrics
-    first.save_state(tmp_path / "commit" / "orchestrator").wait(60)
-    first.stop()
-
-    wait_ready(second)
-    second.load_state(tmp_path / "commit" / "orchestrator")
-    second.update_weights(published(1))
-    list(second.minibatches(1, 0))
-    second.update_weights(published(2))
-    row = second.release(1).metrics
-    assert (row["eval/guesses/version"], row["eval/guesses/n"], row["eval/guesses/failed"]) == (1, 16, 0)
-    second.stop()
-
-
 class GivenUp(Exception):
     """Stands for what a driver's tick raises after a signal."""
 
@@ -183,13 +167,18 @@ def give_up() -> None:
 
 
 def test_a_step_is_given_up_and_another_process_goes_on_from_its_start(model_dir: Path, tmp_path: Path) -> None:
-    first = start(model_dir, faults="orchestrator.save@3=raise", policy="wait", args={"hang_from": 6})
-    second = start(model_dir, policy="wait")
+    """The driver is in a hurry, so an evaluation is given up too, which that process makes."""
+    hanging = {"every": 1, "samples": 2, "env": {"args": {"hang_from": 5}}}
+    faults = "orchestrator.save@3=raise"
+    first = start(model_dir, faults=faults, policy="wait", args={"hang_from": 6}, evaluation=hanging)
+    second = start(model_dir, policy="wait", evaluation={"every": 3, "samples": 2})
     wait_ready(first)
     first.update_weights(published(0))
     list(first.minibatches(0, 0))
-    first.update_weights(published(1))
-    assert [group["problem"] for group in first.release(0).trained] == ["0.0.0", "0.0.1", "0.0.2", "0.0.3"]
+    first.update_weights(published(1), hurry=lambda: True)
+    released = first.release(0)
+    assert [group["problem"] for group in released.trained] == ["0.0.0", "0.0.1", "0.0.2", "0.0.3"]
+    assert "eval/guesses/version" not in released.metrics
     minibatches = first.minibatches(1, 0, on_tick=give_up)
     taken = next(minibatches)
     with pytest.raises(GivenUp):
@@ -213,4 +202,6 @@ def test_a_step_is_given_up_and_another_process_goes_on_from_its_start(model_dir
     released = second.release(1)
     assert [group["problem"] for group in released.trained] == ["0.0.4", "0.0.5", "0.0.6", "0.0.7"]
     assert released.metrics["ledger/trained"] == 8
+    row = released.metrics
+    assert (row["eval/guesses/version"], row["eval/guesses/n"], row["eval/guesses/failed"]) == (1, 16, 0)
     second.stop()
