@@ -296,7 +296,6 @@ class TestAsynchronous:
             model = AutoModelForCausalLM.from_pretrained(commit / "inference")
             assert len(AutoTokenizer.from_pretrained(commit / "inference")) == model.config.vocab_size
 
-    @pytest.mark.long  # a commit answers: test_inference_command.py; the command: test_eval_command.py
     def test_a_commit_opens_with_vllm(self, ended: Ended, tmp_path: Path) -> None:
         """And answers as well as the model that it came from, or better."""
         model = ended.root / "checkpoints" / f"step_{LAST:06d}" / "inference"

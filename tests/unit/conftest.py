@@ -2,11 +2,8 @@
 
 import functools
 import os
-import weakref
-from collections.abc import Iterator
 
 import httpx
-import httpx._client
 import httpx._transports.default
 import pytest
 from hypothesis import Phase, settings
@@ -24,27 +21,6 @@ os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 # The certificates of authorities, which each client would read again for 20 ms.
 httpx._transports.default.create_ssl_context = functools.cache(httpx.create_ssl_context)  # type: ignore[assignment]
-
-_clients: weakref.WeakSet[httpx.AsyncClient] = weakref.WeakSet()
-_make_client = httpx.AsyncClient.__init__
-
-
-def _make_noted_client(self: httpx.AsyncClient, *given: object, **named: object) -> None:
-    _make_client(self, *given, **named)  # type: ignore[arg-type]
-    _clients.add(self)
-
-
-httpx.AsyncClient.__init__ = _make_noted_client  # type: ignore[method-assign]
-
-
-@pytest.fixture(autouse=True)
-def no_client_reports_later() -> Iterator[None]:
-    """One that is open when its loop has ended would report an error in the later test in which it is collected."""
-    before = set(_clients)  # of fixtures of the module
-    yield
-    for client in set(_clients) - before:
-        if not type(client).__module__.startswith("tinker."):  # whose package has an event loop that never ends
-            client._state = httpx._client.ClientState.CLOSED
 
 
 @pytest.fixture
