@@ -20,7 +20,7 @@ os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 
 # The certificates of authorities, which each client would read again for 20 ms.
-httpx._transports.default.create_ssl_context = functools.cache(httpx.create_ssl_context)  # type: ignore[assignment]
+httpx._transports.default.create_ssl_context = functools.cache(httpx.create_ssl_context)
 
 
 @pytest.fixture
