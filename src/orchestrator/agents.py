@@ -26,6 +26,7 @@ from orchestrator.trajectory import TrajectoryBuilder
 from trireme.config.schema import SamplingConfig
 from trireme.core.agents import AgentSessions, PlayedSession
 from trireme.core.errors import BadInput, TriremeError
+from trireme.core.sampler import OnProgress
 from trireme.core.types import SampledSequence, SampleRequest
 from trireme.process import trace
 from trireme.process.faults import fault_point
@@ -70,12 +71,12 @@ class SessionTurns:
         """The first error of a request that the agent is not to blame for; one of the rooms, or one after which none
         was answered."""
 
-    async def sample(self, request: SampleRequest) -> SampledSequence:
+    async def sample(self, request: SampleRequest, *on_progress: OnProgress) -> SampledSequence:
         """Samples one answer as the run does. Raises BadInput for a prompt that is too long, RolloutError, and what the
         rollout's sampler raises."""
         try:
             async with self._one_by_one:
-                sampled = await self._one(request)
+                sampled = await self._one(request, *on_progress)
         except Exception as error:
             if type(error) is not BadInput and (self.failure is None or (is_of_a_room(error) and not self.of_a_room)):
                 self.failure = error
@@ -89,7 +90,7 @@ class SessionTurns:
         """True: `failure` ends more than this rollout, whatever the agent makes of it."""
         return is_of_a_room(self.failure)
 
-    async def _one(self, request: SampleRequest) -> SampledSequence:
+    async def _one(self, request: SampleRequest, *on_progress: OnProgress) -> SampledSequence:
         key, limits, prompt = self._key, self._limits, len(request.prompt)
         room = limits.max_seq_len - prompt
         if room <= 0 or prompt > (limits.max_prompt_len or prompt):
@@ -107,7 +108,7 @@ class SessionTurns:
             route_key=key.route_key,
             began=request.began,
         )
-        sampled = checked(await self._sample(own), own, key, limits)
+        sampled = checked(await self._sample(own, *on_progress), own, key, limits)
         check_spans(sampled.spans, len(sampled.tokens))
         return sampled
 

@@ -35,6 +35,7 @@ from orchestrator.waste import GroupTokens, RolloutTokens
 from trireme.config import Config
 from trireme.config.schema import EnvConfig, SamplingConfig
 from trireme.core.errors import BadRequest, ProvenanceError, TriremeError
+from trireme.core.sampler import OnProgress
 from trireme.core.types import SampledSequence, SampleRequest
 from trireme.process import trace
 
@@ -309,7 +310,7 @@ class _Turns:
     """Of all tries of the rollout."""
     tokens: RolloutTokens
 
-    async def sample(self, request: SampleRequest) -> SampledSequence:
+    async def sample(self, request: SampleRequest, *on_progress: OnProgress) -> SampledSequence:
         """Returns an answer. Raises AnswerTimeout, what the sampler raises, and CancelledError for a rollout whose
         environment has ignored its cancellation."""
         self.envs.check()
@@ -319,7 +320,7 @@ class _Turns:
         try:
             with TaskOwner(None):
                 async with asyncio.timeout(limit_s) as waiting:
-                    sampled = await runner.sample(request)
+                    sampled = await runner.sample(request, *on_progress)
         except TimeoutError:
             if not waiting.expired():
                 raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from trireme.core.sampler import Sampler
+from trireme.core.sampler import OnProgress, Sampler
 from trireme.core.types import SampledSequence, SampleRequest
 
 
@@ -52,14 +52,14 @@ class Requests:
         """Begins to count idle seconds."""
         self._idle.begin()
 
-    async def sample(self, request: SampleRequest) -> SampledSequence:
+    async def sample(self, request: SampleRequest, *on_progress: OnProgress) -> SampledSequence:
         with self._idle:
-            return await self._sampler.sample(request)
+            return await self._sampler.sample(request, *on_progress)
 
-    async def sample_to_evaluate(self, request: SampleRequest) -> SampledSequence:
+    async def sample_to_evaluate(self, request: SampleRequest, *on_progress: OnProgress) -> SampledSequence:
         self._evaluating += 1
         try:
-            return await self.sample(request)
+            return await self.sample(request, *on_progress)
         finally:
             self._evaluating -= 1
 

@@ -33,7 +33,8 @@ from trireme.core.types import SampledSequence, SampleRequest, VersionSpan
 from trireme.process import trace
 from trireme.process.faults import fault_point
 
-Sample = Callable[[SampleRequest], Awaitable[SampledSequence]]
+Sample = Callable[..., Awaitable[SampledSequence]]
+"""Samples a request, and calls an OnProgress meanwhile, if it gets one too."""
 NUMBERS = (float, int, Real, np.bool_)
 """Types of rewards and metrics. The first two are Real as well, and found sooner."""
 MAPPINGS = (dict, Mapping)

@@ -42,12 +42,12 @@ class RolloutSampler:
         self.rollouts: dict[str, SampleTurn] = {}
 
     async def sample(self, request: SampleRequest, on_progress: OnProgress | None = None, /) -> SampledSequence:
-        """Samples one sequence; a stream of it comes whole. Raises the rollout's TriremeError, RoomFailed for its other
-        errors, and once it has ended."""
+        """Samples one sequence. Raises the rollout's TriremeError, RoomFailed for its other errors, and once it has
+        ended."""
         if (sample := self.rollouts.get(request.route_key)) is None:
             raise RoomFailed("the rollout of this session has ended")
         try:
-            return await sample(request)
+            return await (sample(request, on_progress) if on_progress else sample(request))
         except TriremeError:
             raise
         except Exception as error:

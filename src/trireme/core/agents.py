@@ -10,9 +10,10 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from trireme.core.types import SampledSequence, SampleRequest, StopReason, VersionSpan
+from trireme.core.types import SampledSequence, StopReason, VersionSpan
 
-SampleTurn = Callable[[SampleRequest], Awaitable[SampledSequence]]
+SampleTurn = Callable[..., Awaitable[SampledSequence]]
+"""Samples a request, and calls an OnProgress meanwhile, if it gets one too."""
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,23 @@ async def test_a_linear_agent_is_one_growing_sequence_sampled_as_the_run_samples
         assert open_sessions() == 0
 
 
+async def test_streams_come_as_they_are_sampled() -> None:
+    pieces: list[str] = []
+
+    async def play(client: openai.AsyncOpenAI) -> float:
+        asked: Any = [user("q")]
+        async for chunk in await client.chat.completions.create(model="policy", messages=asked, stream=True):
+            pieces.append(chunk.choices[0].delta.content or "")
+        return 1.0
+
+    text = "one two three four five six seven"
+    async with rollout(text) as run:
+        trajectory = await run.play(play)
+        assert trained(trajectory) == run.sampled
+    assert "".join(pieces) == text
+    assert len([piece for piece in pieces if piece]) > 2
+
+
 async def test_a_sub_agent_and_calls_at_once_are_branches_and_each_token_is_trained_once() -> None:
     async def play(client: openai.AsyncOpenAI) -> float:
         first = await ask(client, user("q"))

@@ -22,6 +22,7 @@ from service.asked import ServedModels
 from trireme.config import Config
 from trireme.config.inference import SamplingConfig
 from trireme.core.agents import AgentAccess
+from trireme.core.sampler import OnProgress
 from trireme.core.types import SampledSequence, SampleRequest
 
 KEY = RolloutKey("agent", "0.1.2", sample=3, attempt=0, route_key="0.1.2/0")
@@ -52,8 +53,8 @@ class Rollout:
         self.pairs: list[tuple[Any, SampleRequest]] = []
         """The tokens of each answer, and its request."""
 
-    async def sample(self, request: SampleRequest) -> SampledSequence:
-        answer = await self.sampler.sample(request)
+    async def sample(self, request: SampleRequest, *on_progress: OnProgress) -> SampledSequence:
+        answer = await self.sampler.sample(request, *on_progress)
         self.record.append(answer)
         self.pairs.append((answer.tokens, request))
         return answer
