@@ -91,19 +91,22 @@ class ServiceActor:
         app = make_app(self._front, keys, Limits.of(options), run)
         self._server = http_server(app, options.host, options.port or 0)
         await self._server.open()
+        address = self._server.address_at(options.host)
+        self._store.name_address(address)
         beside = (self._fit_places(), self._bring_back(), self._front.keep_swept())
         self._tasks = [self._server.serving, *(asyncio.create_task(each) for each in beside)]
         self._started.set()
         spare_collector()  # requests and sessions are many objects too
-        return self._server.address_at(options.host)
+        return address
 
     def _make_front(self, turns: TurnAnswering, keys: ServiceKeys) -> Front:
         """Continues the sessions that the store has. Raises StorageFailed."""
         options, own = self._config.service.sessions, self._config.inference.sampling
         sampling = replace(own.params(0, tuple(own.stop), self._models.max_len), seed=None)
+        self._store = Store(self._directory, FORMAT)
         registry = SessionRegistry(
             turns,
-            Store(self._directory, FORMAT),
+            self._store,
             SessionLimits(options.turns, options.tokens, options.seconds, options.idle_s, options.kept_s),
             sampling,
             time.time,  # it continues over a restart

@@ -22,7 +22,7 @@ from service.places import Places
 from service.reading import AnswerReader, MessageReader, TextReader
 from service.sessions.prompts import PROMPT, asked_before, match_ids, prompt_ids, text_behind
 from service.sessions.tree import ROOT, Match, SampledAnswer, SessionTree, TurnGiven
-from trireme.core.sampler import OnProgress, SampledPart, SequenceSampler
+from trireme.core.sampler import SampledPart, SequenceSampler
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, WeightIdentity
 from trireme.renderers import Message, Renderer
 
@@ -48,19 +48,22 @@ class PlacedTurn:
 
 @dataclass(frozen=True, eq=False)
 class AnsweredTurn:
-    """The answers to a turn."""
+    """The answers to a turn of a session."""
 
     prompt: npt.NDArray[np.int32]
     """The whole prompt, [T]."""
     params: SamplingParams
     """How they were sampled."""
     answers: tuple[SampledAnswer, ...]
-    nodes: tuple[int | None, ...]
-    """The names of the answers in their session; None outside of sessions."""
+    nodes: tuple[int, ...]
+    """The names of the answers in their session."""
 
 
 OnPart = Callable[[PlacedTurn, int, SampledPart], None]
 """Gets all that there is so far of an answer of this number to a turn, again and again."""
+
+OnAnswer = Callable[[PlacedTurn, int, SampledSequence], None]
+"""Gets the whole answer of this number to a turn, as soon as it is sampled."""
 
 
 class TurnAnswering:
@@ -87,7 +90,7 @@ class TurnAnswering:
 
     def place(self, tree: SessionTree, match: Match, request: TurnRequest, params: SamplingParams) -> PlacedTurn:
         """Returns a turn with its prompt. Raises RequestRefused."""
-        parent, fresh = self._tokens(tree, match, request)
+        parent, fresh, messages = self._behind(tree, match, request)
         prompt = tree.joined(parent, fresh)
         vocabulary = min(len(self.tokenizer), self.models.vocab_size)
         if not len(prompt):
@@ -97,24 +100,22 @@ class TurnAnswering:
         if len(prompt) >= self.models.max_len:
             raise self._too_long(f"{len(prompt)} tokens", request)
         tools = request.tools if match.node == ROOT else ()
-        turn = TurnGiven(match.node, parent, self._messages(tree, match, request), tools, fresh, (), request.options)
+        turn = TurnGiven(match.node, parent, messages, tools, fresh, (), request.options)
         return PlacedTurn(request, turn, prompt, params, tree.began(parent))
 
-    def _tokens(self, tree: SessionTree, match: Match, request: TurnRequest) -> tuple[int, npt.NDArray[np.int32]]:
-        """Returns the node whose tokens the prompt begins with, and the tokens behind them. Raises RequestRefused."""
+    def _behind(
+        self, tree: SessionTree, match: Match, request: TurnRequest
+    ) -> tuple[int, npt.NDArray[np.int32], tuple[Message, ...]]:
+        """Returns the node whose tokens the prompt begins with, the tokens behind them, and the messages behind the
+        answer. A prompt that is no conversation is one message, with its text there. Raises RequestRefused."""
         if request.ids is not None:
-            return match.node, request.ids[match.known :]
+            text = text_behind(tree, match, request.text, request.ids, self.tokenizer)
+            return match.node, request.ids[match.known :], ({"role": PROMPT, "content": text},)
         try:
-            return tree.render(match, request.messages, request.tools, self.renderer)
+            parent, fresh = tree.render(match, request.messages, request.tools, self.renderer)
         except Exception as error:  # templates and renderers refuse orders of roles, and names, in ways of their own
             raise RequestRefused(f"the chat format refuses these messages: {error}", param="messages") from error
-
-    def _messages(self, tree: SessionTree, match: Match, request: TurnRequest) -> tuple[Message, ...]:
-        """Returns the messages behind the answer. A prompt that is no conversation is one, with its text there."""
-        if request.ids is None:
-            return request.messages[match.known :]
-        text = text_behind(tree, match, request.text, request.ids, self.tokenizer)
-        return ({"role": PROMPT, "content": text},)
+        return parent, fresh, request.messages[match.known :]
 
     def check_size(self, request: TurnRequest) -> None:
         """Refuses tokens that would end an answer but that the model does not have, and a text that is far too long:
@@ -147,29 +148,31 @@ class TurnAnswering:
 
     # ---- its answers
 
-    async def sample(self, key: str, placed: PlacedTurn, on_part: OnPart | None) -> list[SampledSequence]:
+    async def sample(
+        self, key: str, placed: PlacedTurn, on_part: OnPart | None, on_answer: OnAnswer | None = None
+    ) -> list[SampledSequence]:
         """Samples all answers to a turn. Where one fails, or the caller is cancelled, all end. `key`: requests of the
-        same key share a prefix cache. Raises RequestRefused, and what the sampler raises."""
+        same key share a prefix cache. Raises RequestRefused, and what the sampler and `on_answer` raise."""
         ends = () if placed.request.is_prompt else self.renderer.stop_condition()
         params, limit = placed.params, self.models.max_len - len(placed.prompt)
         stop = (*ends, *params.stop_token_ids, *params.stop_strings)
         params = replace(params, max_tokens=min(params.max_tokens or limit, limit), stop=stop)
-        samples = []
-        for number in range(placed.request.n):
-            seed = None if params.seed is None else params.seed + number
+
+        async def one(number: int) -> SampledSequence:
             request = SampleRequest(
                 request_id=f"{key}/{next(self._numbers)}",
                 prompt=placed.prompt,
-                params=replace(params, seed=seed),
+                params=replace(params, seed=None if params.seed is None else params.seed + number),
                 route_key=key,
                 began=placed.began,
             )
-            samples.append(self._sample_one(request, partial(on_part, placed, number) if on_part else None))
-        return await all_of(samples)
+            async with self.places.one():
+                sampled = await self._sampler.sample(request, partial(on_part, placed, number) if on_part else None)
+            if on_answer:
+                on_answer(placed, number, sampled)
+            return sampled
 
-    async def _sample_one(self, request: SampleRequest, on_progress: OnProgress | None) -> SampledSequence:
-        async with self.places.one():
-            return await self._sampler.sample(request, on_progress)
+        return await all_of([one(number) for number in range(placed.request.n)])
 
     def reader(self, request: TurnRequest, params: SamplingParams) -> AnswerReader:
         """Returns the reader of the answers to a request."""

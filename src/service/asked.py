@@ -1,6 +1,6 @@
 """The form that a request of every dialect takes inside the service, and that of its answer.
 
-body --dialect--> ServiceRequest --front--> Delta, Delta, ..., Delta with its ServiceAnswer --dialect--> body, or events
+body --dialect--> TurnRequest, ... --front--> Delta, ..., Delta with its ServiceAnswer --dialect--> body, or events
 """
 
 from __future__ import annotations
@@ -103,27 +103,11 @@ class TurnRequest:
         """How its answers are to be sampled; a retry says the same."""
         return to_json([self.n, self.params.max_tokens, self.params.stop, self.params.seed])
 
-    def is_same(self, other: TurnRequest) -> bool:
-        """Returns True if a retry of `other` may be this one."""
-        if (self.messages, self.tools, self.options) != (other.messages, other.tools, other.options):
-            return False
-        if self.text is not None and other.text is not None:
-            return self.text == other.text
-        if self.ids is None or other.ids is None:
-            return self.ids is other.ids
-        return np.array_equal(self.ids, other.ids)
-
-
-@dataclass(frozen=True)
-class ServiceRequest:
-    """One request: the turns that it wants to be answered."""
-
-    model: str
-    """The name of the model."""
-    turns: Sequence[TurnRequest]
-    """A conversation, or one prompt or several."""
-    stream: bool = False
-    """The answer comes in pieces."""
+    @property
+    def sameness(self) -> tuple[object, ...]:
+        """All that a retry has in common with the request that it repeats."""
+        prompt = self.text if self.ids is None or self.text is not None else self.ids.tobytes()
+        return self.messages, self.tools, self.options, prompt
 
 
 @dataclass(frozen=True)
@@ -152,6 +136,16 @@ class ServiceAnswer:
     def thinking(self) -> str:
         """Its thinking."""
         return self.sequence.message.get("thinking", "")
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens that were sampled."""
+        return self.sequence.tokens.tolist()
+
+    @property
+    def logprobs(self) -> list[float]:
+        """Their log-probabilities."""
+        return self.sequence.logprobs.tolist()
 
     @property
     def tool_calls(self) -> Sequence[ToolCall]:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from service.asked import RequestRefused
+from service.dialects.wire import refusal_of
 from service.routes import in_session
+from trireme.core.errors import BadInput, StorageFailed, TriremeError
 from trireme.core.finite_json import to_json
+
+RETRY_AFTER_S = 5.0
+"""When replicas that do not serve yet, or failed, may serve again: one that has a successor needs some seconds."""
 
 OPENAI_TYPES = {429: "requests"}
 ANTHROPIC_TYPES = {
@@ -62,3 +71,32 @@ def error_reply(path: str, refused: RequestRefused, *, close: bool = False) -> J
     if refused.status == 401:
         headers["www-authenticate"] = "Bearer"
     return JsonReply(error_body(path, refused), refused.status, headers)
+
+
+def as_refused(error: Exception) -> RequestRefused:
+    """Returns the answer to an error of any kind."""
+    match error:
+        case RequestRefused():
+            return error
+        case BadInput():
+            return RequestRefused(str(error))
+        case TriremeError():
+            code = "storage_failed" if isinstance(error, StorageFailed) else "replicas_failed"
+            return RequestRefused(str(error), status=503, code=code, retry_after_s=RETRY_AFTER_S)
+        case RequestValidationError():
+            return refusal_of(error.errors())
+        case HTTPException():
+            return RequestRefused(str(error.detail), status=error.status_code)
+    return RequestRefused("an error of the service, which its log tells", status=500)
+
+
+def add_refusals(app: FastAPI, headers: Mapping[str, str]) -> None:
+    """Lets the app answer all errors as refusals, with these headers."""
+
+    async def refused(request: Request, error: Exception) -> Response:
+        reply = error_reply(request.url.path, as_refused(error))
+        reply.headers.update(headers)
+        return reply
+
+    for kind in (RequestRefused, TriremeError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, refused)

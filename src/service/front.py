@@ -1,6 +1,6 @@
 """Answers requests of every dialect, in sessions and outside of them.
 
-    ServiceRequest --> a turn each --registry, or nothing stored--> AnsweredTurn --> Delta, Delta, ... --> the client
+    TurnRequest, ... --registry, or nothing stored--> Delta, Delta, ..., each last one with its answer --> the client
 
 What the registry refuses tells clients whether to try again: 410 says that they must not. It is never 409, which
 OpenAI's client takes for a reason to try again.
@@ -12,21 +12,20 @@ import asyncio
 import logging
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from service.answering import AnsweredTurn, OnPart, PlacedTurn, TurnAnswering
-from service.asked import Delta, RequestRefused, ServiceAnswer, ServiceRequest, TurnRequest
+from service.answering import AnsweredTurn, PlacedTurn, TurnAnswering
+from service.asked import Delta, RequestRefused, ServiceAnswer, TurnRequest
+from service.errors import RETRY_AFTER_S
 from service.keys import ServiceKeys
 from service.reading import AnswerPieces
 from service.sessions.registry import SessionRegistry
-from service.sessions.tree import SessionTree
+from service.sessions.tree import SampledAnswer, SessionTree
 from trireme.core.errors import StorageFailed, TriremeError
 from trireme.core.sampler import SampledPart
-from trireme.core.types import WeightIdentity
+from trireme.core.types import SampledSequence, WeightIdentity
 
 SWEEP_S = 5.0
-RETRY_AFTER_S = 5.0
-"""When replicas that do not serve yet, or failed, may serve again: one that has a successor needs some seconds."""
 Deltas = asyncio.Queue[Delta | Exception]
 log = logging.getLogger(__name__)
 
@@ -60,23 +59,21 @@ class Front:
     # ---- requests
 
     async def pieces(
-        self, request: ServiceRequest, session: str = "", retry: bool = False
+        self, turns: Sequence[TurnRequest], stream: bool = False, session: str = ""
     ) -> AsyncGenerator[Delta, None]:
         """Yields the pieces of all answers; without `stream`, one piece of each. Closing the iterator ends what is
         still sampled outside of sessions. Raises RequestRefused, and TriremeError."""
-        self.turns.models.check(request.model)
-        if not (session and retry):  # a stored answer takes no place
-            self.turns.places.check(sum(turn.n for turn in request.turns))
-        for turn in request.turns:
+        if new := sum(turn.n for turn in turns if not (session and turn.retry)):  # a stored answer takes no place
+            self.turns.places.check(new)
+        for turn in turns:
             self.turns.check_size(turn)
         if self._closed:
             raise self._closed
         deltas = Deltas()
         self._open.add(deltas)
         tasks, left = [], 0
-        for turn in request.turns:
-            work = self._answer(deltas, replace(turn, retry=retry), session, left, request.stream)
-            tasks.append(asyncio.create_task(work))
+        for turn in turns:
+            tasks.append(asyncio.create_task(self._answer(deltas, turn, session, left, stream)))
             left += turn.n
         try:
             while left:
@@ -95,39 +92,41 @@ class Front:
         """Answers one turn, whose answers have the numbers from `first` on."""
         pieces: dict[int, AnswerPieces] = {}
 
+        def pieces_of(number: int, turn: PlacedTurn | AnsweredTurn) -> AnswerPieces:
+            if number not in pieces:
+                reader = self.turns.reader(request, turn.params)
+                pieces[number] = AnswerPieces(reader, first + number, len(turn.prompt))
+            return pieces[number]
+
         def on_part(placed: PlacedTurn, number: int, part: SampledPart) -> None:
             try:
-                if number not in pieces:
-                    reader = self.turns.reader(placed.request, placed.params)
-                    pieces[number] = AnswerPieces(reader, first + number, len(placed.prompt))
-                if delta := pieces[number].next(part):
+                if delta := pieces_of(number, placed).next(part):
                     deltas.put_nowait(delta)
             except Exception as error:  # the router, which calls this, serves other requests too
                 deltas.put_nowait(error)
 
+        def put(turn: PlacedTurn | AnsweredTurn, number: int, sampled: SampledAnswer, node: int | None) -> None:
+            finish, stopped_by = self.turns.end_of(sampled, request, turn.params)
+            stopped_by = stopped_by if stopped_by in request.params.stop_strings else None
+            answer = ServiceAnswer(first + number, turn.prompt, sampled, finish, stopped_by, node)
+            deltas.put_nowait(pieces_of(number, turn).last(answer))
+
+        def on_answer(placed: PlacedTurn, number: int, sampled: SampledSequence) -> None:
+            put(placed, number, self.turns.read(sampled, placed), None)
+
         try:
             listener = on_part if stream else None
-            turn = await (self.registry.turn(session, request, listener) if session else self._chat(request, listener))
-            for number, sampled in enumerate(turn.answers):
-                finish, stopped_by = self.turns.end_of(sampled, request, turn.params)
-                stopped_by = stopped_by if stopped_by in request.params.stop_strings else None
-                choice, node = first + number, turn.nodes[number]
-                answer = ServiceAnswer(choice, turn.prompt, sampled, finish, stopped_by, node)
-                sent = pieces.get(number) or AnswerPieces(
-                    self.turns.reader(request, turn.params), choice, len(turn.prompt)
-                )
-                deltas.put_nowait(sent.last(answer))
+            if session:
+                turn = await self.registry.turn(session, request, listener)
+                for number, node in enumerate(turn.nodes):
+                    put(turn, number, turn.answers[number], node)
+            else:  # a session of one turn that is not stored
+                tree = SessionTree()
+                chat, match = self.turns.match(tree, request)
+                placed = self.turns.place(tree, match, chat, chat.params)
+                await self.turns.sample(f"chat-{uuid.uuid4().hex[:12]}", placed, listener, on_answer)
         except Exception as error:
             deltas.put_nowait(error)
-
-    async def _chat(self, request: TurnRequest, on_part: OnPart | None) -> AnsweredTurn:
-        """Answers a turn of a session that is not stored."""
-        tree = SessionTree()
-        request, match = self.turns.match(tree, request)
-        placed = self.turns.place(tree, match, request, request.params)
-        sampled = await self.turns.sample(f"chat-{uuid.uuid4().hex[:12]}", placed, on_part)
-        answers = tuple(self.turns.read(each, placed) for each in sampled)
-        return AnsweredTurn(placed.prompt, placed.params, answers, (None,) * len(answers))
 
     def delivered(self, session: str, answers: Sequence[ServiceAnswer]) -> None:
         """Takes note that the client has answers. Where the store fails they count as not delivered."""

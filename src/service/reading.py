@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from service.asked import Delta, RequestRefused, ServiceAnswer
 from trireme.core.sampler import SampledPart
@@ -35,13 +35,6 @@ class Reading:
     """The string of the request that ended it, if one did."""
 
 
-class AnswerReader(Protocol):
-    """Reads the tokens of one answer."""
-
-    def read(self, tokens: Sequence[int], whole: bool) -> Reading:
-        """Reads all tokens so far. Unless they are `whole`, returns only what later tokens cannot change."""
-
-
 class TextReader:
     """Reads an answer as plain text. Special tokens are no part of it."""
 
@@ -49,11 +42,9 @@ class TextReader:
         self._tokenizer, self._stop = tokenizer, stop
 
     def read(self, tokens: Sequence[int], whole: bool) -> Reading:
-        text = str(self._tokenizer.decode(tokens, skip_special_tokens=True))
-        place = first_of(self._stop, text)
-        if place is not None:
-            return Reading(text[:place], stopped_by=_string_at(text, place, self._stop))
-        return Reading(text if whole else settled(text, self._stop))
+        """Reads all tokens so far. Unless they are `whole`, returns only what later tokens cannot change."""
+        text, stopped_by = _cut(str(self._tokenizer.decode(tokens, skip_special_tokens=True)), self._stop)
+        return Reading(text if whole or stopped_by else settled(text, self._stop), stopped_by=stopped_by)
 
 
 class MessageReader:
@@ -67,16 +58,16 @@ class MessageReader:
         self._reads_pieces = isinstance(renderer, TextRenderer)
 
     def read(self, tokens: Sequence[int], whole: bool) -> Reading:
+        """Reads all tokens so far, as `TextReader` does."""
         if not whole and not self._reads_pieces:
             return Reading("")
         message, _ = self._renderer.parse_response(tokens, self._tools)
-        content, thinking = message["content"], message.get("thinking", "")
-        for text in (thinking, content):
-            if (place := first_of(self._stop, text)) is not None:
-                stop = _string_at(text, place, self._stop)
-                if text is thinking:
-                    return Reading("", text[:place], stopped_by=stop)
-                return Reading(text[:place], thinking, stopped_by=stop)
+        thinking, stopped_by = _cut(message.get("thinking", ""), self._stop)
+        if stopped_by:
+            return Reading("", thinking, stopped_by=stopped_by)
+        content, stopped_by = _cut(message["content"], self._stop)
+        if stopped_by:
+            return Reading(content, thinking, stopped_by=stopped_by)
         if whole:
             return Reading(content, thinking, message.get("tool_calls", ()))
         return Reading(self._settled(content), self._settled(thinking))
@@ -86,9 +77,15 @@ class MessageReader:
         return settled(text if place is None else text[:place], self._open).rstrip("\n")
 
 
-def _string_at(text: str, place: int, strings: Sequence[str]) -> str:
-    """Returns the one of `strings` that begins there in `text`."""
-    return next(string for string in strings if text.startswith(string, place))
+AnswerReader = TextReader | MessageReader
+
+
+def _cut(text: str, ends: Sequence[str]) -> tuple[str, str | None]:
+    """Returns what `text` has before the first of `ends`, and that one; all of it, and None, if it holds none."""
+    place = first_of(ends, text)
+    if place is None:
+        return text, None
+    return text[:place], next(end for end in ends if text.startswith(end, place))
 
 
 def settled(text: str, ends: Sequence[str]) -> str:

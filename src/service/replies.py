@@ -3,32 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from service.asked import Delta, RequestRefused, ServiceAnswer, ServiceRequest
+from service.asked import Delta, RequestRefused
 
 VERSION = "x-trireme-version"
 T = TypeVar("T")
-
-
-class AskingBody(Protocol):
-    """A body that asks for answers."""
-
-    def service_request(self) -> ServiceRequest:
-        """Returns what it asks for."""
-
-
-class Dialect(Protocol):
-    """A module of `service.dialects`."""
-
-    def whole(self, body: Any, answers: Sequence[ServiceAnswer], tokenizer: Any) -> dict[str, Any]: ...
-
-    def stream(self, body: Any, pieces: AsyncIterator[Delta], tokenizer: Any) -> AsyncIterator[str]: ...
 
 
 class EventReply(StreamingResponse):

@@ -1,9 +1,12 @@
-"""Every route of the service and of its console, and who may call it. The apps have no others, as tests check."""
+"""Every route of the service and of its console, and who may call it. The apps take their routes from here."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+from fastapi import FastAPI
 
 Caller = Literal["all", "client", "session", "admin", "admin or loopback"]
 SESSIONS = "/sessions/"
@@ -24,54 +27,73 @@ class Route:
     clients, which then are its session's. The policy has the session's key: no route that judges it is open to that."""
     what: str
     """Its purpose."""
+    function: str = ""
+    """The name of the function that answers it; "": FastAPI does."""
 
 
 ROUTES = (
-    Route("GET", "/health", "all", "200 while the service answers; it tells nothing else"),
-    Route("GET", "/v1/models", "client", "the models that are there"),
-    Route("GET", "/v1/models/{name}", "client", "one of them"),
-    Route("POST", "/v1/chat/completions", "client", "OpenAI's chat completions"),
-    Route("POST", "/v1/completions", "client", "OpenAI's completions, of text or token ids"),
-    Route("POST", "/v1/responses", "client", "OpenAI's responses, without storage"),
-    Route("POST", "/v1/messages", "client", "Anthropic's messages"),
-    Route("GET", "/metrics", "admin or loopback", "numbers for Prometheus"),
+    Route("GET", "/health", "all", "200 while the service answers; it tells nothing else", "health"),
+    Route("GET", "/v1/models", "client", "the models that are there", "models"),
+    Route("GET", "/v1/models/{name}", "client", "one of them", "model"),
+    Route("POST", "/v1/chat/completions", "client", "OpenAI's chat completions", "chat"),
+    Route("POST", "/v1/completions", "client", "OpenAI's completions, of text or token ids", "completions"),
+    Route("POST", "/v1/responses", "client", "OpenAI's responses, without storage", "responses"),
+    Route("POST", "/v1/messages", "client", "Anthropic's messages", "messages"),
+    Route("GET", "/metrics", "admin or loopback", "numbers for Prometheus", "metrics"),
     Route("GET", "/openapi.json", "client", "the schema of all bodies"),
-    Route("POST", "/sessions", "admin", "opens a session: its base URLs and its key"),
-    Route("GET", "/sessions", "admin", "all sessions that are there"),
-    Route("GET", "/sessions/{session}", "session", "what a session has so far"),
-    Route("POST", "/sessions/{session}/reward", "admin", "a reward for an answer, or for the whole session"),
-    Route("POST", "/sessions/{session}/end", "session", "ends a session: no turn begins from here on"),
-    Route("GET", "/sessions/{session}/export", "admin", "the tokens and rewards of a session that has ended"),
-    Route("DELETE", "/sessions/{session}", "admin", "forgets a session that has ended"),
-    Route("GET", "/sessions/{session}/v1/models", "session", "as without a session"),
-    Route("GET", "/sessions/{session}/v1/models/{name}", "session", "as without a session"),
-    Route("POST", "/sessions/{session}/v1/chat/completions", "session", "OpenAI's chat completions, as a turn"),
-    Route("POST", "/sessions/{session}/v1/completions", "session", "OpenAI's completions, each prompt as a turn"),
-    Route("POST", "/sessions/{session}/v1/responses", "session", "OpenAI's responses, as a turn"),
-    Route("POST", "/sessions/{session}/v1/messages", "session", "Anthropic's messages, as a turn"),
+    Route("POST", "/sessions", "admin", "opens a session: its base URLs and its key", "open"),
+    Route("GET", "/sessions", "admin", "all sessions that are there", "list"),
+    Route("GET", "/sessions/{session}", "session", "what a session has so far", "state"),
+    Route("POST", "/sessions/{session}/reward", "admin", "a reward for an answer, or for the whole session", "reward"),
+    Route("POST", "/sessions/{session}/end", "session", "ends a session: no turn begins from here on", "end"),
+    Route("GET", "/sessions/{session}/export", "admin", "the tokens and rewards of a session that has ended", "export"),
+    Route("DELETE", "/sessions/{session}", "admin", "forgets a session that has ended", "forget"),
+    Route("GET", "/sessions/{session}/v1/models", "session", "as without a session", "models"),
+    Route("GET", "/sessions/{session}/v1/models/{name}", "session", "as without a session", "model"),
+    Route("POST", "/sessions/{session}/v1/chat/completions", "session", "OpenAI's chat completions, as a turn", "chat"),
+    Route(
+        "POST",
+        "/sessions/{session}/v1/completions",
+        "session",
+        "OpenAI's completions, each prompt as a turn",
+        "completions",
+    ),
+    Route("POST", "/sessions/{session}/v1/responses", "session", "OpenAI's responses, as a turn", "responses"),
+    Route("POST", "/sessions/{session}/v1/messages", "session", "Anthropic's messages, as a turn", "messages"),
 )
 CONSOLE = "/console"
 CONSOLE_ROUTES = (
-    Route("GET", "/console", "all", "leads to the page of the console"),
-    Route("GET", "/console/", "all", "the page, which asks for an admin key and shows what the next routes tell"),
-    Route("GET", "/console/files/{name}", "all", "its styles and scripts"),
-    Route("GET", "/console/api/run", "admin", "how far the run is, its parts and incidents"),
-    Route("GET", "/console/api/curves", "admin", "curves and ages"),
-    Route("GET", "/console/api/curve", "admin", "one metric"),
-    Route("GET", "/console/api/timeline", "admin", "who did what in the newest steps"),
-    Route("GET", "/console/api/rollouts", "admin", "the steps with recorded rollouts"),
-    Route("GET", "/console/api/groups", "admin", "the groups of a step"),
-    Route("GET", "/console/api/group", "admin", "the rollouts of a group"),
-    Route("GET", "/console/api/rollout", "admin", "the tokens of a rollout"),
-    Route("GET", "/console/api/sessions", "admin", "the sessions that were not forgotten"),
-    Route("GET", "/console/api/session", "admin", "the tree of a session"),
-    Route("GET", "/console/api/node", "admin", "the tokens up to a node of it"),
-    Route("GET", "/console/api/logs", "admin", "the logs that there are"),
-    Route("GET", "/console/api/log", "admin", "a part of a log"),
+    Route("GET", "/console", "all", "leads to the page of the console", "to_page"),
+    Route(
+        "GET", "/console/", "all", "the page, which asks for an admin key and shows what the next routes tell", "page"
+    ),
+    Route("GET", "/console/files/{name}", "all", "its styles and scripts", "asset"),
+    Route("GET", "/console/api/run", "admin", "how far the run is, its parts and incidents", "run"),
+    Route("GET", "/console/api/curves", "admin", "curves and ages", "curves"),
+    Route("GET", "/console/api/curve", "admin", "one metric", "curve"),
+    Route("GET", "/console/api/timeline", "admin", "who did what in the newest steps", "timeline"),
+    Route("GET", "/console/api/rollouts", "admin", "the steps with recorded rollouts", "rollouts"),
+    Route("GET", "/console/api/groups", "admin", "the groups of a step", "groups"),
+    Route("GET", "/console/api/group", "admin", "the rollouts of a group", "group"),
+    Route("GET", "/console/api/rollout", "admin", "the tokens of a rollout", "rollout"),
+    Route("GET", "/console/api/sessions", "admin", "the sessions that were not forgotten", "sessions"),
+    Route("GET", "/console/api/session", "admin", "the tree of a session", "session"),
+    Route("GET", "/console/api/node", "admin", "the tokens up to a node of it", "node"),
+    Route("GET", "/console/api/logs", "admin", "the logs that there are", "logs"),
+    Route("GET", "/console/api/log", "admin", "a part of a log", "log"),
 )
 """The console (`service.console`), here and alone: what it tells is for administrators."""
 CALLERS = {route.path: route.caller for route in (*ROUTES, *CONSOLE_ROUTES)}
 ADMIN_ALONE = ("/export", "/reward")
+
+
+def add_routes(app: FastAPI, routes: Iterable[Route], functions: object, **options: Any) -> None:
+    """Adds routes to an app. `functions` has a method of the name of each one's function. (The name of a model may hold
+    slashes.)"""
+    for route in routes:
+        if route.function:
+            path = route.path.replace("{name}", "{name:path}")
+            app.add_api_route(path, getattr(functions, route.function), methods=[route.method], **options)
 
 
 def in_session(path: str) -> tuple[str, str]:

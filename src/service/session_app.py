@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Annotated, Any
 
-from fastapi import FastAPI, Request
+from fastapi import Request
 from pydantic import Field
 
 from service.asked import RequestRefused
 from service.dialects.wire import Body, spans_of
 from service.errors import JsonReply
 from service.front import Front
-from service.guard import SESSION
-from service.sessions.session import AgentSession, ExportedTurn
+from service.sessions.session import ExportedTurn
 
 Metrics = Annotated[dict[str, float], Field(max_length=256)]
 
@@ -41,22 +39,10 @@ class EndBody(Body):
 
 
 class SessionRoutes:
-    """The routes of sessions."""
+    """The functions behind the routes of sessions."""
 
     def __init__(self, front: Front) -> None:
         self._front, self._registry = front, front.registry
-
-    def routes(self, app: FastAPI, owners: bool) -> None:
-        """Adds the routes that the agent of a session may call. `owners` adds the routes for the admin key too."""
-        app.get("/sessions/{session}")(self.state)
-        app.post("/sessions/{session}/end")(self.end)
-        if not owners:
-            return
-        app.post("/sessions")(self.open)
-        app.get("/sessions")(self.list)
-        app.post("/sessions/{session}/reward")(self.reward)
-        app.get("/sessions/{session}/export")(self.export)
-        app.delete("/sessions/{session}")(self.forget)
 
     async def open(self, request: Request, body: OpenBody | None = None) -> JsonReply:
         """Opens a session."""
@@ -68,14 +54,14 @@ class SessionRoutes:
     async def list(self) -> JsonReply:
         """Lists the sessions that are there."""
         sessions = self._registry.book.sessions
-        return JsonReply({"sessions": [_state(name, each) for name, each in sessions.items()]})
+        return JsonReply({"sessions": [session.summary() for session in sessions.values()]})
 
     async def state(self, session: str) -> JsonReply:
         """Tells what a session has so far."""
         known = self._registry.book.sessions.get(session)
         if known is None:
             raise RequestRefused(f"there is no session {session}", status=410, code="session_closed")
-        return JsonReply(_state(session, known))
+        return JsonReply(known.summary())
 
     async def reward(self, session: str, body: RewardBody) -> JsonReply:
         """Stores a reward. The route needs the admin key."""
@@ -105,24 +91,6 @@ class SessionRoutes:
         """Forgets a session that has ended."""
         self._registry.forget(session)
         return JsonReply({"session": session, "forgotten": True})
-
-
-def session_of(request: Request) -> str:
-    """Returns the session of a request, "" for none."""
-    return str(request.scope[SESSION])
-
-
-def _state(name: str, session: AgentSession) -> dict[str, Any]:
-    return {
-        "session": name,
-        "problem": session.opened.problem,
-        "floor": session.opened.floor,
-        "open": session.ended is None,
-        "reason": session.ended.reason if session.ended else None,
-        "tokens": session.tree.num_tokens,
-        **asdict(session.tree.counts),
-        **asdict(session.requests),
-    }
 
 
 def _exported(turn: ExportedTurn) -> dict[str, Any]:

@@ -125,39 +125,38 @@ class Store:
 
     def append(self, row: Row) -> None:
         """Adds a row behind all others. Raises StorageFailed; the store is then as before."""
-        with _store_errors(self.path):
-            head = to_json(row.head)
-            self._opened_base().execute(
-                "INSERT INTO rows (owner, checksum, head, columns) VALUES (?, ?, ?, ?)",
-                (row.owner, _checksum(head, row.columns), head, row.columns),
-            )
+        head = to_json(row.head)
+        columns = row.owner, _checksum(head, row.columns), head, row.columns
+        self._execute("INSERT INTO rows (owner, checksum, head, columns) VALUES (?, ?, ?, ?)", *columns)
 
     def put(self, row: Row) -> None:
         """Replaces the row of an owner, which has one at most, at its place in the order, or adds it behind all others.
         Raises StorageFailed; the store is then as before."""
-        with _store_errors(self.path):
-            head = to_json(row.head)
-            changed = self._opened_base().execute(
-                "UPDATE rows SET checksum = ?, head = ?, columns = ? WHERE owner = ?",
-                (_checksum(head, row.columns), head, row.columns, row.owner),
-            )
-            if not changed.rowcount:
-                self.append(row)
+        head = to_json(row.head)
+        columns = _checksum(head, row.columns), head, row.columns, row.owner
+        changed = self._execute("UPDATE rows SET checksum = ?, head = ?, columns = ? WHERE owner = ?", *columns)
+        if not changed.rowcount:
+            self.append(row)
 
     def remove(self, owner: str) -> None:
         """Removes all rows of an owner. Raises StorageFailed; the store is then as before."""
-        with _store_errors(self.path):
-            self._opened_base().execute("DELETE FROM rows WHERE owner = ?", (owner,))
+        self._execute("DELETE FROM rows WHERE owner = ?", owner)
 
     def clear(self) -> None:
         """Removes all rows. Raises StorageFailed; the store is then as before."""
-        with _store_errors(self.path):
-            self._opened_base().execute("DELETE FROM rows")
+        self._execute("DELETE FROM rows")
 
     def note_boot(self) -> None:
         """Notes that what this boot of the machine may have taken was dealt with. Raises StorageFailed."""
+        self._execute("UPDATE meta SET value = ? WHERE key = 'boot'", self._boot)
+
+    def _execute(self, statement: str, *values: Any) -> sqlite3.Cursor:
         with _store_errors(self.path):
-            self._opened_base().execute("UPDATE meta SET value = ? WHERE key = 'boot'", (self._boot,))
+            return self._opened_base().execute(statement, values)
+
+    def name_address(self, address: str) -> None:
+        """Tells other processes where this one, which writes the store, answers (`served_at`)."""
+        os.pwrite(self._lock, f", at {address}".encode(), os.fstat(self._lock).st_size)
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
@@ -221,6 +220,18 @@ def _readable(path: Path, lock: BinaryIO) -> str:
     except BlockingIOError:
         whole = False
     return f"{path.absolute().as_uri()}?{'immutable=1' if whole else 'mode=ro'}"
+
+
+def served_at(directory: Path) -> str:
+    """Returns the address that was named by the process which writes the store in `directory`; "": there is none."""
+    path = directory / LOCK
+    if path.exists():
+        with path.open() as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return lock.read().partition(", at ")[2]
+    return ""
 
 
 def stamp(directory: Path) -> tuple[tuple[int, int], ...]:

@@ -16,7 +16,7 @@ from service_support import KEYS, MAX_LEN
 
 from service.actor import ServiceActor
 from service.answering import TurnAnswering
-from service.asked import RequestRefused, ServedModels, ServiceRequest, TurnRequest
+from service.asked import RequestRefused, ServedModels, TurnRequest
 from service.places import Places
 from trireme.config import Config
 from trireme.core.sampler import OnProgress, ReplicaStats
@@ -83,7 +83,7 @@ def service_of(replica: Any, directory: Path, starts: Any = (), bound: int = 100
 
 async def turn(service: ServiceActor, session: str, words: str) -> None:
     message: Any = {"role": "user", "content": words}
-    async for _ in service._front.pieces(ServiceRequest("policy", [TurnRequest((message,))]), session):
+    async for _ in service._front.pieces([TurnRequest((message,))], session=session):
         pass
 
 

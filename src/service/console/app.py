@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from fastapi import FastAPI, Query, Request
-from fastapi.exceptions import RequestValidationError
+from fastapi import FastAPI, Query
 from starlette.exceptions import HTTPException
 from starlette.responses import RedirectResponse, Response
 
-from service.asked import RequestRefused
 from service.console.reading import RunReader
 from service.console.report import page_file
-from service.errors import JsonReply, error_reply
-from trireme.core.errors import TriremeError
+from service.errors import JsonReply
+from service.routes import CONSOLE, CONSOLE_ROUTES, add_routes
 
-PATH = "/console"
 ASSETS = {
     "console.css": "text/css",
     "charts.js": "text/javascript",
@@ -56,36 +53,20 @@ Number = Annotated[int, Query(ge=0, lt=1 << 53)]
 Name = Annotated[str, Query(max_length=300)]
 
 
-class ConsoleRoutes:
-    """The routes of the console of one run. Functions that read files are not `async`: they run in threads."""
+def add_console(app: FastAPI, reader: RunReader) -> None:
+    """Adds the routes of the console of the run that `reader` reads."""
+    add_routes(app, CONSOLE_ROUTES, _Console(reader), include_in_schema=False)
+
+
+class _Console:
+    """The functions behind the routes. Those which read files are not `async`: they run in threads."""
 
     def __init__(self, reader: RunReader) -> None:
         self._reader = reader
 
-    def routes(self, app: FastAPI) -> None:
-        """Adds all routes to the app."""
-        hidden: Any = {"include_in_schema": False}
-        app.get(PATH, **hidden)(self.to_page)
-        app.get(f"{PATH}/", **hidden)(self.page)
-        app.get(f"{PATH}/files/{{name}}", **hidden)(self.asset)
-        api = f"{PATH}/api"
-        app.get(f"{api}/run", **hidden)(self.run)
-        app.get(f"{api}/curves", **hidden)(self.curves)
-        app.get(f"{api}/curve", **hidden)(self.curve)
-        app.get(f"{api}/timeline", **hidden)(self.timeline)
-        app.get(f"{api}/rollouts", **hidden)(self.rollouts)
-        app.get(f"{api}/groups", **hidden)(self.groups)
-        app.get(f"{api}/group", **hidden)(self.group)
-        app.get(f"{api}/rollout", **hidden)(self.rollout)
-        app.get(f"{api}/sessions", **hidden)(self.sessions)
-        app.get(f"{api}/session", **hidden)(self.session)
-        app.get(f"{api}/node", **hidden)(self.node)
-        app.get(f"{api}/logs", **hidden)(self.logs)
-        app.get(f"{api}/log", **hidden)(self.log)
-
     async def to_page(self) -> Response:
         """Sends the browser to the page. (Relative: a proxy may have another path before it.)"""
-        return RedirectResponse(f"{PATH.removeprefix('/')}/", headers=dict(HEADERS))
+        return RedirectResponse(f"{CONSOLE.removeprefix('/')}/", headers=dict(HEADERS))
 
     async def page(self) -> Response:
         """Returns the page."""
@@ -155,35 +136,6 @@ class ConsoleRoutes:
     def log(self, attempt: Number, name: Name, end: Number | None = None) -> Response:
         """Returns a part of a log."""
         return _reply(self._reader.logs.part(attempt, name, end))
-
-
-def add_refusals(app: FastAPI) -> None:
-    """Lets the app answer errors as those of the service."""
-
-    async def refused(request: Request, error: Exception) -> Response:
-        reply = error_reply(request.url.path, _as_refused(error))
-        reply.headers.update(HEADERS)
-        return reply
-
-    for kind in (RequestRefused, RequestValidationError, HTTPException, TriremeError, Exception):
-        app.add_exception_handler(kind, refused)
-
-
-def _as_refused(error: Exception) -> RequestRefused:
-    match error:
-        case RequestRefused():
-            return error
-        case RequestValidationError():
-            wrong = "; ".join(f"{each['loc'][-1]}: {each['msg']}" for each in error.errors())
-            return RequestRefused(
-                f"given: {wrong}; expected: the numbers and names that the page asks with", status=400
-            )
-        case HTTPException():
-            return RequestRefused(str(error.detail), status=error.status_code)
-        case TriremeError():
-            return RequestRefused(str(error), status=409)
-        case _:
-            return RequestRefused("an error of the console, which its log tells", status=500)
 
 
 def _file(name: str, kind: str) -> Response:

@@ -1,4 +1,7 @@
-"""Serves the console of a run alone, for `trireme watch --web`."""
+"""Serves the console of a run alone, for `trireme watch --web`.
+
+While the run has a service, that one describes the sessions, as it has their store open.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,31 @@ import socket
 from collections.abc import Callable
 from ipaddress import ip_address
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import ProxyHandler, Request, build_opener
 
 from fastapi import FastAPI
-from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.datastructures import URL
+from starlette.middleware.base import RequestResponseEndpoint
+from starlette.requests import Request as StarletteRequest
+from starlette.responses import Response
 
 from service import ports
 from service.asked import RequestRefused
-from service.console.app import PATH, ConsoleRoutes, add_refusals
-from service.console.reading import RunReader
-from service.errors import error_reply
+from service.console.app import HEADERS, add_console
+from service.console.reading import SESSIONS, RunReader
+from service.errors import add_refusals, error_reply
 from service.guard import Limits, RequestGuard
 from service.keys import ServiceKey, ServiceKeys, new_key, read
-from service.routes import Caller, caller_of
+from service.routes import CONSOLE, Caller, caller_of
+from service.store import served_at
+from trireme.core.errors import BadInput
 from trireme.core.refusals import Refusal
+from trireme.tools.following import run_config
 
+ANSWER_S = 10.0
+"""Seconds within which a service answers."""
+WITHOUT_PROXY = build_opener(ProxyHandler({}))
 LIMITS = Limits(body_bytes=0, body_s=5.0, per_minute=None)
 
 
@@ -33,41 +46,48 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or host.endswith(".localhost")
 
 
-class OwnHostAlone:
-    """Middleware (ASGI) that refuses requests which name another host: those of a page elsewhere, whose name was made
-    to lead to this machine."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            given = Headers(scope=scope).get("host", "")
-            name = given[: given.find("]") + 1] if given.startswith("[") else given.partition(":")[0]
-            if not is_loopback(name):
-                refused = RequestRefused(
-                    f"given: the host {name!r}; expected: localhost or 127.0.0.1; to do: open the address that "
-                    "`trireme watch --web` printed, or give it --keys",
-                    status=403,
-                )
-                await error_reply(scope["path"], refused, close=True)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+def of_service(root: Path, url: URL) -> Response | None:
+    """Returns the answer of the service of the run in `root`, whose console has the same routes; None where no service
+    runs."""
+    address = served_at(root / SESSIONS)
+    if not address:
+        return None
+    file = Path(run_config(root).get("service", {}).get("keys") or root / "service.keys")
+    try:
+        admin = next((key.value for key in read(file.expanduser()) if key.role == "admin"), "")
+        asked = Request(f"{address}{url.path}?{url.query}", headers={"x-api-key": admin})
+        with WITHOUT_PROXY.open(asked, timeout=ANSWER_S) as reply:
+            return Response(reply.read(), media_type="application/json", headers=dict(HEADERS))
+    except (OSError, BadInput) as error:
+        status = error.code if isinstance(error, HTTPError) else 503
+        return error_reply(url.path, RequestRefused(f"the service of the run, at {address}: {error}", status=status))
 
 
 def make_console_app(reader: RunReader, keys: list[ServiceKey]) -> FastAPI:
-    """Makes the app. Without `keys` it answers this machine alone."""
+    """Makes the app. Without `keys` it answers this machine alone, and requests that name it as their host."""
     app = FastAPI(title="Trireme console", docs_url=None, redoc_url=None, openapi_url=None)
-    ConsoleRoutes(reader).routes(app)
-    add_refusals(app)
+    add_console(app, reader)
+    add_refusals(app, HEADERS)
+
+    @app.middleware("http")
+    async def first(request: StarletteRequest, other: RequestResponseEndpoint) -> Response:
+        url = request.url
+        if not keys and not is_loopback(url.hostname or ""):  # a page elsewhere, whose name was made to lead here
+            refused = RequestRefused(
+                f"given: the host {url.hostname!r}; expected: localhost or 127.0.0.1; to do: open the address that "
+                "`trireme watch --web` printed, or give it --keys",
+                status=403,
+            )
+            return error_reply(url.path, refused, close=True)
+        of_sessions = url.path.removeprefix(f"{CONSOLE}/api/") in ("sessions", "session", "node")
+        reply = await asyncio.to_thread(of_service, reader.root, url) if of_sessions else None
+        return reply or await other(request)
 
     def caller(method: str, path: str) -> Caller:
         known = caller_of(method, path)
         return "admin or loopback" if known == "admin" and not keys else known
 
     app.add_middleware(RequestGuard, keys=ServiceKeys(keys), limits=LIMITS, metrics=None, caller_of=caller)
-    if not keys:
-        app.add_middleware(OwnHostAlone)
     return app
 
 
@@ -102,7 +122,7 @@ def address_of(listening: socket.socket, host: str, keys: list[ServiceKey]) -> s
     """Returns what to open in a browser. A key stands behind `#`, which browsers do not send."""
     shown = f"[{host}]" if ":" in host else host
     key = next((f"#key={each.value}" for each in keys if each.role == "admin"), "")
-    return f"http://{shown}:{listening.getsockname()[1]}{PATH}/{key}"
+    return f"http://{shown}:{listening.getsockname()[1]}{CONSOLE}/{key}"
 
 
 def serve_console(reader: RunReader, host: str, port: int, key_file: Path | None, say: Callable[[str], None]) -> None:

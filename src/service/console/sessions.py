@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from service.asked import RequestRefused
-from service.console.tokens import TokenPiece, tokens_page
+from service.console.tokens import TokenPiece, missing, tokens_page
 from service.sessions.records import FORMAT, SessionEnded, decode
 from service.sessions.session import LOST, AgentSession, SessionBook
 from service.sessions.tree import ROOT, TreeNode
@@ -18,24 +16,20 @@ from trireme.core.tokenizer import Decode
 MOST_SESSIONS = 200
 MOST_NODES = 2000
 PREVIEW_CHARS = 400
-REST = 10.0
-"""A store that changes is read again after this many times the seconds that it took last: most of them are small."""
 
 
 class StoredSessions:
-    """Reads the sessions in the store in `directory`, beside the service that may write it."""
+    """Reads the sessions in the store in `directory`, which no service has open."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._book = SessionBook()
         self._stamp: object = None
-        self._next_s = 0.0
 
     def __call__(self) -> SessionBook:
         """Returns the sessions, which are read again when the store has changed. Raises StorageFailed."""
         changed = stamp(self._directory)
-        began_s = time.monotonic()
-        if changed == self._stamp or began_s < self._next_s:
+        if changed == self._stamp:
             return self._book
         rows, lost = read_copy(self._directory, FORMAT)
         book = SessionBook()
@@ -45,8 +39,6 @@ class StoredSessions:
             if lost and session.ended is None:
                 session.ended = SessionEnded(name, session.last, LOST)
         self._book, self._stamp = book, changed
-        now_s = time.monotonic()
-        self._next_s = now_s + REST * (now_s - began_s)
         return book
 
 
@@ -58,9 +50,9 @@ class RunSessions:
 
     def listing(self) -> dict[str, Any]:
         """Lists the sessions that were heard of last, the newest first, and how many others there are."""
-        newest = sorted(self._book().sessions.items(), key=lambda item: item[1].last, reverse=True)
+        newest = sorted(self._book().sessions.values(), key=lambda session: session.last, reverse=True)
         return {
-            "sessions": [_summary(name, known) for name, known in newest[:MOST_SESSIONS]],
+            "sessions": [session.summary() for session in newest[:MOST_SESSIONS]],
             "others": max(0, len(newest) - MOST_SESSIONS),
         }
 
@@ -68,19 +60,14 @@ class RunSessions:
         """Describes a session and its nodes, without their tokens. Raises RequestRefused."""
         session = self._session(name)
         nodes = [_node(session, number) for number in range(min(len(session.tree.nodes), MOST_NODES))]
-        return {
-            **_summary(name, session),
-            "counts": vars(session.tree.counts),
-            "nodes": nodes,
-            "nodes_left_out": len(session.tree.nodes) - len(nodes),
-        }
+        return session.summary() | {"nodes": nodes, "nodes_left_out": len(session.tree.nodes) - len(nodes)}
 
     def tokens(self, name: str, node: int, start: int, decode: Decode | None) -> dict[str, Any]:
         """Returns a page of all tokens up to a node, with its own. Raises RequestRefused."""
         session = self._session(name)
         nodes = session.tree.nodes
         if not 0 <= node < len(nodes):
-            raise _missing(f"node {node} of a session with {len(nodes)}", "one that the tree has")
+            raise missing(f"node {node} of a session with {len(nodes)}", "one that the tree has")
         path = []
         while node != ROOT:
             path.append(node)
@@ -90,30 +77,8 @@ class RunSessions:
 
     def _session(self, name: str) -> AgentSession:
         if (session := self._book().sessions.get(name)) is None:
-            raise _missing(f"the session {name!r}", "one that is there and that was not forgotten")
+            raise missing(f"the session {name!r}", "one that is there and that was not forgotten")
         return session
-
-
-def _missing(given: str, expected: str) -> RequestRefused:
-    return RequestRefused(f"given: {given}; expected: {expected}; to do: choose one of the list", status=404)
-
-
-def _summary(name: str, session: AgentSession) -> dict[str, Any]:
-    answers = [node for node in list(session.tree.nodes) if node.message is not None]
-    rewards = [given.value for given in list(session.rewards.values())]
-    return {
-        "session": name,
-        "problem": session.opened.problem,
-        "floor": session.opened.floor,
-        "opened": session.opened.at,
-        "last": session.last,
-        "turns": session.tree.counts.turns,
-        "answers": len(answers),
-        "delivered": sum(node.delivered for node in answers),
-        "sampled": sum(node.end - node.start for node in answers),
-        "reward": sum(rewards) if rewards else None,
-        "ended": session.ended.reason if session.ended else None,
-    }
 
 
 def _node(session: AgentSession, number: int) -> dict[str, Any]:

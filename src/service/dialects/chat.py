@@ -7,9 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from service.asked import Delta, RequestRefused, ServiceAnswer, ServiceRequest, TurnRequest
+from service.asked import Delta, RequestRefused, ServiceAnswer, TurnRequest
 from service.dialects.wire import (
-    Absent,
     Answers,
     Body,
     Content,
@@ -19,7 +18,9 @@ from service.dialects.wire import (
     Many,
     MinP,
     NoPenalty,
+    Nothing,
     Penalty,
+    PlainFormat,
     SampledBody,
     Seed,
     Stop,
@@ -30,19 +31,17 @@ from service.dialects.wire import (
     TopK,
     Used,
     arguments_text,
-    call_id,
     check_tool_choice,
     event,
-    named_answers,
     new_id,
     now_s,
-    only,
     spans_of,
     text_of,
+    tool_answer,
 )
 from service.reading import UNFINISHED
 from trireme.core.types import SamplingParams
-from trireme.renderers import Message, ToolCall
+from trireme.renderers import Message
 
 DONE = "data: [DONE]\n\n"
 ROLES_OF = {
@@ -76,23 +75,27 @@ class ChatMessage(Body):
     tool_calls: Many[ChatToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    refusal: Annotated[str | None, only()] = None
-    annotations: Annotated[list[Any] | None, only([])] = None
-    audio: Absent = None
-    function_call: Absent = None
+    refusal: None = None
+    annotations: Nothing = None
+    audio: None = None
+    function_call: None = None
     token_ids: Many[TokenId] | None = None
     prompt_token_ids: Many[TokenId] | None = None
 
-    def message(self) -> Message:
-        """Returns the message as renderers take it. Raises RequestRefused."""
+    def message(self, calls: dict[str, str]) -> Message:
+        """Returns the message as renderers take it. `calls`: the names of the calls so far by their ids, to which its
+        calls are added. Raises RequestRefused."""
         role = "system" if self.role == "developer" else self.role
         found: Message = {"role": role, "content": text_of(self.content)}
         if self.model_fields_set <= USUAL_FIELDS:
             return found
         self._check_fields()
+        if self.tool_call_id:
+            return tool_answer(self.content, self.tool_call_id, calls)
         if self.reasoning_content:
             found["thinking"] = self.reasoning_content
         if self.tool_calls:
+            calls |= {each.id: each.function.name for each in self.tool_calls}
             found["tool_calls"] = [each.function.call() for each in self.tool_calls]
         if self.token_ids:
             found["tokens"] = self.token_ids
@@ -123,17 +126,11 @@ class ChatTool(Body):
     function: FunctionTool
 
 
-class ResponseFormat(Body):
-    """The form of an answer: text is the only one."""
-
-    type: Annotated[str, only("text")]
-
-
 class StreamOptions(Body):
     """Options of a stream."""
 
     include_usage: bool | None = None
-    include_obfuscation: Annotated[bool | None, only(False)] = None
+    include_obfuscation: Literal[False] | None = None
 
 
 class OpenAIBody(SampledBody):
@@ -147,7 +144,7 @@ class OpenAIBody(SampledBody):
     user: str | None = None
     frequency_penalty: NoPenalty = None
     presence_penalty: NoPenalty = None
-    logit_bias: Annotated[dict[str, float] | None, Few, only({})] = None
+    logit_bias: Annotated[dict[str, float] | None, Few, Field(max_length=0)] = None
     top_k: TopK | None = None
     min_p: MinP | None = None
     repetition_penalty: Penalty | None = None
@@ -157,14 +154,38 @@ class OpenAIBody(SampledBody):
     def openai_params(self, max_tokens: int | None) -> SamplingParams:
         """Returns how to sample."""
         strings = [self.stop] if isinstance(self.stop, str) else self.stop or ()
-        return self.sampling_params(
-            max_tokens,
-            top_k=self.top_k or -1,
-            min_p=self.min_p or 0.0,
-            repetition_penalty=self.repetition_penalty or 1.0,
-            stop=(*(self.stop_token_ids or ()), *strings),
-            seed=self.seed,
-        )
+        return self.sampling_params(max_tokens, (*(self.stop_token_ids or ()), *strings))
+
+    def head(self, name: str, kind: str) -> dict[str, Any]:
+        """Returns the beginning of an answer, or of each event of a stream."""
+        return {"id": new_id(name), "object": kind, "created": now_s(), "model": self.model}
+
+    async def chunks(
+        self, head: dict[str, Any], pieces: AsyncIterator[Delta], choices: Callable[[Delta], Iterator[dict[str, Any]]]
+    ) -> AsyncIterator[str]:
+        """Yields the events of a stream, one for each of the `choices` of each piece, and its end."""
+        answers = []
+        async for piece in pieces:
+            for choice in choices(piece):
+                yield event({**head, "choices": [choice]})
+            if piece.answer:
+                answers.append(piece.answer)
+        if self.stream_options and self.stream_options.include_usage:
+            yield event({**head, "choices": [], "usage": self.usage(answers)})
+        yield DONE
+
+    def usage(self, answers: Sequence[ServiceAnswer]) -> dict[str, Any]:
+        """Returns the tokens and the weights that whole answers took."""
+        used = Used(answers, self.n or 1)
+        total = used.prompt + used.completion
+        counts = {"prompt_tokens": used.prompt, "completion_tokens": used.completion, "total_tokens": total}
+        return {**counts, **used.versions}
+
+    def ids_of(self, answer: ServiceAnswer) -> dict[str, Any]:
+        """Returns what the last piece of an answer tells of its token ids, if the client wants to know them."""
+        if not self.return_token_ids:
+            return {}
+        return {"prompt_token_ids": answer.prompt.tolist(), "version_spans": spans_of(answer.sequence.spans)}
 
 
 class ChatRequest(OpenAIBody):
@@ -174,141 +195,101 @@ class ChatRequest(OpenAIBody):
     max_completion_tokens: Tokens | None = None
     tools: Many[ChatTool] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: Annotated[bool | None, only(True)] = None
+    parallel_tool_calls: Literal[True] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int | None, only(0)] = None
+    top_logprobs: Literal[0] | None = None
     metadata: Annotated[dict[str, str] | None, Few] = None
-    store: Annotated[bool | None, only(False)] = None
-    response_format: ResponseFormat | None = None
-    service_tier: Annotated[str | None, only("auto", "default")] = None
-    modalities: Annotated[Many[str] | None, only(["text"])] = None
-    audio: Absent = None
-    prediction: Absent = None
-    reasoning_effort: Absent = None
-    verbosity: Absent = None
-    web_search_options: Absent = None
-    functions: Absent = None
-    function_call: Absent = None
+    store: Literal[False] | None = None
+    response_format: PlainFormat | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    modalities: Many[Literal["text"]] | None = None
+    audio: None = None
+    prediction: None = None
+    reasoning_effort: None = None
+    verbosity: None = None
+    web_search_options: None = None
+    functions: None = None
+    function_call: None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
 
-    def service_request(self) -> ServiceRequest:
-        """Returns the request as the service takes it. Raises RequestRefused."""
-        tools = check_tool_choice(self.tool_choice, [tool.function.spec() for tool in self.tools or ()])
+    def turns(self) -> Sequence[TurnRequest]:
+        tools = check_tool_choice(self.tool_choice, (tool.function.spec() for tool in self.tools or ()))
         params = self.openai_params(self.max_completion_tokens or self.max_tokens)
-        turn = TurnRequest(tuple(self._messages()), tuple(tools), params=params, n=self.n or 1)
-        return ServiceRequest(self.model, [turn], bool(self.stream))
+        calls: dict[str, str] = {}
+        messages = tuple(each.message(calls) for each in self.messages)
+        return [TurnRequest(messages, tools, params=params, n=self.n or 1)]
 
-    def _messages(self) -> Sequence[Message]:
-        calls = {call.id: call.function.name for each in self.messages for call in each.tool_calls or ()}
-        ids = {
-            i: each.tool_call_id for i, each in enumerate(self.messages) if each.role == "tool" and each.tool_call_id
-        }
-        return named_answers([each.message() for each in self.messages], calls, ids)
+    # ---- answers
+
+    def whole(self, answers: Sequence[ServiceAnswer], tokenizer: Any) -> dict[str, Any]:
+        choices = [self._choice(answer, tokenizer) for answer in answers]
+        found = {**self.head("chatcmpl-", "chat.completion"), "choices": choices, "usage": self.usage(answers)}
+        if self.return_token_ids:
+            found["prompt_token_ids"] = answers[0].prompt.tolist()
+        return found
+
+    def _choice(self, answer: ServiceAnswer, tokenizer: Any) -> dict[str, Any]:
+        calls = _calls(answer)
+        message: dict[str, Any] = {"role": "assistant", "content": answer.content or (None if calls else "")}
+        if answer.thinking:
+            message["reasoning_content"] = answer.thinking
+        if calls:
+            message["tool_calls"] = calls
+        tokens = self._tokens(answer, tokenizer)
+        if self.return_token_ids:
+            tokens["version_spans"] = spans_of(answer.sequence.spans)
+        head = {"index": answer.choice, "finish_reason": answer.finish, "logprobs": None}
+        return {**head, "message": message, **tokens}
+
+    def _tokens(self, piece: Delta | ServiceAnswer, tokenizer: Any) -> dict[str, Any]:
+        """Returns what the client wants to know of the tokens of an answer."""
+        found: dict[str, Any] = {}
+        if self.logprobs:
+            found["logprobs"] = _logprobs(tokenizer, piece)
+        if self.return_token_ids:
+            found["token_ids"] = list(piece.tokens)
+        return found
+
+    async def events(self, pieces: AsyncIterator[Delta], tokenizer: Any) -> AsyncIterator[str]:
+        begun: set[int] = set()
+
+        def choice(piece: Delta, delta: dict[str, Any], **more: Any) -> dict[str, Any]:
+            return {"index": piece.choice, "delta": delta, "finish_reason": None, **more}
+
+        def choices(piece: Delta) -> Iterator[dict[str, Any]]:
+            if piece.choice not in begun:
+                begun.add(piece.choice)
+                yield choice(piece, {"role": "assistant", "content": ""})
+            texts = {"reasoning_content": piece.thinking, "content": piece.content}
+            delta = {name: text for name, text in texts.items() if text}
+            tokens = self._tokens(piece, tokenizer)
+            if delta or tokens:
+                yield choice(piece, delta, **tokens)
+            if answer := piece.answer:
+                for i, call in enumerate(_calls(answer)):
+                    yield choice(piece, {"tool_calls": [{"index": i, **call}]})
+                yield choice(piece, {}) | {"finish_reason": answer.finish} | self.ids_of(answer)
+
+        async for text in self.chunks(self.head("chatcmpl-", "chat.completion.chunk"), pieces, choices):
+            yield text
 
 
-# ----------------------------------------------------------------------------------------------------------- answers
-
-
-def whole(body: ChatRequest, answers: Sequence[ServiceAnswer], tokenizer: Any) -> dict[str, Any]:
-    """Returns the body of the whole answer."""
-    used = Used.of(answers, body.n or 1)
-    found = {**_head(body, new_id("chatcmpl-"), "chat.completion"), "usage": used.openai()}
-    found["choices"] = [_choice(body, answer, tokenizer) for answer in answers]
-    if body.return_token_ids:
-        found["prompt_token_ids"] = answers[0].prompt.tolist()
-    return found
-
-
-def _choice(body: ChatRequest, answer: ServiceAnswer, tokenizer: Any) -> dict[str, Any]:
-    calls = _calls(answer.tool_calls)
-    message: dict[str, Any] = {"role": "assistant", "content": answer.content or (None if calls else "")}
-    if answer.thinking:
-        message["reasoning_content"] = answer.thinking
-    if calls:
-        message["tool_calls"] = calls
-    sampled = answer.sequence
-    choice = {
-        "index": answer.choice,
-        "message": message,
-        "finish_reason": answer.finish,
-        "logprobs": _logprobs(tokenizer, sampled.tokens.tolist(), sampled.logprobs.tolist()) if body.logprobs else None,
-    }
-    if body.return_token_ids:
-        choice |= {"token_ids": sampled.tokens.tolist(), "version_spans": spans_of(answer.sequence.spans)}
-    return choice
-
-
-def _head(body: ChatRequest, name: str, kind: str) -> dict[str, Any]:
-    return {"id": name, "object": kind, "created": now_s(), "model": body.model}
-
-
-def _calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
+def _calls(answer: ServiceAnswer) -> list[dict[str, Any]]:
     return [
-        {"id": call_id(), "type": "function", "function": {"name": call["name"], "arguments": arguments_text(call)}}
-        for call in calls
+        {
+            "id": new_id("call_"),
+            "type": "function",
+            "function": {"name": call["name"], "arguments": arguments_text(call)},
+        }
+        for call in answer.tool_calls
     ]
 
 
-def _logprobs(tokenizer: Any, tokens: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any]:
+def _logprobs(tokenizer: Any, piece: Delta | ServiceAnswer) -> dict[str, Any]:
     rows = []
-    for token, logprob in zip(tokens, logprobs, strict=True):
+    for token, logprob in zip(piece.tokens, piece.logprobs, strict=True):
         text = str(tokenizer.decode([token]))
         known = None if UNFINISHED in text else list(text.encode())  # it is a part of a letter
         rows.append({"token": text, "logprob": logprob, "bytes": known, "top_logprobs": []})
     return {"content": rows}
-
-
-async def stream(body: ChatRequest, pieces: AsyncIterator[Delta], tokenizer: Any) -> AsyncIterator[str]:
-    """Yields the answer as server-sent events."""
-    begun: set[int] = set()
-
-    def choice(piece: Delta, delta: dict[str, Any], **more: Any) -> dict[str, Any]:
-        return {"index": piece.choice, "delta": delta, "finish_reason": None, **more}
-
-    def choices(piece: Delta) -> Iterator[dict[str, Any]]:
-        if piece.choice not in begun:
-            begun.add(piece.choice)
-            yield choice(piece, {"role": "assistant", "content": ""})
-        if (delta := _delta(piece)) or body.logprobs or body.return_token_ids:
-            yield choice(piece, delta, **_extras(body, piece, tokenizer))
-        if answer := piece.answer:
-            for i, call in enumerate(_calls(answer.tool_calls)):
-                yield choice(piece, {"tool_calls": [{"index": i, **call}]})
-            more = {"prompt_token_ids": answer.prompt.tolist(), "version_spans": spans_of(answer.sequence.spans)}
-            yield choice(piece, {}, **({"finish_reason": answer.finish} | (more if body.return_token_ids else {})))
-
-    async for text in chunks(body, _head(body, new_id("chatcmpl-"), "chat.completion.chunk"), pieces, choices):
-        yield text
-
-
-async def chunks(
-    body: OpenAIBody,
-    head: dict[str, Any],
-    pieces: AsyncIterator[Delta],
-    choices: Callable[[Delta], Iterator[dict[str, Any]]],
-) -> AsyncIterator[str]:
-    """Yields the events of a stream, one for each of the `choices` of each piece, and its end."""
-    used = Used()
-    async for piece in pieces:
-        for choice in choices(piece):
-            yield event({**head, "choices": [choice]})
-        if piece.answer:
-            used.add(piece.answer, body.n or 1)
-    if body.stream_options and body.stream_options.include_usage:
-        yield event({**head, "choices": [], "usage": used.openai()})
-    yield DONE
-
-
-def _delta(piece: Delta) -> dict[str, Any]:
-    found = {"reasoning_content": piece.thinking, "content": piece.content}
-    return {key: text for key, text in found.items() if text}
-
-
-def _extras(body: ChatRequest, piece: Delta, tokenizer: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    if body.logprobs:
-        found["logprobs"] = _logprobs(tokenizer, piece.tokens, piece.logprobs)
-    if body.return_token_ids:
-        found["token_ids"] = list(piece.tokens)
-    return found

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Annotated, Any
+from itertools import accumulate
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field
 
-from service.asked import Delta, ServiceAnswer, ServiceRequest, TurnRequest
-from service.dialects.chat import OpenAIBody, chunks
-from service.dialects.wire import Absent, Many, TokenId, Used, new_id, now_s, only, spans_of
+from service.asked import Delta, ServiceAnswer, TurnRequest
+from service.dialects.chat import OpenAIBody
+from service.dialects.wire import Many, TokenId
 
 DEFAULT_TOKENS = 16
 """As OpenAI's, when `max_tokens` is left out."""
@@ -26,78 +28,60 @@ class CompletionRequest(OpenAIBody):
         | Annotated[Many[str], Field(min_length=1, max_length=MOST_PROMPTS)]
         | Annotated[Many[Many[TokenId]], Field(min_length=1, max_length=MOST_PROMPTS)]
     )
-    logprobs: Annotated[int | None, only(0)] = None
-    echo: Annotated[bool | None, only(False)] = None
-    best_of: Annotated[int | None, only(1)] = None
-    suffix: Absent = None
+    logprobs: Literal[0] | None = None
+    echo: Literal[False] | None = None
+    best_of: Literal[1] | None = None
+    suffix: None = None
 
-    def service_request(self) -> ServiceRequest:
-        """Returns the request as the service takes it."""
+    def turns(self) -> Sequence[TurnRequest]:
         params, prompt = self.openai_params(self.max_tokens or DEFAULT_TOKENS), self.prompt
         several = isinstance(prompt, list) and not isinstance(prompt[0], int)
-        turns = [
+        return [
             TurnRequest(text=one, params=params, n=self.n or 1)
             if isinstance(one, str)
             else TurnRequest(ids=np.asarray(one, np.int32), params=params, n=self.n or 1)
             for one in (prompt if several else [prompt])
         ]
-        return ServiceRequest(self.model, turns, bool(self.stream))
+
+    # ---- answers
+
+    def whole(self, answers: Sequence[ServiceAnswer], tokenizer: Any) -> dict[str, Any]:
+        choices = [self._choice(answer, answer, 0, tokenizer) for answer in answers]
+        return {**self.head("cmpl-", "text_completion"), "choices": choices, "usage": self.usage(answers)}
+
+    def _choice(
+        self, piece: Delta | ServiceAnswer, answer: ServiceAnswer | None, offset: int, tokenizer: Any
+    ) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": piece.choice, "text": piece.content, "logprobs": None}
+        choice["finish_reason"] = answer.finish if answer else None
+        if self.logprobs is not None:
+            choice["logprobs"] = _logprobs(tokenizer, piece, offset)
+        if self.return_token_ids:
+            choice["token_ids"] = list(piece.tokens)
+        if answer:
+            choice |= self.ids_of(answer)
+        return choice
+
+    async def events(self, pieces: AsyncIterator[Delta], tokenizer: Any) -> AsyncIterator[str]:
+        offsets: Counter[int] = Counter()
+
+        def choices(piece: Delta) -> Iterator[dict[str, Any]]:
+            choice = self._choice(piece, piece.answer, offsets[piece.choice], tokenizer)
+            if logprobs := choice["logprobs"]:
+                offsets[piece.choice] += sum(map(len, logprobs["tokens"]))
+            if piece.answer or piece.content or logprobs or self.return_token_ids:
+                yield choice
+
+        async for text in self.chunks(self.head("cmpl-", "text_completion"), pieces, choices):
+            yield text
 
 
-def whole(body: CompletionRequest, answers: Sequence[ServiceAnswer], tokenizer: Any) -> dict[str, Any]:
-    """Returns the body of the whole answer."""
-    head = {"id": new_id("cmpl-"), "object": "text_completion", "created": now_s(), "model": body.model}
-    choices = [_choice(body, answer, tokenizer) for answer in answers]
-    return {**head, "choices": choices, "usage": Used.of(answers, body.n or 1).openai()}
-
-
-def _choice(body: CompletionRequest, answer: ServiceAnswer, tokenizer: Any) -> dict[str, Any]:
-    sampled = answer.sequence
-    tokens, logprobs = sampled.tokens.tolist(), sampled.logprobs.tolist()
-    choice = {
-        "index": answer.choice,
-        "text": answer.content,
-        "finish_reason": answer.finish,
-        "logprobs": _logprobs(tokenizer, tokens, logprobs, 0) if body.logprobs is not None else None,
-    }
-    if body.return_token_ids:
-        spans = spans_of(answer.sequence.spans)
-        choice |= {"prompt_token_ids": answer.prompt.tolist(), "token_ids": tokens, "version_spans": spans}
-    return choice
-
-
-def _logprobs(tokenizer: Any, tokens: Sequence[int], logprobs: Sequence[float], offset: int) -> dict[str, Any]:
-    texts = [str(tokenizer.decode([token])) for token in tokens]
-    offsets = [offset]
-    for text in texts[:-1]:
-        offsets.append(offsets[-1] + len(text))
+def _logprobs(tokenizer: Any, piece: Delta | ServiceAnswer, offset: int) -> dict[str, Any]:
+    texts = [str(tokenizer.decode([token])) for token in piece.tokens]
+    *offsets, _end = accumulate(map(len, texts), initial=offset)
     return {
         "tokens": texts,
-        "token_logprobs": list(logprobs),
-        "text_offset": offsets[: len(texts)],
+        "token_logprobs": list(piece.logprobs),
+        "text_offset": offsets,
         "top_logprobs": None,
     }
-
-
-async def stream(body: CompletionRequest, pieces: AsyncIterator[Delta], tokenizer: Any) -> AsyncIterator[str]:
-    """Yields the answer as server-sent events."""
-    offsets: dict[int, int] = {}
-
-    def choices(piece: Delta) -> Iterator[dict[str, Any]]:
-        answer, logprobs = piece.answer, None
-        if body.logprobs is not None:
-            offset = offsets.get(piece.choice, 0)
-            logprobs = _logprobs(tokenizer, piece.tokens, piece.logprobs, offset)
-            offsets[piece.choice] = offset + sum(map(len, logprobs["tokens"]))
-        finish = answer.finish if answer else None
-        choice = {"index": piece.choice, "text": piece.content, "finish_reason": finish, "logprobs": logprobs}
-        if body.return_token_ids:
-            choice["token_ids"] = list(piece.tokens)
-            if answer:
-                choice |= {"prompt_token_ids": answer.prompt.tolist(), "version_spans": spans_of(answer.sequence.spans)}
-        if answer or piece.content or logprobs or body.return_token_ids:
-            yield choice
-
-    head = {"id": new_id("cmpl-"), "object": "text_completion", "created": now_s(), "model": body.model}
-    async for text in chunks(body, head, pieces, choices):
-        yield text

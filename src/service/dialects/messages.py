@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from service.asked import Delta, RequestRefused, ServiceAnswer, ServiceRequest, TurnRequest
+from service.asked import Delta, RequestRefused, ServiceAnswer, TurnRequest
 from service.dialects.wire import (
-    Absent,
     Body,
     Many,
+    Nothing,
     SampledBody,
     Schema,
     Stops,
@@ -20,10 +20,9 @@ from service.dialects.wire import (
     Used,
     arguments_text,
     event,
-    named_answers,
     new_id,
-    only,
     text_of,
+    tool_answer,
 )
 from trireme.renderers import Message, ToolCall, ToolSpec
 
@@ -35,7 +34,7 @@ class TextBlock(Body):
 
     type: Literal["text"]
     text: str
-    citations: Annotated[list[Any] | None, only([])] = None
+    citations: Nothing = None
     cache_control: Any = None  # replicas cache every prefix
 
 
@@ -55,8 +54,8 @@ class ToolUseBlock(Body):
     name: Annotated[str, Field(min_length=1)]
     input: Schema
     cache_control: Any = None
-    caller: Absent = None
-    toolset_name: Absent = None
+    caller: None = None
+    toolset_name: None = None
 
 
 class ToolResultBlock(Body):
@@ -85,8 +84,8 @@ class AnthropicTool(Body):
     name: Annotated[str, Field(min_length=1)]
     description: str | None = None
     input_schema: Schema
-    type: Annotated[str | None, only("custom")] = None
-    strict: Annotated[bool | None, only(False)] = None
+    type: Literal["custom"] | None = None
+    strict: Literal[False] | None = None
     cache_control: Any = None
 
     def spec(self) -> ToolSpec:
@@ -97,14 +96,14 @@ class AnthropicTool(Body):
 class AnthropicToolChoice(Body):
     """The choice of tools: a call cannot be forced."""
 
-    type: Annotated[str, only("auto", "none")]
-    disable_parallel_tool_use: Annotated[bool | None, only(False)] = None
+    type: Literal["auto", "none"]
+    disable_parallel_tool_use: Literal[False] | None = None
 
 
 class AnthropicThinking(Body):
     """Accepts that a request switches thinking off; the run's renderer decides whether the model thinks."""
 
-    type: Annotated[str, only("disabled")]
+    type: Literal["disabled"]
 
 
 class MessagesRequest(SampledBody):
@@ -119,25 +118,20 @@ class MessagesRequest(SampledBody):
     tool_choice: AnthropicToolChoice | None = None
     metadata: dict[str, Any] | None = None
     thinking: AnthropicThinking | None = None
-    service_tier: Annotated[str | None, only("auto", "standard_only")] = None
-    container: Absent = None
-    mcp_servers: Absent = None
-    context_management: Absent = None
-    output_config: Absent = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+    container: None = None
+    mcp_servers: None = None
+    context_management: None = None
+    output_config: None = None
 
-    def service_request(self) -> ServiceRequest:
-        """Returns the request as the service takes it. Raises RequestRefused."""
+    def turns(self) -> Sequence[TurnRequest]:
         silent = self.tool_choice is not None and self.tool_choice.type == "none"
-        stop = tuple(self.stop_sequences or ())
-        params = self.sampling_params(self.max_tokens, top_k=self.top_k or -1, stop=stop)
+        params = self.sampling_params(self.max_tokens, tuple(self.stop_sequences or ()))
         tools = () if silent else tuple(tool.spec() for tool in self.tools or ())
-        return ServiceRequest(
-            self.model, [TurnRequest(tuple(self._messages()), tools, params=params)], bool(self.stream)
-        )
+        return [TurnRequest(tuple(self._messages()), tools, params=params)]
 
     def _messages(self) -> Sequence[Message]:
         found: list[Message] = []
-        ids: dict[int, str] = {}
         calls: dict[str, str] = {}
         if self.system:
             found.append({"role": "system", "content": text_of(self.system)})
@@ -152,8 +146,42 @@ class MessagesRequest(SampledBody):
             elif each.role == "assistant":
                 found.append(_assistant(each.content, calls))
             else:
-                _add_user(each.content, found, ids)
-        return named_answers(found, calls, ids)
+                _add_user(each.content, found, calls)
+        return found
+
+    # ---- answers
+
+    def whole(self, answers: Sequence[ServiceAnswer], tokenizer: Any) -> dict[str, Any]:
+        (answer,) = answers
+        blocks: list[dict[str, Any]] = []
+        if answer.thinking:
+            blocks.append({"type": "thinking", "thinking": answer.thinking, "signature": ""})
+        if answer.content or not answer.tool_calls:
+            blocks.append({"type": "text", "text": answer.content, "citations": None})
+        blocks += [{**_tool_use(call), "input": call["arguments"]} for call in answer.tool_calls]
+        return {**self._head(), "content": blocks, "usage": _usage(answer), **_end(answer)}
+
+    def _head(self) -> dict[str, Any]:
+        head = {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": self.model, "content": []}
+        return {**head, "stop_reason": None, "stop_sequence": None}
+
+    async def events(self, pieces: AsyncIterator[Delta], tokenizer: Any) -> AsyncIterator[str]:
+        blocks, begun = _Blocks(), False
+        async for piece in pieces:
+            if not begun:
+                begun = True
+                usage = {"input_tokens": piece.prompt_tokens, "output_tokens": 0, "version": piece.version}
+                yield _event("message_start", message={**self._head(), "usage": usage})
+            for text in (
+                *blocks.add("thinking", piece.thinking, {"thinking": "", "signature": ""}),
+                *blocks.add("text", piece.content, {"text": ""}),
+            ):
+                yield text
+            if answer := piece.answer:
+                for text in blocks.finish(answer):
+                    yield text
+                yield _event("message_delta", delta=_end(answer), usage=_usage(answer))
+        yield _event("message_stop")
 
 
 def _assistant(blocks: Sequence[Block], calls: dict[str, str]) -> Message:
@@ -172,7 +200,7 @@ def _assistant(blocks: Sequence[Block], calls: dict[str, str]) -> Message:
     return message
 
 
-def _add_user(blocks: Sequence[Block], found: list[Message], ids: dict[int, str]) -> None:
+def _add_user(blocks: Sequence[Block], found: list[Message], calls: Mapping[str, str]) -> None:
     """Adds the user's blocks: the answer of each tool is a message of its own, and the text between them is one."""
     text = ""
     for block in blocks:
@@ -182,35 +210,15 @@ def _add_user(blocks: Sequence[Block], found: list[Message], ids: dict[int, str]
             if text:
                 found.append({"role": "user", "content": text})
             text = ""
-            ids[len(found)] = block.tool_use_id
-            found.append({"role": "tool", "content": text_of(block.content)})
+            found.append(tool_answer(block.content, block.tool_use_id, calls))
         else:
             raise RequestRefused(f"a {block.type} in a message of the user; expected the assistant's", param="messages")
     if text or not blocks:
         found.append({"role": "user", "content": text})
 
 
-# ----------------------------------------------------------------------------------------------------------- answers
-
-
-def whole(body: MessagesRequest, answers: Sequence[ServiceAnswer], tokenizer: Any) -> dict[str, Any]:
-    """Returns the body of the whole answer."""
-    (answer,) = answers
-    blocks: list[dict[str, Any]] = []
-    if answer.thinking:
-        blocks.append({"type": "thinking", "thinking": answer.thinking, "signature": ""})
-    if answer.content or not answer.tool_calls:
-        blocks.append({"type": "text", "text": answer.content, "citations": None})
-    blocks += [{**_tool_use(call), "input": call["arguments"]} for call in answer.tool_calls]
-    return {**_head(body, Used.of(answers, 1)), "content": blocks, **_end(answer)}
-
-
-def _head(body: MessagesRequest, used: Used) -> dict[str, Any]:
-    head = {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": body.model, "content": []}
-    return {**head, "stop_reason": None, "stop_sequence": None, "usage": _usage(used)}
-
-
-def _usage(used: Used) -> Mapping[str, int]:
+def _usage(answer: ServiceAnswer) -> Mapping[str, int]:
+    used = Used([answer])
     return {"input_tokens": used.prompt, "output_tokens": used.completion, **used.versions}
 
 
@@ -221,26 +229,6 @@ def _tool_use(call: ToolCall) -> dict[str, Any]:
 def _end(answer: ServiceAnswer) -> dict[str, Any]:
     reason = "stop_sequence" if answer.stopped_by else STOP_REASONS[answer.finish]
     return {"stop_reason": reason, "stop_sequence": answer.stopped_by}
-
-
-async def stream(body: MessagesRequest, pieces: AsyncIterator[Delta], tokenizer: Any) -> AsyncIterator[str]:
-    """Yields the answer as server-sent events."""
-    blocks, begun = _Blocks(), False
-    async for piece in pieces:
-        if not begun:
-            head, begun = _head(body, Used()), True
-            usage = {"input_tokens": piece.prompt_tokens, "output_tokens": 0, "version": piece.version}
-            yield _event("message_start", message={**head, "usage": usage})
-        for text in (
-            *blocks.add("thinking", piece.thinking, {"thinking": "", "signature": ""}, "thinking_delta"),
-            *blocks.add("text", piece.content, {"text": ""}, "text_delta"),
-        ):
-            yield text
-        if answer := piece.answer:
-            for text in blocks.finish(answer):
-                yield text
-            yield _event("message_delta", delta=_end(answer), usage=_usage(Used.of([answer], 1)))
-    yield _event("message_stop")
 
 
 def _event(kind: str, **fields: Any) -> str:
@@ -254,12 +242,12 @@ class _Blocks:
         self._count = 0
         self._open = ""
 
-    def add(self, kind: str, text: str, empty: Mapping[str, str], delta: str) -> list[str]:
+    def add(self, kind: str, text: str, empty: Mapping[str, str]) -> list[str]:
         """Returns the events of more text in a block of this kind."""
         if not text:
             return []
         begun = [] if self._open == kind else self._begin(kind, {"type": kind, **empty})
-        return [*begun, self._delta({"type": delta, kind: text})]
+        return [*begun, self._delta({"type": f"{kind}_delta", kind: text})]
 
     def finish(self, answer: ServiceAnswer) -> list[str]:
         """Returns the events of the tools that are called, and of the end of the last block."""

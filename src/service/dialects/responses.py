@@ -7,27 +7,26 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from service.asked import Delta, ServiceAnswer, ServiceRequest, TurnRequest
+from service.asked import Delta, ServiceAnswer, TurnRequest
 from service.dialects.wire import (
-    Absent,
     Body,
     Content,
     Few,
     FunctionCall,
     FunctionTool,
     Many,
+    Nothing,
+    PlainFormat,
     SampledBody,
     Tokens,
     Used,
     arguments_text,
-    call_id,
     check_tool_choice,
     event,
-    named_answers,
     new_id,
     now_s,
-    only,
     text_of,
+    tool_answer,
 )
 from trireme.renderers import Message, ToolCall
 
@@ -76,7 +75,7 @@ class InputReasoning(Body):
     id: str | None = None
     summary: Many[ReasoningText] = Field([])
     content: Many[ReasoningText] | None = None
-    encrypted_content: Annotated[str | None, only()] = None
+    encrypted_content: None = None
     status: str | None = None
 
 
@@ -89,17 +88,11 @@ class ResponseTool(FunctionTool):
     type: Literal["function"]
 
 
-class TextFormat(Body):
-    """The form of the text: plain."""
-
-    type: Annotated[str, only("text")]
-
-
 class TextOptions(Body):
     """Options of the text."""
 
-    format: TextFormat | None = None
-    verbosity: Annotated[str | None, only("medium")] = None
+    format: PlainFormat | None = None
+    verbosity: Literal["medium"] | None = None
 
 
 class ResponseRequest(SampledBody):
@@ -110,54 +103,93 @@ class ResponseRequest(SampledBody):
     max_output_tokens: Tokens | None = None
     tools: Many[ResponseTool] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: Annotated[bool | None, only(True)] = None
+    parallel_tool_calls: Literal[True] | None = None
     text: TextOptions | None = None
     metadata: Annotated[dict[str, str] | None, Few] = None
     user: str | None = None
-    store: Annotated[bool | None, only(False)] = None
-    truncation: Annotated[str | None, only("disabled")] = None
-    include: Annotated[Many[str] | None, only([])] = None
-    top_logprobs: Annotated[int | None, only(0)] = None
-    service_tier: Annotated[str | None, only("auto", "default")] = None
-    background: Annotated[bool | None, only(False)] = None
-    previous_response_id: Absent = None
-    conversation: Absent = None
-    reasoning: Absent = None
-    prompt: Absent = None
-    max_tool_calls: Absent = None
-    stream_options: Absent = None
+    store: Literal[False] | None = None
+    truncation: Literal["disabled"] | None = None
+    include: Nothing = None
+    top_logprobs: Literal[0] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    background: Literal[False] | None = None
+    previous_response_id: None = None
+    conversation: None = None
+    reasoning: None = None
+    prompt: None = None
+    max_tool_calls: None = None
+    stream_options: None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
 
-    def service_request(self) -> ServiceRequest:
-        """Returns the request as the service takes it. Raises RequestRefused."""
-        tools = check_tool_choice(self.tool_choice, [tool.spec() for tool in self.tools or ()])
-        params = self.sampling_params(self.max_output_tokens)
-        turn = TurnRequest(tuple(self._messages()), tuple(tools), params=params)
-        return ServiceRequest(self.model, [turn], bool(self.stream))
+    def turns(self) -> Sequence[TurnRequest]:
+        tools = check_tool_choice(self.tool_choice, (tool.spec() for tool in self.tools or ()))
+        return [TurnRequest(tuple(self._messages()), tools, params=self.sampling_params(self.max_output_tokens))]
 
     def _messages(self) -> Sequence[Message]:
         found: list[Message] = [{"role": "system", "content": self.instructions}] if self.instructions else []
         if isinstance(self.input, str):
             return [*found, {"role": "user", "content": self.input}]
         calls: dict[str, str] = {}
-        ids: dict[int, str] = {}
-        speaks = False  # the last items are parts of one message of the assistant
         for item in self.input:
             if isinstance(item, InputResult):
-                ids[len(found)] = item.call_id
-                found.append({"role": "tool", "content": text_of(item.output)})
-                speaks = False
+                found.append(tool_answer(item.output, item.call_id, calls))
             elif isinstance(item, InputMessage) and item.role != "assistant":
                 role = "system" if item.role == "developer" else item.role
                 found.append({"role": role, "content": text_of(item.content)})
-                speaks = False
             else:
-                if not speaks:
+                if not found or found[-1]["role"] != "assistant":  # else it is a part of the same message
                     found.append({"role": "assistant", "content": ""})
-                speaks = True
                 _add(found[-1], item, calls)
-        return named_answers(found, calls, ids)
+        return found
+
+    # ---- answers
+
+    def whole(self, answers: Sequence[ServiceAnswer], tokenizer: Any) -> dict[str, Any]:
+        (answer,) = answers
+        items = _Items()
+        items.add(answer)
+        items.finish(answer)
+        return _ended(self._head(), answer, items.done)
+
+    def _head(self) -> dict[str, Any]:
+        return {
+            "id": new_id("resp_"),
+            "object": "response",
+            "created_at": now_s(),
+            "status": "in_progress",
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens,
+            "metadata": self.metadata or {},
+            "model": self.model,
+            "output": [],
+            "parallel_tool_calls": True,
+            "previous_response_id": None,
+            "store": False,
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": self.tool_choice or "auto",
+            "tools": [each.model_dump() for each in self.tools or ()],
+            "top_p": self.top_p or 1.0,
+            "truncation": "disabled",
+            "usage": None,
+        }
+
+    async def events(self, pieces: AsyncIterator[Delta], tokenizer: Any) -> AsyncIterator[str]:
+        head, items = self._head(), _Items()
+        yield items.event("response.created", response=head)
+        yield items.event("response.in_progress", response=head)
+        async for piece in pieces:
+            for text in items.add(piece):
+                yield text
+            if answer := piece.answer:
+                for text in items.finish(answer):
+                    yield text
+                kind = "response.incomplete" if answer.finish == "length" else "response.completed"
+                yield items.event(kind, response=_ended(head, answer, items.done))
 
 
 def _add(message: Message, item: InputMessage | InputCall | InputReasoning, calls: dict[str, str]) -> None:
@@ -173,47 +205,8 @@ def _add(message: Message, item: InputMessage | InputCall | InputReasoning, call
             message["thinking"] = message.get("thinking", "") + text
 
 
-# ----------------------------------------------------------------------------------------------------------- answers
-
-
-def whole(body: ResponseRequest, answers: Sequence[ServiceAnswer], tokenizer: Any) -> dict[str, Any]:
-    """Returns the body of the whole answer."""
-    (answer,) = answers
-    items = _Items()
-    items.add(answer)
-    items.finish(answer)
-    return _ended(_head(body), answer, items.done)
-
-
-def _head(body: ResponseRequest) -> dict[str, Any]:
-    return {
-        "id": new_id("resp_"),
-        "object": "response",
-        "created_at": now_s(),
-        "status": "in_progress",
-        "background": False,
-        "error": None,
-        "incomplete_details": None,
-        "instructions": body.instructions,
-        "max_output_tokens": body.max_output_tokens,
-        "metadata": body.metadata or {},
-        "model": body.model,
-        "output": [],
-        "parallel_tool_calls": True,
-        "previous_response_id": None,
-        "store": False,
-        "temperature": 1.0 if body.temperature is None else body.temperature,
-        "text": {"format": {"type": "text"}},
-        "tool_choice": body.tool_choice or "auto",
-        "tools": [each.model_dump() for each in body.tools or ()],
-        "top_p": body.top_p or 1.0,
-        "truncation": "disabled",
-        "usage": None,
-    }
-
-
 def _ended(head: Mapping[str, Any], answer: ServiceAnswer, output: list[dict[str, Any]]) -> dict[str, Any]:
-    used = Used.of([answer], 1)
+    used = Used([answer])
     cut = answer.finish == "length"
     return {
         **head,
@@ -231,29 +224,9 @@ def _ended(head: Mapping[str, Any], answer: ServiceAnswer, output: list[dict[str
     }
 
 
-def _part(kind: str, text: str) -> dict[str, Any]:
-    more: dict[str, Any] = {"annotations": []} if kind == "output_text" else {}
-    return {"type": kind, "text": text, **more}
-
-
 def _call(call: ToolCall) -> dict[str, Any]:
-    head = {"type": "function_call", "id": new_id("fc_"), "call_id": call_id(), "status": "completed"}
+    head = {"type": "function_call", "id": new_id("fc_"), "call_id": new_id("call_"), "status": "completed"}
     return {**head, "name": call["name"], "arguments": arguments_text(call)}
-
-
-async def stream(body: ResponseRequest, pieces: AsyncIterator[Delta], tokenizer: Any) -> AsyncIterator[str]:
-    """Yields the answer as server-sent events."""
-    head, items = _head(body), _Items()
-    yield items.event("response.created", response=head)
-    yield items.event("response.in_progress", response=head)
-    async for piece in pieces:
-        for text in items.add(piece):
-            yield text
-        if answer := piece.answer:
-            for text in items.finish(answer):
-                yield text
-            kind = "response.incomplete" if answer.finish == "length" else "response.completed"
-            yield items.event(kind, response=_ended(head, answer, items.done))
 
 
 class _Items:
@@ -262,8 +235,8 @@ class _Items:
     def __init__(self) -> None:
         self.done: list[dict[str, Any]] = []
         self._number = 0
-        self._open: dict[str, Any] | None = None
-        self._text = ""
+        self._open: dict[str, Any] = {}
+        self._part: dict[str, Any] = {}
 
     def event(self, kind: str, **fields: Any) -> str:
         """Writes an event with its number."""
@@ -272,17 +245,17 @@ class _Items:
 
     def add(self, piece: Delta | ServiceAnswer) -> list[str]:
         """Returns the events of more thinking and text."""
-        return [*self._more("reasoning", piece.thinking), *self._more("message", piece.content)]
+        return [*self._more("reasoning_text", piece.thinking), *self._more("output_text", piece.content)]
 
     def finish(self, answer: ServiceAnswer) -> list[str]:
         """Returns the events of the end of what is open, and of the tools that are called."""
-        found = [] if self._open or self.done or answer.tool_calls else self._begin("message")
+        found = [] if self._open or self.done or answer.tool_calls else self._begin("output_text")
         found += self._close()
         for call in map(_call, answer.tool_calls):
-            place, begun = len(self.done), {**call, "arguments": "", "status": "in_progress"}
+            place, arguments = len(self.done), call["arguments"]
+            begun = {**call, "arguments": "", "status": "in_progress"}
             found.append(self.event("response.output_item.added", output_index=place, item=begun))
             at = {"item_id": call["id"], "output_index": place}
-            arguments = call["arguments"]
             found.append(self.event("response.function_call_arguments.delta", **at, delta=arguments))
             done = {"arguments": arguments, "name": call["name"]}
             found.append(self.event("response.function_call_arguments.done", **at, **done))
@@ -292,48 +265,39 @@ class _Items:
     def _more(self, kind: str, text: str) -> list[str]:
         if not text:
             return []
-        found = [] if self._open and self._open["type"] == kind else [*self._close(), *self._begin(kind)]
-        self._text += text
-        return [*found, self.event(f"response.{self._part_kind}.delta", **self._at, delta=text, **self._logprobs)]
+        found = [] if self._open and self._part["type"] == kind else [*self._close(), *self._begin(kind)]
+        self._part["text"] += text
+        return [*found, self._text_event("delta", delta=text)]
 
     def _begin(self, kind: str) -> list[str]:
-        item: dict[str, Any] = {"type": "reasoning", "id": new_id("rs_"), "summary": [], "content": []}
-        if kind == "message":
-            item = {"type": kind, "id": new_id("msg_"), "role": "assistant", "status": "in_progress", "content": []}
-        self._open, self._text = item, ""
-        added = self.event("response.output_item.added", output_index=len(self.done), item=item)
-        part = _part(self._part_kind, "")
-        return [added, self.event("response.content_part.added", **self._at, part=part)]
+        self._part = {"type": kind, "text": ""}
+        self._open = {"type": "reasoning", "id": new_id("rs_"), "summary": [], "content": []}
+        if kind == "output_text":
+            self._part["annotations"] = []
+            message = {"type": "message", "role": "assistant", "status": "in_progress", "content": []}
+            self._open = {"id": new_id("msg_"), **message}
+        added = self.event("response.output_item.added", output_index=len(self.done), item=self._open)
+        return [added, self._part_event("content_part.added", part=self._part)]
 
     def _close(self) -> list[str]:
-        if self._open is None:
+        if not self._open:
             return []
-        part = _part(self._part_kind, self._text)
-        found = [
-            self.event(f"response.{self._part_kind}.done", **self._at, text=self._text, **self._logprobs),
-            self.event("response.content_part.done", **self._at, part=part),
-        ]
-        item = {**self._open, "content": [part]}
+        text = self._text_event("done", text=self._part["text"])
+        part = self._part_event("content_part.done", part=self._part)
+        item = {**self._open, "content": [self._part]}
         if item["type"] == "message":
             item["status"] = "completed"
-        found.append(self._item_done(item))
-        self._open = None
-        return found
+        self._open = {}
+        return [text, part, self._item_done(item)]
 
     def _item_done(self, item: dict[str, Any]) -> str:
         self.done.append(item)
         return self.event("response.output_item.done", output_index=len(self.done) - 1, item=item)
 
-    @property
-    def _part_kind(self) -> str:
-        assert self._open is not None
-        return "output_text" if self._open["type"] == "message" else "reasoning_text"
+    def _text_event(self, kind: str, **fields: Any) -> str:
+        more = {"logprobs": []} if self._part["type"] == "output_text" else {}
+        return self._part_event(f"{self._part['type']}.{kind}", **fields, **more)
 
-    @property
-    def _at(self) -> dict[str, Any]:
-        assert self._open is not None
-        return {"item_id": self._open["id"], "output_index": len(self.done), "content_index": 0}
-
-    @property
-    def _logprobs(self) -> dict[str, Any]:
-        return {"logprobs": []} if self._part_kind == "output_text" else {}
+    def _part_event(self, kind: str, **fields: Any) -> str:
+        at = {"item_id": self._open["id"], "output_index": len(self.done), "content_index": 0}
+        return self.event(f"response.{kind}", **at, **fields)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from service.asked import RequestRefused, ServiceAnswer
+from service.asked import Delta, RequestRefused, ServiceAnswer, TurnRequest
 from trireme.core.finite_json import to_json
 from trireme.core.sampling_bounds import BOUNDS, LONGEST_STOP, MOST_ANSWERS, MOST_STOP_IDS, MOST_STOPS
 from trireme.core.types import SamplingParams, VersionSpan
@@ -43,6 +43,10 @@ Many = Annotated[list[T], Field(fail_fast=True)]
 """A list whose first wrong item ends the look at it: a million of errors would take seconds, and a gigabyte."""
 Stops = Annotated[Many[Stop], Field(max_length=MOST_STOPS)]
 StopIds = Annotated[Many[TokenId], Field(max_length=MOST_STOP_IDS)]
+
+
+SAMPLING = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed"}
+"""Fields of bodies that are those of `SamplingParams`."""
 
 
 def few(value: T) -> T:
@@ -88,27 +92,26 @@ class SampledBody(Body):
     top_p: TopP | None = None
     stream: bool | None = None
 
-    def sampling_params(self, max_tokens: int | None, **options: Any) -> SamplingParams:
+    def sampling_params(self, max_tokens: int | None, stop: Sequence[int | str] = ()) -> SamplingParams:
         """Returns how to sample; what a body leaves out is that of the model's own distribution."""
-        temperature = 1.0 if self.temperature is None else self.temperature
-        return SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=self.top_p or 1.0, **options)
+        return SamplingParams(max_tokens, stop=stop, **self.model_dump(include=SAMPLING, exclude_none=True))
+
+    @abstractmethod
+    def turns(self) -> Sequence[TurnRequest]:
+        """Returns the prompts that it wants answers to. Raises RequestRefused."""
+
+    @abstractmethod
+    def whole(self, answers: Sequence[ServiceAnswer], tokenizer: Any) -> dict[str, Any]:
+        """Returns the body of the whole answer."""
+
+    @abstractmethod
+    def events(self, pieces: AsyncIterator[Delta], tokenizer: Any) -> AsyncIterator[str]:
+        """Yields the answer as server-sent events."""
 
 
-def only(*values: Any) -> AfterValidator:
-    """Returns a validator of a field that is known, but of which only these values can be served."""
-
-    def check(given: T) -> T:
-        if given is not None and given not in values:
-            shown = " or ".join(to_json(value) for value in values) or "nothing"
-            raise ValueError(f"it is not supported here; expected {shown}, or leave it out")
-        return given
-
-    return AfterValidator(check)
-
-
-Absent = Annotated[Any, only()]
-"""A field that is known and not supported."""
-NoPenalty = Annotated[float | None, only(0)]
+Nothing = Annotated[list[Any] | None, Field(max_length=0)]
+"""A list that must be empty: what it could hold is not supported."""
+NoPenalty = Annotated[float | None, Field(ge=0, le=0)]
 
 
 def refusal_of(errors: Sequence[Mapping[str, Any]]) -> RequestRefused:
@@ -119,7 +122,7 @@ def refusal_of(errors: Sequence[Mapping[str, Any]]) -> RequestRefused:
         field = "" if no_json else ".".join(str(part) for part in error["loc"] if part != "body")
         fields.append(field)
         message = str(error["msg"]).removeprefix("Value error, ")
-        if error["type"] == "extra_forbidden":
+        if error["type"] in ("extra_forbidden", "none_required"):
             message = "it is not supported here; leave it out"
         lines.append(f"`{field}`: {message}" if field else message)
     return RequestRefused("; ".join(dict.fromkeys(lines)), param=fields[0] if fields and fields[0] else None)
@@ -134,7 +137,7 @@ class FunctionTool(Body):
     name: Annotated[str, Field(min_length=1)]
     description: str | None = None
     parameters: Schema | None = None
-    strict: Annotated[bool | None, only(False)] = None
+    strict: Literal[False] | None = None
 
     def spec(self) -> ToolSpec:
         """Returns the tool as renderers take it."""
@@ -161,11 +164,11 @@ def arguments_of(text: str) -> dict[str, Any]:
     return arguments
 
 
-def check_tool_choice(choice: Any, tools: Sequence[ToolSpec]) -> Sequence[ToolSpec]:
+def check_tool_choice(choice: Any, tools: Iterable[ToolSpec]) -> tuple[ToolSpec, ...]:
     """Returns the tools that the model is told of. Raises RequestRefused for a choice that cannot be forced."""
     name = choice.get("type") if isinstance(choice, Mapping) else choice
     if name in (None, "auto"):
-        return tools
+        return tuple(tools)
     if name == "none":
         return ()
     raise RequestRefused(
@@ -175,17 +178,12 @@ def check_tool_choice(choice: Any, tools: Sequence[ToolSpec]) -> Sequence[ToolSp
     )
 
 
-def named_answers(messages: Sequence[Message], calls: Mapping[str, str], ids: Mapping[int, str]) -> list[Message]:
-    """Returns the messages with the name of its tool on each tool's answer. `calls`: names by the ids of calls; `ids`:
-    the id that each answer names, by its place. Raises RequestRefused for an id without a call."""
-    found = list(messages)
-    for place, call in ids.items():
-        if call not in calls:
-            raise RequestRefused(
-                f"message {place} answers the call `{call}`, which no message before it makes", param="messages"
-            )
-        found[place] = {**found[place], "name": calls[call]}
-    return found
+def tool_answer(content: str | list[Any] | None, call: str, calls: Mapping[str, str]) -> Message:
+    """Returns the message of a tool that answers the call of this id, with the tool's name. `calls`: names by the ids
+    of the calls before it. Raises RequestRefused where none has this id."""
+    if call not in calls:
+        raise RequestRefused(f"an answer to the call `{call}`, which no message before it makes", param="messages")
+    return {"role": "tool", "content": text_of(content), "name": calls[call]}
 
 
 class TextPart(Body):
@@ -193,12 +191,18 @@ class TextPart(Body):
 
     type: Literal["text", "input_text", "output_text"]
     text: str
-    annotations: Annotated[list[Any] | None, only([])] = None
+    annotations: Nothing = None
     logprobs: list[Any] | None = None
     cache_control: Any = None  # of Anthropic's prompt cache; replicas cache every prefix
 
 
 Content = str | Many[TextPart]
+
+
+class PlainFormat(Body):
+    """The form of an answer: text is the only one."""
+
+    type: Literal["text"]
 
 
 def text_of(content: str | list[Any] | None) -> str:
@@ -221,11 +225,6 @@ def now_s() -> int:
     return int(time.time())
 
 
-def call_id() -> str:
-    """Returns the id of a new call of a tool."""
-    return f"call_{uuid.uuid4().hex[:24]}"
-
-
 def arguments_text(call: ToolCall) -> str:
     """Returns the arguments of a call as JSON."""
     return to_json(call["arguments"], ensure_ascii=False)
@@ -233,68 +232,22 @@ def arguments_text(call: ToolCall) -> str:
 
 def spans_of(spans: Sequence[VersionSpan]) -> list[dict[str, Any]]:
     """Returns the weights of each token of an answer, as bodies tell them."""
-    return [
-        {
-            "version": span.identity.version,
-            "attempt": span.identity.attempt,
-            "digest": span.identity.digest,
-            "start": span.start,
-            "end": span.end,
-            "mixed": span.mixed,
-        }
-        for span in spans
-    ]
+    return [{**vars(span.identity), "start": span.start, "end": span.end, "mixed": span.mixed} for span in spans]
 
 
 class Used:
-    """The tokens and the weights that the answers of a request took."""
+    """The tokens and the weights that answers took. `n`: number of answers to each prompt."""
 
-    def __init__(self) -> None:
-        self.completion = 0
-        self._prompts: dict[int, int] = {}
-        self._versions: list[int] = []
-        self._nodes: list[int] = []
-
-    @classmethod
-    def of(cls, answers: Iterable[ServiceAnswer], n: int) -> Used:
-        """Counts whole answers, of which each prompt has `n`."""
-        used = cls()
-        for answer in answers:
-            used.add(answer, n)
-        return used
-
-    def add(self, answer: ServiceAnswer, n: int) -> None:
-        """Counts one answer."""
-        self._prompts[answer.choice // n] = len(answer.prompt)
-        self.completion += len(answer.sequence.tokens)
-        self._versions += answer.versions
-        self._nodes += [] if answer.node is None else [answer.node]
-
-    @property
-    def prompt(self) -> int:
+    def __init__(self, answers: Sequence[ServiceAnswer] = (), n: int = 1) -> None:
+        self.prompt = sum({answer.choice // n: len(answer.prompt) for answer in answers}.values())
         """Number of tokens of all prompts."""
-        return sum(self._prompts.values())
-
-    @property
-    def version(self) -> int:
-        """The newest version that sampled a token."""
-        return max(self._versions, default=0)
-
-    @property
-    def versions(self) -> dict[str, Any]:
-        """The newest and the oldest version, as `usage` tells them, and a session's names of the answers."""
-        names = {"answers": self._nodes} if self._nodes else {}
-        return {"version": self.version, "oldest_version": min(self._versions, default=0), **names}
-
-    def openai(self) -> dict[str, Any]:
-        """Returns `usage` in the form of chat completions."""
-        total = self.prompt + self.completion
-        return {
-            "prompt_tokens": self.prompt,
-            "completion_tokens": self.completion,
-            "total_tokens": total,
-            **self.versions,
-        }
+        self.completion = sum(len(answer.sequence.tokens) for answer in answers)
+        versions = [version for answer in answers for version in answer.versions] or [0]
+        nodes = [answer.node for answer in answers if answer.node is not None]
+        self.versions: dict[str, Any] = {"version": max(versions), "oldest_version": min(versions)}
+        """The newest and the oldest version, as `usage` has them, and the names of a session's answers."""
+        if nodes:
+            self.versions["answers"] = nodes
 
 
 def event(data: Any, name: str | None = None) -> str:

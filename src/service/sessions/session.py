@@ -10,12 +10,15 @@ it. An answer that was not delivered is masked: the agent has not acted on it, s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from service.asked import TurnRequest
 from service.sessions.records import (
     AnswersDelivered,
     RewardGiven,
@@ -97,9 +100,19 @@ class RequestCounts:
     """Requests that asked to be sampled in another way than the session is."""
 
 
+@dataclass(eq=False)
+class RunningTurn:
+    """A turn that is being sampled."""
+
+    request: TurnRequest
+    task: asyncio.Task[tuple[int, ...]]
+    callers: list[Callable[..., None] | None]
+    """Those who wait for it, and what each of them calls with its parts."""
+
+
 @dataclass
 class AgentSession:
-    """The sum of a session's records."""
+    """The sum of a session's records, and the turns that this process samples for it."""
 
     opened: SessionOpened
     tree: SessionTree = field(default_factory=SessionTree)
@@ -111,6 +124,7 @@ class AgentSession:
     heard: float = 0.0
     """The time at which this process last had a request of its agent, or answered one."""
     requests: RequestCounts = field(default_factory=RequestCounts)
+    running: list[RunningTurn] = field(default_factory=list)
 
     def apply(self, record: TurnAnswered | AnswersDelivered | RewardGiven | SessionEnded) -> tuple[int, ...]:
         """Takes the next record. Returns the nodes of the answers that it brings."""
@@ -139,9 +153,9 @@ class AgentSession:
         undelivered = [nodes for nodes in same if not self.tree.has_any(nodes)]
         return undelivered[0] if undelivered else same[-1] if same else None
 
-    def limit_reached(self, limits: SessionLimits, now: float, running: int) -> str | None:
-        """Returns why no turn may begin now, where `running` turns are being sampled; None if one may."""
-        turns, tokens, seconds = self.tree.counts.turns + running, self.tree.num_tokens, now - self.opened.at
+    def limit_reached(self, limits: SessionLimits, now: float) -> str | None:
+        """Returns why no turn may begin now; None if one may."""
+        turns, tokens, seconds = self.tree.counts.turns + len(self.running), self.tree.num_tokens, now - self.opened.at
         if turns >= limits.turns:
             return f"turns: it had {turns} of at most {limits.turns}"
         if tokens >= limits.tokens:
@@ -188,15 +202,30 @@ class AgentSession:
         return sum(given.value for place, given in self.rewards.items() if place in places)
 
     def _metrics(self) -> dict[str, float]:
-        counts, nodes = self.tree.counts, self.tree.nodes
+        summary = self.summary()
+        names = (*vars(self.tree.counts), "retries", "overruled", "tokens", "sampled")
         said = {name: float(value) for given in self.rewards.values() for name, value in given.metrics.items()}
-        return said | {
-            **{f"session/{name}": float(value) for name, value in vars(counts).items()},
-            "session/undelivered": float(sum(node.message is not None and not node.delivered for node in nodes)),
-            "session/retries": float(self.requests.retries),
-            "session/overruled": float(self.requests.overruled),
-            "session/tokens": float(self.tree.num_tokens),
-            "session/sampled": float(sum(node.end - node.start for node in nodes if node.message is not None)),
+        said |= {f"session/{name}": float(summary[name]) for name in names}
+        return said | {"session/undelivered": float(summary["answers"] - summary["delivered"])}
+
+    def summary(self) -> dict[str, Any]:
+        """Describes the session as JSON values, while it may grow in another thread."""
+        answers = [node for node in list(self.tree.nodes) if node.message is not None]
+        rewards = [given.value for given in list(self.rewards.values())]
+        return {
+            "session": self.opened.session,
+            "problem": self.opened.problem,
+            "floor": self.opened.floor,
+            "opened": self.opened.at,
+            "last": self.last,
+            "open": self.ended is None,
+            "reason": self.ended.reason if self.ended else None,
+            "tokens": self.tree.num_tokens,
+            **vars(self.tree.counts),
+            **vars(self.requests),
+            "delivered": sum(node.delivered for node in answers),
+            "sampled": sum(node.end - node.start for node in answers),
+            "reward": sum(rewards) if rewards else None,
         }
 
 

@@ -14,9 +14,8 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from service.app import as_refused
 from service.asked import RequestRefused
-from service.errors import JsonReply, error_reply
+from service.errors import JsonReply, as_refused, error_reply
 from service.guard import Limits, RequestGuard
 from service.keys import ServiceKeys
 from service.tinker.bodies import (

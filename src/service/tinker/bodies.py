@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import ConfigDict, Field, model_validator
 
 from service.asked import RequestRefused
-from service.dialects.wire import Absent, Body, Few, Many, Stop, StopIds, Stops, Temperature, TokenId, TopK, TopP
+from service.dialects.wire import Body, Few, Many, Stop, StopIds, Stops, Temperature, TokenId, TopK, TopP
 from service.tinker.codec import ForwardBackwardCall
 from trireme.core.sampling_bounds import MOST_PROMPT_LOGPROBS, MOST_SAMPLES
 from trireme.core.types import AdamParams, SamplingParams
@@ -149,7 +149,7 @@ class OptimStepBody(TrainingBody):
     """Asks for an update."""
 
     adam_params: AdamBody
-    optimizer_params: Absent = None
+    optimizer_params: None = None
 
 
 class SaveBody(TrainingBody):
@@ -170,7 +170,7 @@ class SaveExternalBody(SaveBody):
     """Asks for weights to be saved for download."""
 
     path: str
-    age_encryption_recipients: Absent = None
+    age_encryption_recipients: None = None
 
 
 class SaveForSamplerBody(SaveBody):

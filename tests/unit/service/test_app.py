@@ -105,6 +105,25 @@ async def test_a_stream_has_the_same_text_as_the_whole_answer() -> None:
         assert stream.response.headers["x-trireme-version"] == str(VERSION)
 
 
+async def test_a_finished_answer_does_not_wait_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served("It is 4.", "It may be 5.") as service:
+        slow, own = asyncio.Event(), service.sampler._say
+
+        async def say(request: Any, text: Any, told: Any) -> Any:
+            if text == "It may be 5.":
+                await slow.wait()
+            return await own(request, text, told)
+
+        monkeypatch.setattr(service.sampler, "_say", say)
+        ended = []
+        async with asyncio.timeout(20):
+            async for chunk in await ask(service, stream=True, n=2):
+                if chunk.choices[0].finish_reason:
+                    ended.append(chunk.choices[0].index)
+                    slow.set()
+        assert ended == [0, 1]
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_tool_calls_both_ways(streamed: bool) -> None:
     async with served(CALLS, "It is 4.") as service:

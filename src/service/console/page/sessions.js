@@ -31,17 +31,16 @@ async function showSessions() {
 
 function sessionTitle(each) {
   const reward = each.reward === null ? "" : `, reward ${short(each.reward)}`;
-  return `${each.session.slice(0, 12)} ${each.problem}: ${each.ended === null ? "open" : "ended"}, ${each.turns} turns, ${each.sampled} tokens${reward}`;
+  return `${each.session.slice(0, 12)} ${each.problem}: ${each.open ? "open" : "ended"}, ${each.turns} turns, ${each.sampled} tokens${reward}`;
 }
 
 async function showTree() {
   const name = shownSession, told = await ask("session", {name}), now = JSON.stringify(told);
   if (now === drawnTree || name !== shownSession) return;
   drawnTree = now;
-  const {counts} = told;
   element("session-note").textContent = [
-    `Session ${told.session}, floor ${told.floor}, ${told.ended === null ? "open" : `ended: ${told.ended}`}.`,
-    ` Turns ${counts.turns}, answers ${counts.answers}, conversations ${counts.roots}, forks ${counts.forks}, tokenised anew ${counts.retokenised}.`,
+    `Session ${told.session}, floor ${told.floor}, ${told.open ? "open" : `ended: ${told.reason}`}.`,
+    ` Turns ${told.turns}, answers ${told.answers}, conversations ${told.roots}, forks ${told.forks}, tokenised anew ${told.retokenised}.`,
     told.nodes_left_out ? ` ${told.nodes_left_out} nodes are not shown.` : "",
   ].join("");
   drawTree(told.nodes, name);

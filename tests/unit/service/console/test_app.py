@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from console_support import ATTACK, STEPS, encoded, make_live_run, reader_of
 from fastapi.routing import APIRoute
@@ -16,11 +17,14 @@ from service_support import ADMIN, CLIENT, served
 from starlette.testclient import TestClient
 from supervision_support import driven
 
+from service.console import sessions
 from service.console.app import HEADERS
 from service.console.reading import RunReader
 from service.console.serving import make_console_app
 from service.keys import ServiceKey, new_key
 from service.routes import CONSOLE_ROUTES, ROUTES, caller_of
+from service.sessions.records import FORMAT
+from service.store import Store
 
 HERE = ("127.0.0.1", 50000)
 
@@ -114,7 +118,7 @@ def test_rollouts_token_by_token(client: TestClient) -> None:
 
 def test_sessions_token_by_token(client: TestClient) -> None:
     listed = told(client, "sessions")
-    assert {each["session"]: each["ended"] for each in listed["sessions"]} == {
+    assert {each["session"]: each["reason"] for each in listed["sessions"]} == {
         "open-one": None,
         "ended-one": "by its harness",
     }
@@ -183,7 +187,7 @@ def test_a_run_in_object_storage_says_that_this_is_its_local_directory(root: Pat
 
 def test_the_table_has_every_route(root: Path) -> None:
     routes = [route for route in make_console_app(reader_of(root), []).routes if isinstance(route, APIRoute)]
-    there = {(method, route.path) for route in routes for method in route.methods - {"HEAD"}}
+    there = {(method, route.path.replace(":path", "")) for route in routes for method in route.methods - {"HEAD"}}
     assert there == {(route.method, route.path) for route in CONSOLE_ROUTES}
     assert {route.method for route in CONSOLE_ROUTES} == {"GET"}, "it only reads"
     for route in CONSOLE_ROUTES:
@@ -336,3 +340,35 @@ async def test_the_port_of_a_service_has_the_console_for_admin_keys(tmp_path: Pa
         assert wrong.status_code == 400
         missing = await service.client.get("/console/api/session?name=none", headers=admin)
         assert missing.status_code == 404
+
+
+async def test_the_console_of_another_process_asks_the_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It opens the store only where no service runs, and says which service does not answer."""
+    root, admin = tmp_path / "run", {"Authorization": f"Bearer {ADMIN}"}
+    root.mkdir()
+    (root / "service.keys").write_text(f"admin {ADMIN}\n")
+    (root / "service.keys").chmod(0o600)
+    alone = make_console_app(reader_of(root), [])
+    transport = httpx.ASGITransport(alone)
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1/console/api") as console:
+        own = RunReader(root, None, lambda: service.front.registry.book)
+        async with served("4", run=own, sessions=root / "sessions") as service:
+            await service.client.post("/sessions", json={"problem": "p"}, headers=admin)
+            store = service.front.registry._store
+            assert store is not None
+            store.name_address(service.url)
+            with monkeypatch.context() as unread:
+                unread.delattr(sessions, "read_copy")
+                (named,) = (await console.get("/sessions")).json()["sessions"]
+                assert (named["problem"], named["open"]) == ("p", True)
+                tree = await console.get("/session", params={"name": named["session"]})
+                assert (tree.status_code, tree.json()["nodes"]) == (200, [])
+                assert (await console.get("/session", params={"name": "none"})).status_code == 404
+        (stored,) = (await console.get("/sessions")).json()["sessions"]
+        assert stored["session"] == named["session"]
+        silent = Store(root / "sessions", FORMAT)
+        silent.open()
+        silent.name_address("http://127.0.0.1:9")
+        refused = await console.get("/sessions")
+        assert (refused.status_code, "http://127.0.0.1:9" in refused.text) == (503, True)
+        silent.close()

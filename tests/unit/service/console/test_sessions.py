@@ -8,16 +8,10 @@ import pytest
 from console_support import write_sessions
 
 from service.asked import RequestRefused
-from service.console import sessions
 from service.console.sessions import RunSessions, StoredSessions
 from service.sessions.records import FORMAT, decode
 from service.sessions.session import LOST, SessionBook
 from service.store import Store
-
-
-@pytest.fixture(autouse=True)
-def each_change_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "REST", 0.0)
 
 
 def test_stored_sessions_are_shown_as_the_service_shows_its_own(tmp_path: Path) -> None:
@@ -50,5 +44,5 @@ def test_sessions_of_a_machine_that_was_started_again_have_ended(tmp_path: Path)
     assert store.open()
     store.note_boot()
     store.close()
-    listed = {each["session"]: each["ended"] for each in RunSessions(StoredSessions(tmp_path)).listing()["sessions"]}
+    listed = {each["session"]: each["reason"] for each in RunSessions(StoredSessions(tmp_path)).listing()["sessions"]}
     assert listed == {"open-one": LOST, "ended-one": "by its harness"}

@@ -109,4 +109,4 @@ async def test_refusals_have_the_dialects_body() -> None:
 def test_blocks_in_the_wrong_place_are_refused(messages: Any, named: str) -> None:
     body = MessagesRequest.model_validate({"model": "policy", "max_tokens": 9, "messages": messages})
     with pytest.raises(RequestRefused, match=named):
-        body.service_request()
+        body.turns()

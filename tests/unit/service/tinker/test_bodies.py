@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from service.app import Service
 from service.dialects import chat, completions, messages, responses
 from service.dialects.wire import Body
-from service.session_app import SessionRoutes
+from service.routes import ROUTES, add_routes
 from service.tinker import bodies
 from service.tinker.app import TinkerRoutes
 from service.tinker.downloads import DownloadRoutes
@@ -20,8 +20,6 @@ from service.tinker.lists import SavedRoutes
 from service.tinker.session_lists import SessionListRoutes
 
 BOUNDS = {"maximum", "exclusiveMaximum", "const", "enum"}
-ONLY = ("logprobs", "top_logprobs", "best_of")
-"""Numbers of which one value is served (`wire.only`)."""
 
 
 class Anything:
@@ -37,15 +35,12 @@ def all_routes() -> FastAPI:
     for routes in (TinkerRoutes, SavedRoutes, SessionListRoutes):
         routes(anything).add(app)
     DownloadRoutes(anything, lambda: 0.0).add(app)  # type: ignore[arg-type]
-    sessions = SessionRoutes(anything)  # type: ignore[arg-type]
-    Service(anything, anything, sessions).routes(app, owners=True)  # type: ignore[arg-type]
+    add_routes(app, ROUTES, Service(anything, anything))  # type: ignore[arg-type]
     return app
 
 
 def unbounded(schema: Any, place: str) -> Iterator[str]:
     """The places of whole numbers that may be as large as a client likes."""
-    if place.rpartition("/")[2] in ONLY:
-        return
     if isinstance(schema, dict):
         if schema.get("type") == "integer" and not schema.keys() & BOUNDS:
             yield place
