@@ -30,6 +30,7 @@ SESSION, KEY = "trireme.session", "trireme.key"
 """Where the guard tells the routes the session of a request ("": none), and its key or None."""
 KEYED: tuple[Caller, ...] = ("client", "session", "admin")
 """Callers that need a key wherever they are."""
+ROUNDING_S = 1e-3
 KEYS_AT_FIRST = 1024
 """So many keys are counted before those whose bucket is full are looked for."""
 MEGABYTE = 10**6
@@ -62,31 +63,28 @@ class Rates:
 
     def __init__(self, per_minute: int | None, now: Callable[[], float] = time.monotonic) -> None:
         self._per_minute, self._now = per_minute, now
-        self._left: dict[str, tuple[float, float]] = {}
+        self._full_at: dict[str, float] = {}
+        """When the bucket of each key is full again."""
         self._most = KEYS_AT_FIRST
 
     def take(self, name: str) -> None:
         """Counts a request of the key `name`. Raises RequestRefused if it has none left."""
         if self._per_minute is None:
             return
-        now, rate = self._now(), self._per_minute / 60
-        if len(self._left) >= self._most:  # each session has a key; a full bucket says no more than none
-            full = self._per_minute
-            self._left = {
-                n: (left, then) for n, (left, then) in self._left.items() if left + (now - then) * rate < full
-            }
-            self._most = max(KEYS_AT_FIRST, 2 * len(self._left))
-        left, then = self._left.get(name, (float(self._per_minute), now))
-        left = min(self._per_minute, left + (now - then) * rate)
-        if left < 1:
-            self._left[name] = left, now
+        now, each_s = self._now(), 60 / self._per_minute
+        if len(self._full_at) >= self._most:  # each session has a key; a full bucket says no more than none
+            self._full_at = {key: at for key, at in self._full_at.items() if at > now}
+            self._most = max(KEYS_AT_FIRST, 2 * len(self._full_at))
+        full_at = max(now, self._full_at.get(name, now)) + each_s
+        wait_s = full_at - now - 60
+        if wait_s > ROUNDING_S:
             raise RequestRefused(
                 f"more than {self._per_minute} requests in a minute with this key (service.requests_per_minute)",
                 status=429,
                 code="rate_limit_exceeded",
-                retry_after_s=(1 - left) / rate,
+                retry_after_s=wait_s,
             )
-        self._left[name] = left - 1, now
+        self._full_at[name] = full_at
 
 
 class RequestCounter(Protocol):
@@ -158,30 +156,26 @@ class RequestGuard:
 
     async def _body(self, length: int | None, receive: Receive) -> bytes:
         most = self._limits.body_bytes
-        if length is not None and length > most:
-            raise _too_large(most)
+        here = min(most, UNANNOUNCED) if length is None else most
+        if (length or 0) > here:
+            raise _too_large(most, here)
+        parts, size = [], 0
         try:
             async with asyncio.timeout(self._limits.body_s):
-                return await self._read(receive, most, min(most, UNANNOUNCED) if length is None else most)
+                while True:
+                    message = await receive()
+                    if message["type"] != "http.request":
+                        raise RequestRefused("the client left before its body was whole", status=400)
+                    parts.append(part := message.get("body", b""))
+                    size += len(part)
+                    if size > here:
+                        raise _too_large(most, here)
+                    if not message.get("more_body", False):
+                        return b"".join(parts)
         except TimeoutError:
             raise RequestRefused(
                 f"the body took longer than {self._limits.body_s:g} s (service.body_s)", status=408, code="body_timeout"
             ) from None
-
-    @staticmethod
-    async def _read(receive: Receive, most: int, here: int) -> bytes:
-        """Reads a body of at most `here` bytes, where one that says its length may have `most`."""
-        parts, size = [], 0
-        while True:
-            message = await receive()
-            if message["type"] != "http.request":
-                raise RequestRefused("the client left before its body was whole", status=400)
-            parts.append(part := message.get("body", b""))
-            size += len(part)
-            if size > here:
-                raise _too_large(most, here)
-            if not message.get("more_body", False):
-                return b"".join(parts)
 
 
 def _refuse_many_strings(body: bytes) -> None:

@@ -30,7 +30,10 @@ SHORTEST = 16
 """Characters of a key that cannot be guessed."""
 ANY_TEXT = "surrogatepass"
 """How texts of clients become bytes: also those that UTF-8 cannot hold."""
-OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,63}")
+LINE = re.compile(
+    rf"\s*(client|admin)\s+(\S{{{SHORTEST},}})(?:\s+owner=([A-Za-z0-9][A-Za-z0-9_.@-]{{0,63}}))?\s*", re.ASCII
+)
+"""A line of a file of keys."""
 
 
 @dataclass(frozen=True)
@@ -128,34 +131,27 @@ def read(file: Path) -> list[ServiceKey]:
         raise _refused(file, f"which cannot be read: {error}", "name another file") from None
     if mode & 0o077:
         raise _refused(file, f"which others may read (mode {mode & 0o777:o})", f"chmod 600 {file}")
-    words = [line.split() for line in lines if line.strip() and not line.startswith("#")]
-    if not words:
+    lines = [line for line in lines if line.strip() and not line.startswith("#")]
+    if not lines:
         raise _refused(file, "which has no key", "write one, or leave service.keys out: then keys are generated")
-    keys = [_key(file, number, each) for number, each in enumerate(words, 1)]
+    keys = [_key(file, number, line) for number, line in enumerate(lines, 1)]
     if len({key.value for key in keys}) < len(keys):
         raise _refused(file, "which has a key twice", "give each line a key of its own")
     return keys
 
 
-def _key(file: Path, number: int, words: list[str]) -> ServiceKey:
+def _key(file: Path, number: int, line: str) -> ServiceKey:
     """Reads a line, which is a secret."""
-    match words:
-        case [("client" | "admin") as role, value]:
-            owner = ""
-        case [("client" | "admin") as role, value, word] if word.startswith("owner="):
-            owner = word.removeprefix("owner=")
-            if not OWNER.fullmatch(owner):
-                raise _refused(file, f"whose key number {number} has the owner {owner}", "use letters, digits, `_.@-`")
-        case _:
-            raise _refused(file, f"whose key number {number} has another form", "correct that line")
-    if len(value) < SHORTEST:
-        raise _refused(file, f"whose key number {number} is too short", "make one of more characters")
-    return ServiceKey(role, value, whose=owner)
+    match = LINE.fullmatch(line)
+    if match is None:
+        raise _refused(file, f"whose key number {number} has another form", "correct that line")
+    role, value, owner = match.groups("")
+    return ServiceKey("admin" if role == "admin" else "client", value, whose=owner)
 
 
 def _refused(file: Path, why: str, do: str) -> BadInput:
     expected = (
-        f"lines `client KEY` or `admin KEY`, of at least {SHORTEST} characters, and behind that at most owner=NAME, "
-        "in a file of mode 600"
+        f"lines `client KEY` or `admin KEY`, of at least {SHORTEST} characters, and behind that at most owner=NAME "
+        "(letters, digits, `_.@-`), in a file of mode 600"
     )
     return Refusal(f"service.keys = {file}, {why}", expected, do).error()

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from service.asked import RequestRefused
+from service.console.tokens import missing
 from trireme.supervision.status import Status
 
 PART_BYTES = 64 << 10
@@ -21,23 +21,23 @@ class RunLogs:
         self._root = root
 
     def listing(self) -> list[dict[str, Any]]:
-        """Lists the logs of the newest attempts, the newest first; `now` marks those of the current parts."""
-        current = set(current_logs(self._root).values())
-        return [
-            {"attempt": attempt, "name": name, "bytes": file.stat().st_size, "now": file in current}
-            for (attempt, name), file in self._files().items()
-        ]
+        """Lists the logs of the newest attempts, the newest first; `now` marks those of the current parts: of the
+        newest attempt, and of parts that outlived the attempt that started them, as replicas do."""
+        files, status = self._files(), Status.read(self._root)
+        current = {part.name for part in status.parts} if status else set()
+        current |= {name for attempt, name in files if attempt == next(iter(files))[0]}
+        found = []
+        for (attempt, name), file in files.items():
+            found.append({"attempt": attempt, "name": name, "bytes": file.stat().st_size, "now": name in current})
+            current.discard(name)
+        return found
 
     def part(self, attempt: int, name: str, end: int | None) -> dict[str, Any]:
         """Returns the lines of a log before byte `end` (None: its last ones), in at most PART_BYTES bytes, with the
         place of the first one. Raises RequestRefused."""
         file = self._files().get((attempt, name))
         if file is None:
-            raise RequestRefused(
-                f"given: the log {name!r} of attempt {attempt}; expected: one that logs/ of the run has; to do: choose "
-                "one of the list",
-                status=404,
-            )
+            raise missing(f"the log {name!r} of attempt {attempt}", "one that logs/ of the run has")
         with file.open("rb") as log:
             size = os.fstat(log.fileno()).st_size
             last = size if end is None else min(end, size)
@@ -66,14 +66,3 @@ class RunLogs:
             for file in sorted(attempts[attempt].glob("*.log"))
             if file.is_file() and file.resolve().is_relative_to(root)
         }
-
-
-def current_logs(root: Path) -> dict[str, Path]:
-    """Returns the log of each process of the newest attempt, and of parts that outlived the attempt that started them,
-    as replicas do."""
-    attempts = sorted((root / "logs").glob("attempt_*"), key=lambda path: int(path.name.partition("_")[2]))
-    logs = [{file.stem: file for file in sorted(attempt.glob("*.log"))} for attempt in attempts]
-    status = Status.read(root)
-    parts = {part.name for part in status.parts} if status else set()
-    older = {name: file for files in logs[:-1] for name, file in files.items() if name in parts}
-    return older | (logs[-1] if logs else {})

@@ -5,13 +5,10 @@ Requests come in threads. Each reads under the lock of its part, as parts keep w
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,9 +21,9 @@ from service.sessions.session import SessionBook
 from trireme.checkpoint.rows import shown_step
 from trireme.config.run import is_url
 from trireme.core.tokenizer import Decode
-from trireme.supervision.status import INCIDENTS, Status
+from trireme.supervision.status import Status, read_incidents
 from trireme.tools.curves import GroupAges, RunCurves
-from trireme.tools.following import LineFollower, driver_state, is_live, run_config
+from trireme.tools.following import driver_state, is_live, run_config
 from trireme.tools.standing import ROOMS, described, headline, lineage_facts, standing, target_of, troubles
 from trireme.tools.timeline import timeline, timeline_to_json
 
@@ -54,9 +51,6 @@ class RunReader:
         self.sessions = RunSessions(sessions or StoredSessions(root / SESSIONS))
         self.logs = RunLogs(root)
         self._curves, self._ages = RunCurves(root), GroupAges(root)
-        self._incidents = LineFollower(root / INCIDENTS)
-        self._newest_incidents: deque[dict[str, Any]] = deque(maxlen=MOST_INCIDENTS)
-        self._incidents_total = 0
         self._decode: Decode | None = None
         self._timelines: dict[int, tuple[float, dict[str, Any] | None]] = {}
         self.lock, self._tokenizer_lock, self._timeline_lock = (threading.Lock() for _ in range(3))
@@ -67,6 +61,7 @@ class RunReader:
             self._curves.look()
             newest, config, now = self._curves.newest, run_config(self.root), datetime.now(UTC)
             driver, status = driver_state(self.root), Status.read(self.root)
+            incidents = read_incidents(self.root)
             return {
                 "run": self.root.name,
                 "headline": headline(config, newest, driver),
@@ -84,8 +79,11 @@ class RunReader:
                 "now": now.timestamp(),
                 "parts": [asdict(part) for part in status.parts] if status else [],
                 "rooms": {room: _shown(names, newest) for room, names in ROOMS.items()},
-                "incidents": self._incidents_so_far(),
-                "incidents_older": self._incidents_total - len(self._newest_incidents),
+                "incidents": [
+                    {**asdict(each), "at": f"{datetime.fromtimestamp(each.at, UTC):%Y-%m-%d %H:%M:%S}"}
+                    for each in incidents[: -MOST_INCIDENTS - 1 : -1]
+                ],
+                "incidents_older": max(0, len(incidents) - MOST_INCIDENTS),
                 "unread": self._curves.unread,
             }
 
@@ -134,21 +132,6 @@ class RunReader:
                     log.exception("the tokenizer of %s cannot be opened; tokens are shown as numbers", self.root)
                     self._open_tokenizer = None
             return self._decode
-
-    def _incidents_so_far(self) -> list[dict[str, Any]]:
-        """Returns the newest incidents, newest first."""
-        restarted, lines = self._incidents.poll(1 << 20)
-        if restarted:
-            self._newest_incidents.clear()
-            self._incidents_total = 0
-        for line in lines:
-            with suppress(ValueError):  # a driver that was killed left a line unfinished
-                self._newest_incidents.append(json.loads(line))
-                self._incidents_total += 1
-        return [
-            {**incident, "at": f"{datetime.fromtimestamp(incident['at'], UTC):%Y-%m-%d %H:%M:%S}"}
-            for incident in reversed(self._newest_incidents)
-        ]
 
 
 def _shown(names: str, row: Mapping[str, Any]) -> list[tuple[str, float]]:

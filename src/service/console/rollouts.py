@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from service.asked import RequestRefused
-from service.console.tokens import TokenPiece, tokens_page
+from service.console.tokens import TokenPiece, missing, tokens_page
 from trireme.checkpoint.rows import ROLLOUTS, recorded_steps
 from trireme.core.tokenizer import Decode
-from trireme.run.rollout_records import lines_of
+from trireme.run.rollout_records import records_in
 
 NEWEST_STEPS = 500
 LISTED_BYTES = 64 << 20
@@ -36,7 +34,7 @@ class RecordedRollouts:
         file = self._file(step)
         groups = [
             {**_about(group), "tokens": sum(map(_length, group["rollouts"]))}
-            for group in self._read(file, LISTED_BYTES)
+            for group in records_in(file, LISTED_BYTES)
         ]
         return {"step": step, "groups": groups, "whole": file.stat().st_size <= LISTED_BYTES}
 
@@ -61,7 +59,7 @@ class RecordedRollouts:
         """Returns a page of the tokens of one rollout. Raises RequestRefused."""
         group = self._group(step, number)
         if not 0 <= rollout < len(group["rollouts"]):
-            raise _missing(f"rollout {rollout} of a group with {len(group['rollouts'])}", "one that the group lists")
+            raise missing(f"rollout {rollout} of a group with {len(group['rollouts'])}", "one that the group lists")
         pieces = [piece for turn in group["rollouts"][rollout]["turns"] for piece in _pieces(turn)]
         return tokens_page(pieces, start, decode) | {"step": group["step"], "floor": group["floor"]}
 
@@ -69,7 +67,7 @@ class RecordedRollouts:
         files = recorded_steps(self._directory)
         if step not in files:
             there = f"steps {min(files)} to {max(files)}" if files else "there are none"
-            raise _missing(f"rollouts of step {step}", f"a step that has recorded some ({there})")
+            raise missing(f"rollouts of step {step}", f"a step that has recorded some ({there})")
         return files[step]
 
     def _group(self, step: int, number: int) -> Mapping[str, Any]:
@@ -77,21 +75,11 @@ class RecordedRollouts:
         file = self._file(step)
         key = step, number, file.stat().st_mtime_ns
         if self._last is None or self._last[0] != key:
-            group = next((group for n, group in enumerate(self._read(file, None)) if n == number), None)
+            group = next((group for n, group in enumerate(records_in(file)) if n == number), None)
             if group is None:
-                raise _missing(f"group {number} of step {step}", "one that the step lists")
+                raise missing(f"group {number} of step {step}", "one that the step lists")
             self._last = key, group
         return self._last[1]
-
-    @staticmethod
-    def _read(file: Path, most_bytes: int | None) -> Iterator[Mapping[str, Any]]:
-        for line in lines_of(file, most_bytes):
-            yield json.loads(line)
-
-
-def _missing(given: str, expected: str) -> RequestRefused:
-    message = f"given: {given}; expected: {expected}; to do: reload the page, as the run may have gone back"
-    return RequestRefused(message, status=404)
 
 
 def _about(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,12 +6,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from service.asked import RequestRefused
 from trireme.core.tokenizer import Decode
 
 PAGE_TOKENS = 2000
 """Most tokens in one answer."""
 TEXT_CHARS = 20_000
 """Most characters of a text whose tokens cannot be shown one by one."""
+
+
+def missing(given: str, expected: str) -> RequestRefused:
+    """Returns the refusal of a request for what the run has not, or has no more."""
+    return RequestRefused(f"given: {given}; expected: {expected}; to do: reload the page", status=404)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,17 +27,7 @@ PROMPT = "prompt"
 Ids = npt.NDArray[np.int32]
 
 
-class TextTokens(Protocol):
-    """The tokenizer of the model, of which this is used."""
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Returns the tokens of a text."""
-
-    def decode(self, tokens: Any, *, skip_special_tokens: bool = False) -> Any:
-        """Returns the text of tokens."""
-
-
-def asked_before(tree: SessionTree, text: str, asked: str, tokenizer: TextTokens) -> Ids | None:
+def asked_before(tree: SessionTree, text: str, asked: str, tokenizer: Any) -> Ids | None:
     """Returns the tokens of a prompt of this text that was answered, and asked for, as a retry asks for it; None where
     there is none. The session may have grown since, so that the text would find another place now."""
     for prompt, behind in _text_prompts(tree, text, tokenizer):
@@ -46,7 +36,7 @@ def asked_before(tree: SessionTree, text: str, asked: str, tokenizer: TextTokens
     return None
 
 
-def prompt_ids(tree: SessionTree, text: str, tokenizer: TextTokens) -> Ids:
+def prompt_ids(tree: SessionTree, text: str, tokenizer: Any) -> Ids:
     """Returns the tokens of a prompt: those that the session has for its beginning, if it has any of its answers, and
     the tokenizer's for the rest."""
     longest, ids, rest = 0, np.empty(0, np.int32), text
@@ -93,7 +83,7 @@ def is_prompt(tree: SessionTree, node: int) -> bool:
     return tree.nodes[node].message is None and message is not None and message["role"] == PROMPT
 
 
-def text_behind(tree: SessionTree, match: Match, text: str | None, ids: Ids, tokenizer: TextTokens) -> str:
+def text_behind(tree: SessionTree, match: Match, text: str | None, ids: Ids, tokenizer: Any) -> str:
     """Returns the text of a prompt behind the answer that it continues, as its client wrote it. Of a prompt that came
     as token ids, or that continues a conversation, it is that of its tokens."""
     before, node = "", match.node
@@ -110,7 +100,7 @@ def text_behind(tree: SessionTree, match: Match, text: str | None, ids: Ids, tok
     return text[len(before) :]
 
 
-def _text_prompts(tree: SessionTree, text: str, tokenizer: TextTokens) -> Iterator[tuple[int, str]]:
+def _text_prompts(tree: SessionTree, text: str, tokenizer: Any) -> Iterator[tuple[int, str]]:
     """Yields each prompt up to which the session has the beginning of a text, with what the text has behind it."""
     open_ends = [(node, text) for node in _beginnings(tree)]
     while open_ends:
@@ -126,7 +116,7 @@ def _text_prompts(tree: SessionTree, text: str, tokenizer: TextTokens) -> Iterat
                 open_ends += [(child, behind[len(said) :]) for child in tree.nodes[answer].children]
 
 
-def _beginning(tokens: Ids, said: str, text: str, tokenizer: TextTokens) -> tuple[int, int]:
+def _beginning(tokens: Ids, said: str, text: str, tokenizer: Any) -> tuple[int, int]:
     """Returns how many tokens of an answer, which reads `said`, and how many letters of them, a text begins with."""
     if text.startswith(said):
         return len(tokens), len(said)
@@ -146,11 +136,11 @@ def _answers(tree: SessionTree, prompt: int) -> list[int]:
     return [child for child in tree.nodes[prompt].children if tree.nodes[child].message is not None]
 
 
-def _answer_text(tree: SessionTree, answer: int, tokenizer: TextTokens) -> str:
+def _answer_text(tree: SessionTree, answer: int, tokenizer: Any) -> str:
     if answer not in tree.texts:
         tree.texts[answer] = _text(tokenizer, tree.tokens(answer))
     return tree.texts[answer]
 
 
-def _text(tokenizer: TextTokens, tokens: Ids) -> str:
+def _text(tokenizer: Any, tokens: Ids) -> str:
     return str(tokenizer.decode(tokens.tolist(), skip_special_tokens=False)) if len(tokens) else ""

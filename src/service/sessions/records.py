@@ -98,7 +98,7 @@ def decode(row: Row) -> SessionRecord:
     """Returns the record of the row that `encode` made."""
     head = dict(row.head)
     if (kind := head.pop("kind")) == TurnAnswered.__name__:
-        return _turn_of(head, _Columns(row.columns))
+        return _turn_of(head, row.columns)
     if "nodes" in head:
         head["nodes"] = tuple(head["nodes"])
     made: SessionRecord = PLAIN[kind](**head)
@@ -129,34 +129,22 @@ def _turn_head(record: TurnAnswered) -> dict[str, Any]:
     }
 
 
-def _turn_of(head: Mapping[str, Any], columns: _Columns) -> TurnAnswered:
-    prompt = columns.next(head["prompt"], np.int32)
+def _turn_of(head: Mapping[str, Any], columns: bytes) -> TurnAnswered:
+    lengths = [head["prompt"], *(answer["tokens"] for answer in head["answers"] for _column in range(2))]
+    prompt, *more = np.split(np.frombuffer(columns, np.int32), np.cumsum(lengths)[:-1])
     answers = tuple(
         SampledAnswer(
             answer["message"],
-            columns.next(answer["tokens"], np.int32),
-            columns.next(answer["tokens"], np.float32),
+            tokens,
+            logprobs.view(np.float32),
             tuple(
                 VersionSpan(WeightIdentity.parse(label), start, end, mixed)
                 for label, start, end, mixed in answer["spans"]
             ),
             answer["stop_reason"],
         )
-        for answer in head["answers"]
+        for answer, tokens, logprobs in zip(head["answers"], more[::2], more[1::2], strict=True)
     )
     messages, tools = tuple(head["messages"]), tuple(head["tools"])
     given = TurnGiven(head["follows"], head["parent"], messages, tools, prompt, answers, head["asked"])
     return TurnAnswered(head["session"], head["at"], given)
-
-
-class _Columns:
-    """Reads columns one behind the other."""
-
-    def __init__(self, payload: bytes) -> None:
-        self._payload = payload
-        self._place = 0
-
-    def next(self, count: int, dtype: type[np.generic]) -> npt.NDArray[Any]:
-        column = np.frombuffer(self._payload, dtype, count, self._place)
-        self._place += column.nbytes
-        return column

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from service.answering import AnsweredTurn, OnPart, PlacedTurn, TurnAnswering
 from service.asked import USUAL, TurnRequest
@@ -32,7 +32,7 @@ from service.sessions.records import (
     decode,
     encode,
 )
-from service.sessions.session import LOST, AgentSession, SessionBook, SessionExport, SessionLimits
+from service.sessions.session import LOST, AgentSession, RunningTurn, SessionBook, SessionExport, SessionLimits
 from service.sessions.tree import ROOT, Match, SampledAnswer
 from service.sessions.turns import SessionClosed, check_request, check_sample
 from service.store import Store
@@ -41,16 +41,6 @@ from trireme.core.sampler import SampledPart
 from trireme.core.types import SamplingParams, VersionSpan
 
 DISTRIBUTION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-
-
-@dataclass(eq=False)
-class _Running:
-    """A turn that is being sampled."""
-
-    request: TurnRequest
-    task: asyncio.Task[tuple[int, ...]] | None = None
-    callers: list[OnPart | None] = field(default_factory=list)
-    """Those who wait for it, and what each of them calls with its parts."""
 
 
 class SessionRegistry:
@@ -72,7 +62,6 @@ class SessionRegistry:
         self._sampling, self._clock, self._history = sampling, clock, history or RunHistory()
         self._max_steps_off_policy = max_steps_off_policy
         self.book = SessionBook()
-        self._running: dict[str, list[_Running]] = {}
 
     def restore(self) -> int:
         """Opens the store and continues its sessions; called once, before any other verb. Returns how many there are.
@@ -91,8 +80,8 @@ class SessionRegistry:
 
     async def close(self) -> None:
         """Cancels the turns that are being sampled, and closes the store. Sessions stay as they are."""
-        for name in list(self._running):
-            await self._cancel(name)
+        for session in list(self.book.sessions.values()):
+            await _cancel(session)
         if self._store is not None:
             self._store.close()
 
@@ -125,8 +114,9 @@ class SessionRegistry:
     async def end(self, session: str, reason: str) -> None:
         """Ends a session, and cancels its turns that are being sampled. Does nothing where it has ended. Raises
         SessionClosed where there is no such session."""
-        self._end(self._known(session), reason)
-        await self._cancel(session)
+        known = self._known(session)
+        self._end(known, reason)
+        await _cancel(known)
 
     def export(self, session: str) -> SessionExport:
         """Returns the trajectory and the rewards of a session that has ended. Raises BadInput while turns run, and
@@ -149,14 +139,14 @@ class SessionRegistry:
             if self.book.sessions.get(name) is not session:  # its owner forgot it while another one was being ended
                 continue
             if session.ended is not None:
-                if now - max(session.last, session.ended.at) >= self._limits.kept_s and not self._running.get(name):
+                if now - max(session.last, session.ended.at) >= self._limits.kept_s and not session.running:
                     self.forget(name)
                 continue
             idle, age = now - max(session.last, session.heard), now - session.opened.at
             if age >= self._limits.seconds:
                 await self.end(name, f"seconds: it was opened {age:.0f} s ago")
                 ended.append(name)
-            elif idle >= self._limits.idle_s and not self._running.get(name):
+            elif idle >= self._limits.idle_s and not session.running:
                 await self.end(name, f"idle: nothing was heard of its agent for {idle:.0f} s")
                 ended.append(name)
         return ended
@@ -164,15 +154,17 @@ class SessionRegistry:
     async def attempt_begins(self, attempt: int, version: int) -> None:
         """Ends all sessions with weights that the run gives up, as it begins an attempt with a version."""
         self._history.begin(attempt, version)
-        for name in self._end_given_up():
-            await self._cancel(name)
+        for session in self._end_given_up():
+            await _cancel(session)
 
-    def _end_given_up(self) -> list[str]:
-        """Ends sessions whose weights are given up. Returns their names."""
-        given_up = {name: why for name, session in self.book.sessions.items() if (why := self._given_up(session))}
-        for name, why in given_up.items():
-            self._end(self.book.sessions[name], why)
-        return list(given_up)
+    def _end_given_up(self) -> list[AgentSession]:
+        """Ends sessions whose weights are given up. Returns them."""
+        ended = []
+        for session in self.book.sessions.values():
+            if why := self._given_up(session):
+                self._end(session, why)
+                ended.append(session)
+        return ended
 
     def _given_up(self, session: AgentSession) -> str | None:
         """Returns why the floor of a session, or what it has sampled, is not in the run's history; None if all is."""
@@ -192,7 +184,7 @@ class SessionRegistry:
         if match.echo != ROOT:  # the client has an answer that it sends back
             self._deliver(known, [match.echo])
         known.requests.overruled += self._overrules(request.params)
-        running = self._running_retry(session, request) if request.retry else None
+        running = _running_retry(known, request) if request.retry else None
         stored = known.stored(match, request.options) if request.retry else None
         known.requests.retries += bool(stored or running)
         left = running is not None and not running.callers  # its connection broke just now
@@ -214,24 +206,28 @@ class SessionRegistry:
 
     def _admit(self, session: AgentSession) -> None:
         """Raises SessionClosed where no turn may begin, and ends a session that has come to a limit."""
-        name = session.opened.session
         if session.ended is None:
-            running = len(self._running.get(name, ()))
-            reason = session.limit_reached(self._limits, self._clock(), running)
-            reason = reason or self._given_up(session)
+            reason = session.limit_reached(self._limits, self._clock()) or self._given_up(session)
             if reason is not None:
                 self._end(session, reason)
         if session.ended is not None:
             session.requests.refused += 1
-            raise SessionClosed(name, session.ended.reason)
+            raise SessionClosed(session.opened.session, session.ended.reason)
 
-    def _begin(self, session: AgentSession, match: Match, request: TurnRequest, stream: bool) -> _Running:
+    def _begin(self, session: AgentSession, match: Match, request: TurnRequest, stream: bool) -> RunningTurn:
         """Renders the prompt of a request, and starts to sample its answers. Raises RequestRefused."""
         placed = self._turns.place(session.tree, match, request, self._params(session, request))
-        name, running = session.opened.session, _Running(request)
-        running.task = asyncio.ensure_future(self._sample(session, placed, running, stream))
-        self._running.setdefault(name, []).append(running)
-        running.task.add_done_callback(lambda task: self._forget_running(name, running, task))
+        callers: list[OnPart | None] = []
+        task = asyncio.ensure_future(self._sample(session, placed, callers, stream))
+        running = RunningTurn(request, task, callers)
+        session.running.append(running)
+
+        def ended(task: asyncio.Task[tuple[int, ...]]) -> None:
+            session.running.remove(running)
+            if not task.cancelled():
+                task.exception()  # a caller that is gone does not ask for it
+
+        task.add_done_callback(ended)
         return running
 
     def _params(self, session: AgentSession, request: TurnRequest) -> SamplingParams:
@@ -250,7 +246,7 @@ class SessionRegistry:
         return any(getattr(params, n) not in (getattr(USUAL, n), getattr(self._sampling, n)) for n in DISTRIBUTION)
 
     async def _sample(
-        self, session: AgentSession, placed: PlacedTurn, running: _Running, stream: bool
+        self, session: AgentSession, placed: PlacedTurn, callers: Sequence[OnPart | None], stream: bool
     ) -> tuple[int, ...]:
         """Samples all answers of a turn and records them. Where one fails, none is recorded; where one has weights that
         the session may not have, the session ends. Raises SessionClosed then."""
@@ -258,7 +254,7 @@ class SessionRegistry:
         def on_part(placed: PlacedTurn, number: int, part: SampledPart) -> None:
             if not part.spans or self._unfit(session, part.spans):
                 return
-            for caller in running.callers:
+            for caller in callers:
                 if caller:
                     caller(placed, number, part)
 
@@ -287,9 +283,8 @@ class SessionRegistry:
             return f"an answer is of weights that were given up: {why}"
         return too_old(floor, spans[0].identity.version, self._max_steps_off_policy)
 
-    async def _wait(self, session: AgentSession, running: _Running, on_part: OnPart | None) -> tuple[int, ...]:
+    async def _wait(self, session: AgentSession, running: RunningTurn, on_part: OnPart | None) -> tuple[int, ...]:
         """Waits for a turn that may have other callers too. Raises SessionClosed if it was cancelled."""
-        assert running.task is not None
         running.callers.append(on_part)
         try:
             return await asyncio.shield(running.task)
@@ -301,16 +296,11 @@ class SessionRegistry:
             running.callers.remove(on_part)
             session.heard = self._clock()  # an agent whose turn failed after minutes has not been silent for so long
 
-    def _running_retry(self, session: str, request: TurnRequest) -> _Running | None:
-        """Returns the running turn that a retry means: one whose caller is gone, if there is one."""
-        same = [running for running in self._running.get(session, ()) if running.request.is_same(request)]
-        return min(same, key=lambda running: len(running.callers), default=None)
-
     # ---- records
 
     def _ended(self, session: str, what: str) -> AgentSession:
         known = self._known(session)
-        if known.ended is None or self._running.get(session):
+        if known.ended is None or known.running:
             raise BadInput(f"session {session} was to be {what} while it is open; expected one that was ended")
         return known
 
@@ -339,18 +329,16 @@ class SessionRegistry:
         prompt = tree.path_tokens(tree.nodes[nodes[0]].follows)
         return AnsweredTurn(prompt, self._params(session, request), answers, nodes)
 
-    async def _cancel(self, session: str) -> None:
-        """Cancels the turns of a session that are being sampled, and waits until they are."""
-        tasks = [running.task for running in self._running.get(session, ()) if running.task]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _forget_running(self, session: str, running: _Running, task: asyncio.Task[tuple[int, ...]]) -> None:
-        left = [other for other in self._running[session] if other is not running]
-        if left:
-            self._running[session] = left
-        else:
-            del self._running[session]
-        if not task.cancelled():
-            task.exception()  # a caller that is gone does not ask for it
+async def _cancel(session: AgentSession) -> None:
+    """Cancels the turns of a session that are being sampled, and waits until they are."""
+    tasks = [running.task for running in session.running]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _running_retry(session: AgentSession, request: TurnRequest) -> RunningTurn | None:
+    """Returns the running turn that a retry means: one whose caller is gone, if there is one."""
+    same = [running for running in session.running if running.request.sameness == request.sameness]
+    return min(same, key=lambda running: len(running.callers), default=None)

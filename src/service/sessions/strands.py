@@ -24,29 +24,19 @@ class Strand:
     def __init__(self, origin: int) -> None:
         self.origin = origin
         self.length = 0
+        """Number of tokens; the columns have room for more."""
         self.nodes: list[int] = []
-        self._tokens = np.empty(FIRST, np.int32)
-        self._logprobs = np.empty(FIRST, np.float32)
+        self.tokens = np.empty(FIRST, np.int32)
+        self.logprobs = np.empty(FIRST, np.float32)
 
     def append(self, node: int, tokens: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32] | None) -> None:
-        """Takes the tokens of a node. What was handed out before does not change: only what is behind it is written."""
+        """Takes the tokens of a node. Views of earlier ones do not change: only what is behind them is written."""
         end = self.length + len(tokens)
-        if end > len(self._tokens):
-            self._grow(max(end, int(len(self._tokens) * GROWTH)))
-        self._tokens[self.length : end] = tokens
-        self._logprobs[self.length : end] = 0 if logprobs is None else logprobs
+        if end > len(self.tokens):
+            room = np.empty(max(end, int(len(self.tokens) * GROWTH)) - len(self.tokens), np.int32)
+            self.tokens = np.concatenate([self.tokens, room])
+            self.logprobs = np.concatenate([self.logprobs, room.view(np.float32)])
+        self.tokens[self.length : end] = tokens
+        self.logprobs[self.length : end] = 0 if logprobs is None else logprobs
         self.length = end
         self.nodes.append(node)
-
-    def tokens(self, start: int, end: int) -> npt.NDArray[np.int32]:
-        """Returns a part of the tokens, not copied."""
-        return self._tokens[start:end]
-
-    def logprobs(self, start: int, end: int) -> npt.NDArray[np.float32]:
-        """Returns the log-probabilities of a part of the tokens, not copied."""
-        return self._logprobs[start:end]
-
-    def _grow(self, room: int) -> None:
-        tokens, logprobs = np.empty(room, np.int32), np.empty(room, np.float32)
-        tokens[: self.length], logprobs[: self.length] = self._tokens[: self.length], self._logprobs[: self.length]
-        self._tokens, self._logprobs = tokens, logprobs

@@ -182,12 +182,12 @@ class SessionTree:
     def tokens(self, node: int) -> npt.NDArray[np.int32]:
         """Returns the tokens of a node alone, not copied."""
         own = self.nodes[node]
-        return self.strands[own.strand].tokens(own.start, own.end)
+        return self.strands[own.strand].tokens[own.start : own.end]
 
     def logprobs(self, node: int) -> npt.NDArray[np.float32]:
         """Returns the log-probabilities of the tokens of a node, not copied."""
         own = self.nodes[node]
-        return self.strands[own.strand].logprobs(own.start, own.end)
+        return self.strands[own.strand].logprobs[own.start : own.end]
 
     def path_tokens(self, node: int) -> npt.NDArray[np.int32]:
         """Returns all tokens up to a node, with its own; ROOT: none."""
@@ -198,7 +198,7 @@ class SessionTree:
         pieces = [behind]
         while node != ROOT:
             strand = self.strands[self.nodes[node].strand]
-            pieces.append(strand.tokens(0, self.nodes[node].end))
+            pieces.append(strand.tokens[: self.nodes[node].end])
             node = strand.origin
         return np.concatenate(pieces[::-1])
 
@@ -222,8 +222,7 @@ class SessionTree:
         point: ChainPoint | None = self.nodes[node].point
         while point is not None and point.message is not None:
             if answer is not None and answer.point is point:
-                own = self.strands[answer.strand].tokens(answer.start, answer.end)
-                said: Any = {**(answer.message or {}), "tokens": own.data}
+                said: Any = {**(answer.message or {}), "tokens": self.tokens(node).data}
                 messages.append(said)
                 node = self.nodes[answer.follows].follows
                 answer = self.nodes[node] if node != ROOT else None

@@ -26,11 +26,11 @@ def read_records(file: Path) -> list[Mapping[str, Any]]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
-def lines_of(file: Path, most_bytes: int | None = None) -> Iterator[bytes]:
-    """Yields the groups in a file as they are written, one at a time; those that begin in its first `most_bytes`."""
+def records_in(file: Path, most_bytes: int | None = None) -> Iterator[Mapping[str, Any]]:
+    """Yields the groups in a file, one at a time; those that begin in its first `most_bytes`."""
     with file.open("rb") as lines:
         for line in lines:
-            yield line
+            yield json.loads(line)
             if most_bytes is not None and lines.tell() >= most_bytes:
                 return
 

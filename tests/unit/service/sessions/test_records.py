@@ -111,7 +111,7 @@ def state(book: SessionBook) -> dict[str, Any]:
             ],
             "said": [(n.stop_reason, n.delivered) for n in session.tree.nodes],
             "columns": [
-                (strand.origin, strand.tokens(0, strand.length).tolist(), strand.logprobs(0, strand.length).tobytes())
+                (strand.origin, strand.tokens[: strand.length].tolist(), strand.logprobs[: strand.length].tobytes())
                 for strand in session.tree.strands
             ],
         }

@@ -65,7 +65,7 @@ async def test_a_client_that_leaves_a_stream_finds_the_whole_answer_by_its_retry
             stream = await ask(agent, QUESTION, stream=True)
             await anext(stream)
             await stream.close()
-            (running,) = service.front.registry._running[session["session"]]
+            (running,) = service.front.registry.book.sessions[session["session"]].running
             await until(lambda: not running.callers)
             retry: Any = {"extra_headers": {"x-stainless-retry-count": "1"}, "stream": True}
             joined = asyncio.create_task(ask(agent, QUESTION, **retry))
@@ -85,7 +85,7 @@ async def test_an_answer_whose_client_left_its_stream_is_stored_and_not_trained(
             stream = await ask(agent, QUESTION, stream=True)
             await anext(stream)
             await stream.close()
-        (running,) = service.front.registry._running[session["session"]]
+        (running,) = service.front.registry.book.sessions[session["session"]].running
         await until(lambda: not running.callers)
         service.sampler.hold_within.set()
         await until(lambda: turns_of(service, session) == 1)

@@ -160,7 +160,7 @@ async def test_an_answer_that_could_not_be_delivered_is_masked_and_counted() -> 
         service.sampler.hold.set()
         async with of(session) as agent:
             await ask(agent, QUESTION)
-        while service.front.registry._running:  # noqa: ASYNC110  the first answer is kept for a retry
+        while any(each.running for each in service.front.registry.book.sessions.values()):  # noqa: ASYNC110  the first answer is kept for a retry
             await asyncio.sleep(0.001)
         export = await exported(service, session)
         assert [turn["in_loss"] for turn in export["turns"]].count(True) == 1
