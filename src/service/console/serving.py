@@ -71,10 +71,10 @@ def make_console_app(reader: RunReader, keys: list[ServiceKey]) -> FastAPI:
 
     @app.middleware("http")
     async def first(request: StarletteRequest, other: RequestResponseEndpoint) -> Response:
-        url = request.url
-        if not keys and not is_loopback(url.hostname or ""):  # a page elsewhere, whose name was made to lead here
+        url, host = request.url, URL(f"//{request.headers.get('host', '')}").hostname or ""
+        if not keys and not is_loopback(host):  # a page elsewhere, whose name was made to lead here
             refused = RequestRefused(
-                f"given: the host {url.hostname!r}; expected: localhost or 127.0.0.1; to do: open the address that "
+                f"given: the host {host!r}; expected: localhost or 127.0.0.1; to do: open the address that "
                 "`trireme watch --web` printed, or give it --keys",
                 status=403,
             )

@@ -295,7 +295,7 @@ class _Items:
         return self.event("response.output_item.done", output_index=len(self.done) - 1, item=item)
 
     def _text_event(self, kind: str, **fields: Any) -> str:
-        more = {"logprobs": []} if self._part["type"] == "output_text" else {}
+        more: dict[str, Any] = {"logprobs": []} if self._part["type"] == "output_text" else {}
         return self._part_event(f"{self._part['type']}.{kind}", **fields, **more)
 
     def _part_event(self, kind: str, **fields: Any) -> str:
