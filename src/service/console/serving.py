@@ -71,7 +71,8 @@ def make_console_app(reader: RunReader, keys: list[ServiceKey]) -> FastAPI:
 
     @app.middleware("http")
     async def first(request: StarletteRequest, other: RequestResponseEndpoint) -> Response:
-        url, host = request.url, URL(f"//{request.headers.get('host', '')}").hostname or ""
+        url = request.url
+        host = URL(f"//{request.headers.get('host', '')}").hostname or ""
         if not keys and not is_loopback(host):  # a page elsewhere, whose name was made to lead here
             refused = RequestRefused(
                 f"given: the host {host!r}; expected: localhost or 127.0.0.1; to do: open the address that "
