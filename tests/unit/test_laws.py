@@ -255,7 +255,8 @@ PATHS_ELSEWHERE = {
         "mark": "a name of MARKS",
     },
     "trireme/run/metrics.py": {"n + failed": "a division"},
-    "service/guard.py": {"rate": "a division"},
+    "service/console/serving.py": {"configured": "where the user's configuration puts the keys"},
+    "service/guard.py": {"self._per_minute": "a division"},
     "service/tinker/costs.py": {"self._seconds": "a division"},
 }
 """The operands from which places are made without `path_in`, and why they name nothing elsewhere."""

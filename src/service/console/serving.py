@@ -52,7 +52,8 @@ def of_service(root: Path, url: URL) -> Response | None:
     address = served_at(root / SESSIONS)
     if not address:
         return None
-    file = Path(run_config(root).get("service", {}).get("keys") or root / "service.keys")
+    configured = run_config(root).get("service", {}).get("keys")
+    file = Path(configured) if configured else root / "service.keys"
     try:
         admin = next((key.value for key in read(file.expanduser()) if key.role == "admin"), "")
         asked = Request(f"{address}{url.path}?{url.query}", headers={"x-api-key": admin})
