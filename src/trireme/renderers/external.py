@@ -7,8 +7,10 @@ thinking leaves the history: then it renders the conversation anew, and here eac
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
-from itertools import count
+from itertools import count, product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ import numpy.typing as npt
 from trireme.core.errors import BadInput
 from trireme.core.extras import require
 from trireme.core.finite_json import to_json
-from trireme.renderers.base import trained_messages
+from trireme.renderers.base import PROBE, PROBE_TOOL, trained_messages
 from trireme.renderers.qwen_tags import read_json, tool_schema
 from trireme.renderers.types import Message, Renderer, ToolCall, ToolSpec, TrainOn
 
@@ -25,6 +27,8 @@ PACKAGE = "renderers"
 THINKING_SWITCHES = ("enable_thinking", "thinking")
 """Names under which the package's formats know `renderer.enable_thinking`."""
 QUESTION = "What is 2 + 2?"
+PLAIN = 4
+"""Messages at the beginning of the probe that use no tool."""
 
 
 class PackageRenderer(Renderer):
@@ -143,12 +147,45 @@ class PackageRenderer(Renderer):
 
 
 def suitable(tokenizer: Any, strip: bool, enable_thinking: bool | None = None) -> PackageRenderer:
-    """Returns the renderer that the package names for a model. Raises BadInput if it names none."""
+    """Returns the package's renderer for a model: the one that it names for it, else the first that writes what the
+    tokenizer's chat template does. Raises BadInput if there is none."""
+    if tokenizer.chat_template is None and Path(tokenizer.name_or_path).is_dir():
+        raise BadInput(f"{tokenizer.name_or_path} has no chat template to compare a format with")
     known = require(f"{PACKAGE}.base", extra=PACKAGE, what_for="the chat format of a model").MODEL_RENDERER_MAP
-    model = tokenizer.name_or_path
-    if model not in known:
-        raise BadInput(f"the package {PACKAGE} names no format for {model or 'this tokenizer'}: {PACKAGE}:FORMAT does")
-    return PackageRenderer(tokenizer, strip, enable_thinking, name=known[model])
+    if named := known.get(tokenizer.name_or_path):
+        return PackageRenderer(tokenizer, strip, enable_thinking, name=named)
+    vocabulary = tokenizer.get_added_vocab()
+    for name in dict.fromkeys(known.values()) if tokenizer.chat_template else ():
+        if name == "gpt-oss" and "<|channel|>" not in vocabulary:
+            continue  # to open this format may take a download, whatever the tokenizer
+        with suppress(BadInput):
+            renderer = PackageRenderer(tokenizer, strip, enable_thinking, name=name)
+            if _writes_template(renderer, tokenizer, enable_thinking):
+                return renderer
+    raise BadInput(f"the package {PACKAGE} has no format for {tokenizer.name_or_path or 'this tokenizer'}")
+
+
+def _writes_template(renderer: PackageRenderer, tokenizer: Any, enable_thinking: bool | None) -> bool:
+    """Returns True if the renderer's tokens of the probe are those of the chat template, wherever that has any."""
+    options = {} if enable_thinking is None else dict.fromkeys(THINKING_SWITCHES, enable_thinking)
+    compared = 0
+    for n, generate in product(range(2, len(PROBE) + 1), (False, True)):
+        tools, text = [PROBE_TOOL] if n > PLAIN else [], None
+        with suppress(Exception):  # templates raise at will
+            text = tokenizer.apply_chat_template(
+                _for_package(PROBE[:n]),
+                tools=_schemas(tools),
+                add_generation_prompt=generate,
+                tokenize=False,
+                **options,
+            )
+        if text is None and n > PLAIN:
+            continue  # the template has no tools
+        own = renderer._render(PROBE[:n], tools, generate)[0]
+        if text is None or own != tokenizer.encode(str(text), add_special_tokens=False):
+            return False
+        compared += 1
+    return compared > 0
 
 
 def _open(tokenizer: Any, strip: bool, enable_thinking: bool | None, name: str) -> Any:

@@ -72,6 +72,13 @@ CALLS = {
     '{"expression": "2 + 2"}<|tool_call_end|><|tool_calls_section_end|>',
 }
 THINKING = [form for form, prompt in PROMPTS.items() if prompt.rstrip().endswith("<think>")]
+TEMPLATE_OF_KIMI = """
+{%- if tools %}{{ raise_exception('no tools') }}{% endif %}
+{%- for m in messages %}
+    {{- '<|im_' + m.role + '|>' + m.role + '<|im_middle|>' + m.content + '<|im_end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_assistant|>assistant<|im_middle|>' }}{% endif %}
+"""
 
 
 @cache
@@ -226,6 +233,12 @@ def test_auto_takes_the_format_that_the_package_names_for_a_model() -> None:
     assert renderer.name == "llama-3"
 
 
+def test_auto_takes_the_format_that_writes_what_the_template_does() -> None:
+    renderer = make_renderer("auto", tokenizer_of("kimi-k2", TEMPLATE_OF_KIMI))
+    assert isinstance(renderer, PackageRenderer)
+    assert renderer.name == "kimi-k2"
+
+
 def logged(caplog: pytest.LogCaptureFixture) -> Sequence[str]:
     return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
@@ -233,12 +246,13 @@ def logged(caplog: pytest.LogCaptureFixture) -> Sequence[str]:
 def test_auto_says_that_it_falls_back_to_the_template(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert isinstance(make_renderer("auto", tokenizer_of("kimi-k2", SAYS)), ChatTemplateRenderer)
-    assert "the package renderers names no format for this tokenizer: renderers:FORMAT does" in logged(caplog)[0]
+    other = TEMPLATE_OF_KIMI.replace("<|im_middle|>", "\n")
+    assert isinstance(make_renderer("auto", tokenizer_of("kimi-k2", other)), ChatTemplateRenderer)
+    assert "the package renderers has no format for" in logged(caplog)[0]
     caplog.clear()
     for name in [name for name in sys.modules if name.partition(".")[0] == "renderers"]:
         monkeypatch.setitem(sys.modules, name, None)
-    assert isinstance(make_renderer("auto", tokenizer_of("kimi-k2", SAYS)), ChatTemplateRenderer)
+    assert isinstance(make_renderer("auto", tokenizer_of("kimi-k2", TEMPLATE_OF_KIMI)), ChatTemplateRenderer)
     assert "uv sync --extra renderers" in logged(caplog)[0]
 
 
@@ -251,5 +265,5 @@ def test_what_does_not_suit_is_refused() -> None:
         renderer_of("llama-3", enable_thinking=False)
     prompt = renderer_of("glm-5", enable_thinking=False).generation_prompt([said("user", "Why?")])
     assert tokenizer_of("glm-5").decode(prompt).endswith("</think>")
-    with pytest.raises(BadInput, match=r"the package renderers names no format for"):
+    with pytest.raises(BadInput, match=r"the package renderers has no format for"):
         make_renderer("renderers", tokenizer_of("llama-3", SAYS))
