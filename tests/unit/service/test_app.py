@@ -94,8 +94,13 @@ async def test_a_chat_completion() -> None:
 
 async def test_a_stream_has_the_same_text_as_the_whole_answer() -> None:
     async with served("Let me think about it: the number was 4. 🤖!") as service:
-        stream = await ask(service, stream=True, stream_options={"include_usage": True})
-        chunks = [chunk async for chunk in stream]
+        more: dict[str, Any] = {"logprobs": True, "extra_body": {"return_token_ids": True}}
+        stream = await ask(service, stream=True, stream_options={"include_usage": True}, **more)
+        chunks: Any = [chunk async for chunk in stream]
+        pieces = [choice for chunk in chunks for choice in chunk.choices if choice.logprobs]
+        ids = [token for piece in pieces for token in piece.token_ids]
+        assert service.front.turns.tokenizer.decode(ids).startswith("Let me think about it: the number was 4. 🤖!")
+        assert len(ids) == sum(len(piece.logprobs.content) for piece in pieces)
         assert chunks[0].choices[0].delta.role == "assistant"
         texts = [chunk.choices[0].delta.content for chunk in chunks if chunk.choices]
         assert sum(map(bool, texts)) > 3, "it comes in pieces"
@@ -134,7 +139,7 @@ async def test_tool_calls_both_ways(streamed: bool) -> None:
         (call,) = choice.message.tool_calls
         assert call.function.name == "calculator"
         assert json.loads(call.function.arguments) == {"expression": "2 + 2"}
-        said = choice.message.model_dump(exclude_none=True)
+        said = choice.message.model_dump(exclude_none=True) | {"reasoning_content": "I thought."}
         told = {"role": "tool", "tool_call_id": call.id, "content": "4"}
         answer = await ask(service, messages=[*QUESTION, said, told], tools=[TOOL])
         assert answer.choices[0].message.content == "It is 4."
@@ -144,6 +149,7 @@ async def test_tool_calls_both_ways(streamed: bool) -> None:
                 {
                     "role": "assistant",
                     "content": "I look.",
+                    "thinking": "I thought.",
                     "tool_calls": [{**CALL, "arguments": {"expression": "2 + 2"}}],
                 },
                 {"role": "tool", "content": "4", "name": "calculator"},
@@ -190,8 +196,12 @@ async def test_completions_take_texts_and_token_ids() -> None:
         ids = await client.completions.create(model="policy", prompt=[7, 8, 9], extra_body={"return_token_ids": True})
         assert service.sampler.requests[-1].prompt.tolist() == [7, 8, 9]
         assert ids.choices[0].prompt_token_ids == [7, 8, 9]  # type: ignore[attr-defined]
-        stream = await client.completions.create(model="policy", prompt="a", stream=True, logprobs=0)
-        assert "".join([chunk.choices[0].text async for chunk in stream]) == "1"
+        stream = await client.completions.create(
+            model="policy", prompt="a", stream=True, logprobs=0, extra_body={"return_token_ids": True}
+        )
+        chunks: list[Any] = [chunk.choices[0] async for chunk in stream]
+        assert "".join(chunk.text for chunk in chunks) == "1"
+        assert all(len(chunk.token_ids) == len(chunk.logprobs.tokens) for chunk in chunks if chunk.logprobs)
 
 
 async def test_a_cut_answer_says_so() -> None:
