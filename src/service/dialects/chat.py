@@ -144,7 +144,7 @@ class OpenAIBody(SampledBody):
     user: str | None = None
     frequency_penalty: NoPenalty = None
     presence_penalty: NoPenalty = None
-    logit_bias: Annotated[dict[str, float] | None, Few, Field(max_length=0)] = None
+    logit_bias: Annotated[Annotated[dict[str, float], Field(max_length=0)] | None, Few] = None
     top_k: TopK | None = None
     min_p: MinP | None = None
     repetition_penalty: Penalty | None = None

@@ -244,6 +244,15 @@ async def test_what_is_not_supported_is_refused_by_name(body: dict[str, Any], na
         assert service.sampler.requests == []
 
 
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+async def test_null_stands_for_a_field_that_is_left_out(path: str) -> None:
+    nothing = dict.fromkeys(("logit_bias", "frequency_penalty", "stop", "n", "seed", "top_p", "stream_options"))
+    prompt = {"messages": QUESTION} if path.startswith("chat") else {"prompt": "2"}
+    async with served("4") as service:
+        answer = await service.post(f"/v1/{path}", {"model": "policy", "max_tokens": 4, **prompt, **nothing})
+        assert answer.status_code == 200, answer.text
+
+
 async def test_prompts_that_do_not_fit_are_refused() -> None:
     async with served("4") as service, of(service) as client:
         with pytest.raises(openai.BadRequestError) as refused:
