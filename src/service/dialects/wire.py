@@ -124,6 +124,8 @@ def refusal_of(errors: Sequence[Mapping[str, Any]]) -> RequestRefused:
         message = str(error["msg"]).removeprefix("Value error, ")
         if error["type"] in ("extra_forbidden", "none_required"):
             message = "it is not supported here; leave it out"
+        elif isinstance(error.get("input"), bytes):
+            message = "the body was not read as JSON; send it with the header `Content-Type: application/json`"
         lines.append(f"`{field}`: {message}" if field else message)
     return RequestRefused("; ".join(dict.fromkeys(lines)), param=fields[0] if fields and fields[0] else None)
 

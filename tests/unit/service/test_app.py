@@ -253,6 +253,15 @@ async def test_null_stands_for_a_field_that_is_left_out(path: str) -> None:
         assert answer.status_code == 200, answer.text
 
 
+async def test_a_body_that_is_sent_as_a_form_is_refused_with_the_header_to_send() -> None:
+    """`curl -d` names this type where no header is passed."""
+    headers = {"Content-Type": "application/x-www-form-urlencoded"}
+    async with served("4") as service:
+        refused = await service.client.post("/v1/chat/completions", content=b'{"model": "policy"}', headers=headers)
+        assert refused.status_code == 400
+        assert "`Content-Type: application/json`" in refused.json()["error"]["message"]
+
+
 async def test_prompts_that_do_not_fit_are_refused() -> None:
     async with served("4") as service, of(service) as client:
         with pytest.raises(openai.BadRequestError) as refused:
