@@ -262,6 +262,8 @@ def build_root(start: CodeStart) -> None:
         program = file.read()
     mount("none", "/", None, MS_REC | MS_PRIVATE)
     mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, f"size=1m,nr_inodes={MOST_INODES},mode=0755")
+    os.makedirs(work)  # before what is shown: an environment below /tmp would be covered by it
+    mount("tmpfs", work, "tmpfs", MS_NOSUID | MS_NODEV, f"size={start.disk_bytes},nr_inodes={MOST_INODES},mode=1777")
     seen: list[str] = []
     for path in sorted({*READABLE, *start.readable}, key=len):
         if not any(f"{path}/".startswith(f"{other}/") for other in seen) and os.path.lexists(path):
@@ -271,9 +273,7 @@ def build_root(start: CodeStart) -> None:
     for name in DEVICES:
         bind(f"/dev/{name}", f"{root}/dev/{name}")
     os.symlink("/proc/self/fd", f"{root}/dev/fd")
-    for name in ("proc", "tmp"):
-        os.makedirs(f"{root}/{name}")
-    mount("tmpfs", work, "tmpfs", MS_NOSUID | MS_NODEV, f"size={start.disk_bytes},nr_inodes={MOST_INODES},mode=1777")
+    os.makedirs(f"{root}/proc")
     os.symlink("/tmp", f"{root}/dev/shm")
     with suppress(OSError):  # some containers forbid it: then the program has no /proc
         mount("proc", f"{root}/proc", "proc", MS_NOSUID | MS_NODEV)

@@ -59,6 +59,15 @@ def test_a_program_gets_its_input_and_its_output_comes_back(directories: Path) -
     assert list(directories.iterdir()) == []
 
 
+def test_a_readable_directory_below_tmp_is_seen(machine: Machine, directories: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    data.joinpath("number").write_text("4")
+    tmp_path.chmod(0o755)
+    result = run(f"print(open('{data}/number').read())", limits=CodeLimits(readable=(str(data),)))
+    assert result.output == "4\n", result
+
+
 FORTY = """
 import os, time
 started = 0
