@@ -102,13 +102,13 @@ def test_refused_steps_leave_the_weights_and_the_run_goes_on(ended: Ended) -> No
 
 
 def test_the_culprits_are_named(ended: Ended) -> None:
-    """The datums by the trainer, their problems by the driver."""
+    """By their problems."""
     said = [line for line in ended.out.splitlines() if "was refused" in line]
     assert len(said) == 1 + REFUSED_IN_A_ROW
     refused_at = [ONCE, *range(ALWAYS_FROM, LAST + 1)]
     for step, line in zip(refused_at, said, strict=True):
         assert f"step {step + 1}, update 1 was refused" in line
-        assert re.search(r"the gradient norm is nan; nothing was updated.* datum \d+.* of batch [01]", line), line
+        assert "the gradient norm is nan; nothing was updated" in line
         assert re.search(r"Problems to look at: 0\.\d+\.\d+", line), line
 
 
