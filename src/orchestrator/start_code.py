@@ -6,7 +6,7 @@ module imports only the standard library and `start_program`, so that it starts 
 
 The isolation is one of three, and `run_code` tries which of them works on a machine:
 
-    namespaces  of the kernel: it has no other processes, no network, and no files but READABLE and those named
+    namespaces  of the kernel: the program sees no other processes, no network, and only READABLE and the named files
     own_uid     root lends the program a user id that nobody else has
     none        the program is a process of the same user
 

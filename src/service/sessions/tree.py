@@ -11,8 +11,8 @@ on from. The prompt is all tokens up to that answer, and what the renderer has b
 sampled answers is never tokenised again.
 
 A format may show earlier answers in another way than they were sampled, for example without their thinking. Then the
-prompt cannot go on from the tokens that are there: it begins a new branch of tokens, `retokenised` counts it, and the
-tokens that are there stay as they are.
+prompt cannot continue from the sampled tokens. It begins a new branch, which `retokenised` counts, and the sampled
+tokens stay unchanged.
 """
 
 from __future__ import annotations

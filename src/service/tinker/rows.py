@@ -6,8 +6,8 @@
     <model>/<n>/step                                        the trainer has done it since the model's newest commit
 
 A row is replaced in place. All rows that one change touches are committed at once, before the state is changed in
-memory. A state that is loaded has the same promises with the same outcomes, and the same numbers that are never done
-again. Its sessions count as heard of just now. Nothing runs in it: what had no outcome is done again.
+memory. A loaded state has the same promises, outcomes and numbers of requests as the stored one. Its sessions count as
+active now. The server runs each request without an outcome again, but none after another boot of the machine.
 """
 
 from __future__ import annotations
