@@ -222,10 +222,6 @@ def test_functions_fit_on_a_screen() -> None:
     assert structure.long_functions(MODULES) == []
 
 
-def test_no_file_is_long() -> None:
-    assert structure.long_files(MODULES) == []
-
-
 def test_unit_tests_mirror_the_source() -> None:
     """A test_x.py, or test_x_topic.py, below tests/unit has its module x in the same place of the source."""
     unit = ROOT / "tests" / "unit"

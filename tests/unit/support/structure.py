@@ -1,4 +1,4 @@
-"""What the laws of the source's structure are checked by: loose modules, repeated names, lengths, contracts.
+"""What the laws of the source's structure are checked by: loose modules, repeated names, long functions, contracts.
 
 `tests/unit/test_laws.py` uses it. Loose modules lie directly in `src/trireme`; `__init__.py` and `api.py`, the one that
 users import, are not counted. Contracts are those of import-linter in `pyproject.toml`.
@@ -16,7 +16,6 @@ from functools import cached_property
 from pathlib import Path
 
 PACKAGE = "trireme"
-LONG_FILE = 400
 LONG_FUNCTION = 60
 FORBIDDEN = re.compile(r"(Of|What|As|Whether|By|Who)\b")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -83,12 +82,6 @@ def forbidden_docstrings(modules: list[Module]) -> list[str]:
         for name, text in module.docstrings()
         if FORBIDDEN.match(text)
     ]
-
-
-def long_files(modules: list[Module]) -> list[str]:
-    """Returns `file: lines` of files that are longer than one may be."""
-    lengths = {module.name: module.text.count("\n") for module in modules}
-    return [f"{name}: {lines} lines" for name, lines in lengths.items() if lines > LONG_FILE]
 
 
 def long_functions(modules: list[Module]) -> list[str]:
