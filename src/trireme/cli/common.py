@@ -19,7 +19,7 @@ from trireme.core.errors import EXIT_OK, TriremeError
 from trireme.core.refusals import Refusal
 from trireme.plan.base import PartKind, Plan
 from trireme.process import signals
-from trireme.process.environ import Resources
+from trireme.process.environ import Resources, keep_compiled_code
 from trireme.process.faults import fault_point
 from trireme.run.rundir import resume_command
 
@@ -27,6 +27,7 @@ from trireme.run.rundir import resume_command
 def run_command(command: Callable[[list[str], Console], None], argv: Sequence[str]) -> int:
     """Runs `command` with its arguments and returns its exit code (`trireme.core.errors`)."""
     signals.arm()
+    keep_compiled_code()
     console = Console(highlight=False, soft_wrap=True)
     try:
         with signals.as_stopped():

@@ -74,6 +74,12 @@ def user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trireme"
 
 
+def keep_compiled_code() -> None:
+    """Sets where torch.compile and Triton keep what they compile: in the user's cache, unless a place is set. Call it
+    before anything imports `torch._inductor`, which settles on a directory in TMPDIR otherwise, and leaves it there."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(user_cache() / "torchinductor"))
+
+
 def prepare_ray_environment(address: str | None, threads: int, deterministic: bool, *, huge_pages: bool = True) -> None:
     """Sets the variables that Ray reads when it is imported, for the cluster at `address` or one started here (None).
 

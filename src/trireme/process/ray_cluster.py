@@ -24,7 +24,7 @@ from trireme.config import CommonConfig
 from trireme.core.errors import RoomFailed, ServicesLost
 from trireme.core.refusals import Refusal
 from trireme.process import waits
-from trireme.process.environ import Resources, cluster_address, user_cache
+from trireme.process.environ import Resources, cluster_address, keep_compiled_code
 from trireme.process.faults import fault_point
 from trireme.process.machine import VISIBLE, Node, this_machine
 from trireme.process.private import private_directory
@@ -161,8 +161,7 @@ def _local_cluster(cpus: int) -> Iterator[None]:
     """Runs Ray on this machine for the time of the block. Raises ServicesLost in place of what the block raises because
     its services have ended."""
     before = _children()
-    # What torch.compile has made, with Triton's kernels, would go into TMPDIR too. (vLLM's own cache is in ~/.cache.)
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(user_cache() / "torchinductor"))
+    keep_compiled_code()  # TMPDIR ends with this block. (vLLM's own cache is in ~/.cache.)
     with private_directory() as directory:
         os.environ["TMPDIR"] = str(directory)  # for what actors and engines leave when they are killed (vLLM's sockets)
         try:
