@@ -5,8 +5,6 @@ among the processes of the run and killed, or stopped; then the frozen one conti
 victims at all moments, `test_kills.py` some of them.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import tempfile

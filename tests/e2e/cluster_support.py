@@ -1,7 +1,5 @@
 """A Ray cluster of several nodes, all of them on this machine, started by hand as a user would."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

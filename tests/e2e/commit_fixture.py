@@ -4,8 +4,6 @@ The fixture is the run directory of a deterministic run of a tiny model (15,616 
 four steps. `expected.json` has the rows of the other two. The model is that of the last fixture's commit.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import tempfile

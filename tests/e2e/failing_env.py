@@ -1,7 +1,5 @@
 """An environment of which one rollout in five fails."""
 
-from __future__ import annotations
-
 import itertools
 
 from orchestrator.envs.sort import SortDataset

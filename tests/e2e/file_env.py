@@ -1,7 +1,5 @@
 """An environment that holds a file, named by its process, from when it is made until it is closed."""
 
-from __future__ import annotations
-
 import os
 import uuid
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Tiny random models, their published weights, and their logprobs by Hugging Face: the reference for replicas."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """An environment that keeps what it should not: each answer that it grades costs 8 MiB for good."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from orchestrator.envs.sort import SortDataset

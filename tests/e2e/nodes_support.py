@@ -1,8 +1,6 @@
 """Runs over nodes that are namespaces (`namespaces.py`), which share the directory of the runs, and a store of objects
 on a machine of its own."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """A sampler and an environment that the orchestrator's actor can import."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import os

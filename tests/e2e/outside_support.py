@@ -4,8 +4,6 @@ Prints {port: Answer} as JSON. Sends what strangers send (HTTP, calls of gRPC wi
 store), and pickles in the framings that libraries use, which make a file if anything unpickles them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

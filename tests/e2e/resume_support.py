@@ -1,7 +1,5 @@
 """Kills whole runs at chosen points, and compares what resumed ones leave with what uninterrupted ones leave."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 import time

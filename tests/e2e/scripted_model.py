@@ -1,8 +1,6 @@
 """A model that says what it is told: each token follows from the one before alone, with equal chances where there are
 several. So what comes of environments on a real engine is known beforehand."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The command `trireme serve` for tests: at one port and in one directory, killed and started again."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

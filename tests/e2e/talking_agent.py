@@ -1,7 +1,5 @@
 """An agent with OpenAI's client: two turns of one conversation, and a second opinion on the first."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

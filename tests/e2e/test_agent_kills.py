@@ -1,8 +1,6 @@
 """A run whose agents are programs loses an agent, a replica and the orchestrator. The witness is the programs' own
 record of token ids: what is trained is what they were given, each token once. How many sessions survive is printed."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

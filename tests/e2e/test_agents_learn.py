@@ -1,7 +1,5 @@
 """An agent learns: the guessing game of the examples, played through OpenAI's client, beside the built-in one."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from statistics import mean

@@ -1,7 +1,5 @@
 """A run whose environment is an agent with OpenAI's own client."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

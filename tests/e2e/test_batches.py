@@ -1,8 +1,6 @@
 """Batches on their way from the orchestrator's actor to the trainer's shards, over Ray: the driver holds none of their
 tokens, and each shard fetches its own part."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

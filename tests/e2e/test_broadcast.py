@@ -5,8 +5,6 @@ sender and receivers do when one of them is lost: unit/transports/test_broadcast
 unit/transports/test_kept.py. That it is the same run after another transport: test_resume.py.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from statistics import mean

@@ -1,8 +1,6 @@
 """An existing cluster: a head and further nodes, started by hand on this machine, a run across them, and
 `trireme scale` from another terminal: a replica more that samples, one less, and nothing is lost."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

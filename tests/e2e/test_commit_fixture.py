@@ -3,8 +3,6 @@
 Where this fails because a format has changed, `commit_fixture.py` writes the fixture anew.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

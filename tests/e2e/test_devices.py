@@ -1,8 +1,6 @@
 """What computes on which device, in clusters that say they have GPUs: real Ray, vLLM. (A run on CPUs of a machine with
 GPUs: test_kl_run.py.)"""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Prompt distillation on the small model: it answers with the prompt, and then without."""
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess

@@ -4,8 +4,6 @@ that need a service on one, and those that serve until they are stopped.
 tests/unit/test_readme.py tries all of them up to where they would start something.
 """
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import builtins

@@ -1,7 +1,5 @@
 """`trireme doctor` on three namespaces as nodes: nothing on a healthy cluster, then faults that need real ones."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """What environments hold is given back by a run that loses parts, begins again, and is then asked to end."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

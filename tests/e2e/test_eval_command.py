@@ -1,7 +1,5 @@
 """`trireme eval`, as a person would call it: real Ray and vLLM, no trainer."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

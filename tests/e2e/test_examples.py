@@ -1,7 +1,5 @@
 """The examples run as a person starts them, learn something, leave models that open, and leave nothing else."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -4,8 +4,6 @@ The replicas are actors without engines, and the nodes are places on this machin
 heartbeats.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import threading

@@ -1,7 +1,5 @@
 """The parts of `scripts/gpu_check.py` that start vLLM and runs, on CPUs, with the same code as on GPUs."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

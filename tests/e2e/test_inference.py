@@ -1,7 +1,5 @@
 """Replicas with the real vLLM: parity with Hugging Face over updates, versions of tokens, refusals, and deaths."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os

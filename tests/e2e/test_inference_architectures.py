@@ -1,7 +1,5 @@
 """vLLM takes the published weights of several architectures, and computes what Hugging Face computes with them."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

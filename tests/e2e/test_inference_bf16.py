@@ -1,8 +1,6 @@
 """Models in bfloat16 on the real vLLM: logits are float32 on both sides, and the canary finds what rounding does not
 explain."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Persistent buffers reach vLLM with each update: the correction of GLM-4-MoE's router chooses its experts."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

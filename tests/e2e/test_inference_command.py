@@ -1,7 +1,5 @@
 """The command `inference`, as a person would use it: the shipped model behind OpenAI's own client."""
 
-from __future__ import annotations
-
 import re
 import signal
 from collections.abc import Iterator

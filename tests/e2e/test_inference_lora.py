@@ -1,7 +1,5 @@
 """Adapters in the real vLLM, against Hugging Face and peft: updates in flight, caches, refusals."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """Ctrl-C at any moment of a start: exit code 130, what was started or the command that continues, and no traceback."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -2,8 +2,6 @@
 file, and a driver outside of the cluster submits a run, which is stopped with a commit and resumed.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

@@ -5,8 +5,6 @@ a run that loses all its parts one after the other is compared, bit for bit, wit
 closes its environments (test_resume.py); one loses a replica (test_broadcast.py).
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -4,8 +4,6 @@ It runs in a directory of a user: with modules that have the names of rooms, an 
 that the run is to leave alone.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -3,8 +3,6 @@
 Each node has one CPU, so the two shards, the orchestrator and the replica are on nodes of their own.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Which check finds which fault between a trainer's weights and a replica's logits: the table of docs/concepts.md."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """`rl` with LoRA as a user runs it: adapters travel, the base is the KL reference, and a commit goes on bit for bit."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,8 +1,6 @@
 """The head is lost with the driver and Ray's services, and the run directory with it: the same command on another node
 continues the run from a store of objects."""
 
-from __future__ import annotations
-
 import functools
 import shutil
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The orchestrator's actor and handle over Ray, with a sampler that needs no replica."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A machine that reaches the nodes of a run, and is none of them, tries each port at which anything listens."""
 
-from __future__ import annotations
-
 import json
 import re
 import secrets

@@ -1,8 +1,6 @@
 """A run in object storage on two nodes without a file system that they share: writers on the node without the driver
 commit, the driver is killed between their parts and the seal, and the run continues from the other node."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

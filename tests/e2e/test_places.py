@@ -1,7 +1,5 @@
 """Places of replicas that come and go, in a Ray cluster with GPUs that are only declared. Actors are idle ones."""
 
-from __future__ import annotations
-
 import time
 from contextlib import ExitStack
 from typing import Any

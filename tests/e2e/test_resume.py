@@ -8,8 +8,6 @@ The long chains, through every point and through ten random times, are marked `l
 `pytest -m long tests/e2e/test_resume.py` runs them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """The whole system: `rl` with real Ray, FSDP2 over gloo and vLLM on CPU, as a user runs it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

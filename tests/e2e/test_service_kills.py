@@ -1,8 +1,6 @@
 """Sessions of outside clients on a run that loses a replica, its service, a shard and the orchestrator. Each continues
 from its own tokens, or its later requests get 410 and the reason; none begins anew. How many survive is printed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

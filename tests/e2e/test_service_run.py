@@ -1,7 +1,5 @@
 """A run that answers chats while it trains."""
 
-from __future__ import annotations
-
 import queue
 import re
 import signal

@@ -1,7 +1,5 @@
 """Ray's own processes are killed under a run on one machine: the command starts them again, and the run is whole."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -1,8 +1,6 @@
 """One run on two nodes and then on three: shards on different nodes, replicas of two ranks,
 each of which is within a node, and both transports between nodes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 points. In the end all that it leaves is what a run leaves that nothing happened to, bit for bit. It trains adapters;
 the script of the base models, below, trains all weights."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

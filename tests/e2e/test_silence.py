@@ -1,7 +1,5 @@
 """An engine that stops in the middle of a run is noticed in proportion to the run's own steps: real Ray and vLLM."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

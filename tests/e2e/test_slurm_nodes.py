@@ -1,8 +1,6 @@
 """The Slurm script on namespaces as nodes: Ray, the driver and the names of nodes are real;
 srun, scontrol and the `uv` of the batch shell are stubs that enter the namespaces."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,8 +1,6 @@
 """Replicas of two ranks with the real vLLM: parity with Hugging Face over updates in flight, a rank that dies, and no
 process that outlives what it belongs to."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """The command `trireme serve` with the real client, on a real trainer and a real replica."""
 
-from __future__ import annotations
-
 import re
 import signal
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ A model that is trained on the same parts with the same seed is the same model, 
 trained alone and undisturbed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

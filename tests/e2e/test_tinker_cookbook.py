@@ -5,8 +5,6 @@ each an adapter. What a recipe has logged tells whether it learnt, and whether i
 are those of docs/tinker.md.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

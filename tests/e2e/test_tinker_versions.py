@@ -1,7 +1,5 @@
 """The oldest of Tinker's clients that works, installed from the package index, against the server of the unit tests."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from importlib.metadata import version as version_of

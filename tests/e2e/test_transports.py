@@ -7,8 +7,6 @@ moment of an offer is in the half where it meets all models, and both values of 
 socket and no thread is left but those of the last group, and a shard dies while it sends.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,8 +1,6 @@
 """Games of `guess` of which all but the first ones wait, after their first guess, until a file is there. Each holds a
 file until it is closed."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence

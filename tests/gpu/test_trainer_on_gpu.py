@@ -1,8 +1,6 @@
 """One shard: the variable-length kernel, compiled layers, offloaded state, low precision and experts on an NVIDIA GPU;
 on CPUs what they share. The comparisons are those of `scripts/gpu_check.py`."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,8 +1,6 @@
 """Sessions of clients while a run trains in steps of .05 to 10 s: a turn begins only while its replica's version is at
 most `max_steps_off_policy` above the session's floor, and no token of a later version than that is in the loss."""
 
-from __future__ import annotations
-
 import asyncio
 import tempfile
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Chats beside a run, in virtual time: 50 clients that never stop asking get `service.share` of the places in which
 replicas decode, and training is slower by about as much."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Evaluation and training share replicas for hours of virtual time: neither keeps the other from going on."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Replicas that join while a run trains, and one that stops in an update: the steps continue as if nothing happened."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

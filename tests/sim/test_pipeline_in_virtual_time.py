@@ -4,8 +4,6 @@ Every outcome goes through `check`, which knows nothing of the ledger but its me
 and trained on is counted by the environments, the replicas and the trainer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

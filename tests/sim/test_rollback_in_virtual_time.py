@@ -2,8 +2,6 @@
 exactly once hold over every rollback, all tokens that are trained on are of weights that the trainer knows, every
 environment is closed, and what the commit has is kept."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,8 +1,6 @@
 """A run goes back to an earlier step while agents of the service work, and comes to the same versions again: a session
 with weights that were given up is closed, whenever its next turn comes; every other one lives on."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from pathlib import Path

@@ -5,8 +5,6 @@ A token says where it stands in its sequence and which version sampled it, so th
 attributed to the wrong version is seen.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """The real pipeline at the size of a large cluster, in virtual time."""
 
-from __future__ import annotations
-
 import pytest
 from simulation import Scenario, simulate
 from test_pipeline_in_virtual_time import check

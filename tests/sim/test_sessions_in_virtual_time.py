@@ -2,8 +2,6 @@
 the members are others, no replica receives beside weights that it has still to load (it would say so), and nothing
 waits that did not wait without sessions."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 from math import ceil

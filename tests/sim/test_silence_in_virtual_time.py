@@ -1,8 +1,6 @@
 """Engines that are slow for a reason are left alone, and one that is stopped is found in seconds: the clocks of a
 replica, and the monitor of the driver, in virtual time. The engine is a script of what it does."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any

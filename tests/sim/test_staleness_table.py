@@ -1,7 +1,5 @@
 """The table of docs/asynchrony.md: the script still makes it, of the same shape."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

@@ -5,8 +5,6 @@ timer. When there is none, or none within a day, nothing will ever happen: that 
 There is nothing but the loop: threads, sockets and processes are refused, since they would need real time.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Coroutine

@@ -1,7 +1,5 @@
 """The configuration and the actors of a user's own loop. Rooms start in tests/e2e/test_examples.py."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

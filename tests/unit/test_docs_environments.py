@@ -1,7 +1,5 @@
 """The tutorial's code is code: what docs/environments.md shows, and the examples that it names, run as they are."""
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import re

@@ -1,7 +1,5 @@
 """The environments of examples/envs: each builds its problems and plays an episode, and the old ids name them."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

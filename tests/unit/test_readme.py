@@ -4,8 +4,6 @@ tests/e2e/test_docs.py runs the commands for real, those that need a service on 
 (`page_fences.py`).
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import asyncio

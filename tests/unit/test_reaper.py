@@ -1,7 +1,5 @@
 """What a test run has started ends with it, also when `timeout` or the kernel ends it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Objects of a store that enforces conditions, and what is said where it fails."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

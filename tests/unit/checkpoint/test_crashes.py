@@ -4,8 +4,6 @@ A run is trained in a model world: its state is the list of the rows that led to
 comes again. After every resume the rows of the run must be exactly the state of the commit that it resumed from.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections import Counter

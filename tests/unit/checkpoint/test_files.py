@@ -1,7 +1,5 @@
 """Files of a checkpoint: hashed as they are written, on the disk when the record is returned, errors that help."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import mmap

@@ -1,7 +1,5 @@
 """The manifest is the commit: any difference between what it names and what is there is seen, and so is one in it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

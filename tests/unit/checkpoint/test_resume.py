@@ -1,7 +1,5 @@
 """Which commit is chosen, what is refused, and that a fork leaves its source alone."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the rows of a run say of its attempts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

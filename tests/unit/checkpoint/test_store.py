@@ -1,7 +1,5 @@
 """Drafts, publication, retention and the way back; and that no crash in one of them loses a commit or a row."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import json

@@ -1,7 +1,5 @@
 """What HEAD in object storage says, and which commits stay there alone."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

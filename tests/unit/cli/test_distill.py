@@ -1,8 +1,6 @@
 """Prompt distillation: what teacher and student are asked, and what an answer becomes. (The model that answers, and the
 training after it, are in tests/e2e/test_distill_command.py.)"""
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """`trireme eval`: whose weights are evaluated, and what is printed. tests/e2e/test_eval_command.py runs it."""
 
-from __future__ import annotations
-
 import json
 from contextlib import ExitStack
 from pathlib import Path

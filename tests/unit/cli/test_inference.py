@@ -1,7 +1,5 @@
 """The command `inference`, up to where it would start something."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

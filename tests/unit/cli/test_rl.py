@@ -1,7 +1,5 @@
 """Bad input: the command ends with exit code 2 and says what was given, expected and to do, before Ray is touched."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import json

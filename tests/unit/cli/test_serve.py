@@ -1,7 +1,5 @@
 """The command `trireme serve`, up to where it would start something."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

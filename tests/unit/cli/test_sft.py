@@ -1,7 +1,5 @@
 """The command `sft` until anything starts: its configurations, the dry run, and bad input with exit code 2."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Sweeps: the grid that is asked for, what is run and what is not run again, failures, signals, table and plot. The
 runs are stand-ins (`fake_run.py`) in processes of their own."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

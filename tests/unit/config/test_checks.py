@@ -1,7 +1,5 @@
 """Checks across keys, against the model and against the installation."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from pathlib import Path

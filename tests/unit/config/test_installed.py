@@ -1,7 +1,5 @@
 """The installed build of vLLM, and where it cannot compute."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest

@@ -1,7 +1,5 @@
 """The merge of layers, and the reason why pydantic-settings does not read them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Reading the configuration: the order of places, every form of writing a value, and what each refusal says."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

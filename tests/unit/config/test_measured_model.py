@@ -1,7 +1,5 @@
 """Sizes are those of the model that transformers builds, of whatever architecture."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

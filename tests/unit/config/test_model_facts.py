@@ -1,7 +1,5 @@
 """A model's sizes from its config.json, and the ways in which there is none."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

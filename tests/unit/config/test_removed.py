@@ -1,7 +1,5 @@
 """Keys and commands that no longer exist: each is refused by what replaces it, wherever it is written."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A resume must find some things unchanged, and others may change."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

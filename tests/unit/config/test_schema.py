@@ -1,7 +1,5 @@
 """The configurations that ship with the repository, and the page that is generated from the schema."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`trainer.lora.*`: which layers get adapters, what is refused, what a resume must find unchanged, what a plan says."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A configuration that a run wrote may be a stranger's: what it would run is listed, and runs only by consent."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

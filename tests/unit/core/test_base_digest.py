@@ -1,7 +1,5 @@
 """Headers of safetensors files that are not true are refused with the file's name, before anything is read by them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

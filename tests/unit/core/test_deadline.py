@@ -1,7 +1,5 @@
 """Deadlines follow what the run has shown, within their bounds."""
 
-from __future__ import annotations
-
 import math
 
 from hypothesis import given

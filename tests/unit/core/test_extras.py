@@ -1,7 +1,5 @@
 """Optional packages: nothing of the quickstart needs them, and what does names the command that installs them."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

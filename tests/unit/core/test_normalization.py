@@ -1,7 +1,5 @@
 """How sequences weigh: the published formulas in float64, whatever datums and minibatches their tokens are in."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import get_args
 

@@ -1,7 +1,5 @@
 """A user's modules with the names of this project's packages: ours are found, theirs are named."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Paths that files name: names below a directory, and nothing else."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The doors of the service, the configuration and `SamplingParams` refuse what is outside of one table of bounds."""
 
-from __future__ import annotations
-
 import math
 from typing import Annotated, Any
 

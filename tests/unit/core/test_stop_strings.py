@@ -1,7 +1,5 @@
 """Where strings end an answer: the token that completes one, wherever it lies in the tokens."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """A tokenizer of somebody else is opened without running code that lies beside it."""
 
-from __future__ import annotations
-
 import builtins
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The types of the verbs: what they accept, what they hold, their defaults."""
 
-from __future__ import annotations
-
 import pickle
 from types import SimpleNamespace
 from typing import Any, get_args

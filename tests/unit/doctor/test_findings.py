@@ -1,7 +1,5 @@
 """Each planted fault is found, with its node, and nothing is found on a healthy cluster."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

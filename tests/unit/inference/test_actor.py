@@ -1,7 +1,5 @@
 """The parts of a replica that need no engine: deadlines, refusal after a failure, and the way of the bytes."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import pickle

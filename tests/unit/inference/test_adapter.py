@@ -1,7 +1,5 @@
 """Adapters beside the policy's, given to vLLM's own cache of them; end-to-end tests look at the kernels."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Sampling without an event loop: what is asked of the router, what comes back, and what a prompt's log-probabilities
 are made of. The router is a stand-in."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A scheduler that keeps tokens back: nothing is lost, nothing waits for long, and no message crosses a pause."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import zip_longest
 from types import SimpleNamespace

@@ -4,8 +4,6 @@ Uses are collected from the source, and resolved by mypy against the installed p
 of vLLM for CPUs and for CUDA had the same source in 0.32 (CONTRIBUTING), and torch has one for all.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import Counter

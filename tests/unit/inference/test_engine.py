@@ -1,7 +1,5 @@
 """The engine's arguments, requests and answers."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import inspect

@@ -1,7 +1,5 @@
 """What a process of an engine does before it computes."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

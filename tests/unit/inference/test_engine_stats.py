@@ -1,7 +1,5 @@
 """A replica reports its utilisation."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """How a lost replica is followed by another. Actors and references are stand-ins."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The tokens of an unfinished request are kept, and become part of the whole answer."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

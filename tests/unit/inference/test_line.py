@@ -1,7 +1,5 @@
 """The line from a router to a replica's desk: each request has one outcome, whatever travels together. Virtual time."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from typing import Any

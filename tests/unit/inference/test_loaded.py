@@ -1,7 +1,5 @@
 """What an engine has loaded, part by part: seen as loaders copy it, summed, and held against what was published."""
 
-from __future__ import annotations
-
 import logging
 import pickle
 from collections.abc import Callable

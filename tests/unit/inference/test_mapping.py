@@ -1,7 +1,5 @@
 """Finding the file behind an array: what another process maps there has the same bytes."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import subprocess

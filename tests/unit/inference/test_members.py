@@ -4,8 +4,6 @@ Nothing of what it gives is trained on. What it does once fails a rollout, which
 the end of it, and the run goes on with the other.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace

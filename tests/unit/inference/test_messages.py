@@ -1,7 +1,5 @@
 """What a router and a replica pack is what the other side unpacks."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Any
 

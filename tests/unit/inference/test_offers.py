@@ -1,7 +1,5 @@
 """Sessions of a router: who is asked, who takes part, and when an epoch begins. All times are virtual."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import AsyncIterator

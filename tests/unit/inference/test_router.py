@@ -1,7 +1,5 @@
 """The router, in front of replicas that are plain objects: where requests go, and what happens when a replica fails."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """vLLM's scheduler takes the run's requests before chats, and chats do not wait for ever."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast

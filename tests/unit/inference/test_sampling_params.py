@@ -1,7 +1,5 @@
 """What vLLM's own `SamplingParams` refuse, field by field, against our table of bounds."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

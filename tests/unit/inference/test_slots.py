@@ -1,7 +1,5 @@
 """Adapters beside the weights of updates: which replicas get them, and when."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 
 import numpy as np

@@ -1,7 +1,5 @@
 """An engine that works, however slowly, is told from one that stands still."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

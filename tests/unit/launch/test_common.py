@@ -1,7 +1,5 @@
 """What a start says while it waits."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 

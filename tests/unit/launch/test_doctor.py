@@ -1,7 +1,5 @@
 """Calls to all nodes at once name the one that does not answer; the nonce leaves nothing behind."""
 
-from __future__ import annotations
-
 import io
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Environments are made for a trial in a process of their own before a run starts, and in a dry run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The rooms of an attempt of `rl`: how they begin, and in which order they end."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The steps of a start that all commands with actors share."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The server of Tinker's clients, as the command starts it, on small rooms."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import httpx

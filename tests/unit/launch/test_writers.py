@@ -1,7 +1,5 @@
 """A run starts only where each process that writes to its directory sees it, or reaches the store of the run."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Advantages, filters, and turns merged into datums: against exact numbers, and for any trajectory."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

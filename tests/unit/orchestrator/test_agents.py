@@ -1,8 +1,6 @@
 """Rollouts that agents play, with OpenAI's own client over loopback: what is trained is what was sampled for them and
 delivered, each token once."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

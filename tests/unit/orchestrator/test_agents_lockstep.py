@@ -1,8 +1,6 @@
 """Deterministic mode with agents: one that does what a built-in environment does gives its tokens and rewards bit for
 bit, however long its client takes."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from contextlib import AsyncExitStack

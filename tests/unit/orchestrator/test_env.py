@@ -1,7 +1,5 @@
 """Finding datasets, walking through their problems, opening a model's tokenizer; and that none of it needs torch."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import subprocess

@@ -1,8 +1,6 @@
 """Environments that misbehave: each fault is counted by its type and tried again, the run goes on without it, and what
 failed is never trained on; only when too much fails does the run stop, and shows the first traceback."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

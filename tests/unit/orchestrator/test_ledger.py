@@ -1,7 +1,5 @@
 """The ledger under any order of events: the age bound, conservation, no lost problem, no deadlock."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

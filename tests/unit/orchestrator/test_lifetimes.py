@@ -1,7 +1,5 @@
 """What environments hold is given back: each that was made is closed, once, however its rollout ends."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections import Counter

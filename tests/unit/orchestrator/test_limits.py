@@ -1,7 +1,5 @@
 """The limits of a run: which rollouts count."""
 
-from __future__ import annotations
-
 import pytest
 from orchestrator_fakes import small_config
 

@@ -1,7 +1,5 @@
 """Deterministic mode: whoever is faster, rows and batches are the same, also after a resume."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Chats behind a renderer: what is asked, what is heard, and the datums that come of it."""
 
-from __future__ import annotations
-
 import asyncio
 import pickle
 from functools import partial

@@ -1,7 +1,5 @@
 """The pipeline with a sampler in the same process: batches, back-pressure, failures, limits, metrics."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Callable, Coroutine, Sequence

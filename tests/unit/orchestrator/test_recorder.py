@@ -1,7 +1,5 @@
 """Records of rollouts: which groups are kept of a step, and what is told of them."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One rollout: what is sampled, what is refused, and what the error says."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The orchestrator saves its state and continues from it, whatever it was doing."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json

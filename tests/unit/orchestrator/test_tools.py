@@ -1,7 +1,5 @@
 """Tools: what a model is told of its mistakes, limits of time and number, and thousands that wait together."""
 
-from __future__ import annotations
-
 import asyncio
 import pickle
 import threading

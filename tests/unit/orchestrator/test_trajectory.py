@@ -1,7 +1,5 @@
 """A trajectory as columns says what its turns said one by one, whatever their prompts, and holds each token once."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

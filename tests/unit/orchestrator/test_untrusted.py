@@ -1,8 +1,6 @@
 """Programs that nobody trusts: what they see, the limits that end them, and that nothing is left. All are bounded: none
 starts more than 40 processes, and these sleep and end by themselves."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """The deadline of an update."""
 
-from __future__ import annotations
-
 import pytest
 from orchestrator_fakes import small_config
 

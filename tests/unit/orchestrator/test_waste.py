@@ -1,7 +1,5 @@
 """The tokens that groups sample, and how many of them are wasted."""
 
-from __future__ import annotations
-
 import pytest
 
 from orchestrator.advantages import ScoredGroup

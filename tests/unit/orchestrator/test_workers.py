@@ -1,7 +1,5 @@
 """Worker processes: what comes back, what is killed, and that none is left."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

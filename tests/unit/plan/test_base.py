@@ -1,7 +1,5 @@
 """The plan of any run: devices, shares of cores, and refusals for lack of GPUs."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The plan of a shard's memory agrees with what models keep."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """What each process takes, the sums on each machine, and what is done about too little."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The plan of `rl`: replicas, tokens, staleness, what is in flight, and the text."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

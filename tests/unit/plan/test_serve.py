@@ -1,7 +1,5 @@
 """The memory that `trireme serve` takes for the weights of samplers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from trireme.cli.serve import UNREAD

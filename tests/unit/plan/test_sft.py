@@ -1,7 +1,5 @@
 """The plan of a supervised run."""
 
-from __future__ import annotations
-
 import pytest
 from model_support import FACTS
 from plan_support import machines

@@ -1,7 +1,5 @@
 """The trainer in a plan: the memory of a shard, copies, and adapters."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import ClassVar
 

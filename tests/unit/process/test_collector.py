@@ -1,7 +1,5 @@
 """The cycle collector of a long-lived process."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 

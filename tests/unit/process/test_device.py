@@ -1,7 +1,5 @@
 """One place decides on what a process computes, and says what it found where it cannot."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Where a process writes, and that it says where it is when it is asked."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

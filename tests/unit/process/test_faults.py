@@ -1,7 +1,5 @@
 """Fault points: which process they hit, how often, and what they do there. Processes are real ones."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The Slurm script waits for nodes by name, with a deadline that names who is missing."""
 
-from __future__ import annotations
-
 import socket
 
 import pytest

@@ -1,7 +1,5 @@
 """What a machine has: its driver's answers, limits of control groups, and what other programs say of it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The directory of a driver: others do not enter it, and what a killed driver left is removed by the next one."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

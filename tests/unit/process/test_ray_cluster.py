@@ -1,7 +1,5 @@
 """Places for actors: which of them share a bundle, which Ray never splits over nodes. (Ray itself: tests/e2e.)"""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from contextlib import ExitStack, nullcontext

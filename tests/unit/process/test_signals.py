@@ -1,7 +1,5 @@
 """How a run is asked to end. Signals are sent to a process of their own, as a shell or a scheduler would."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The trace of a process: what a viewer, or a program, reads from its file."""
 
-from __future__ import annotations
-
 import errno
 import json
 import logging

@@ -1,7 +1,5 @@
 """What a long wait says. (Waits themselves are tried with Ray, in tests/e2e/test_waits.py.)"""
 
-from __future__ import annotations
-
 import pytest
 
 from trireme.core.errors import RoomFailed

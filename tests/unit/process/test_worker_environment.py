@@ -1,8 +1,6 @@
 """What a run takes with it to the nodes of a cluster: which variables, which code, and that secrets are never shown.
 (Through a real cluster: tests/e2e/test_job.py.)"""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

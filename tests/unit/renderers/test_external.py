@@ -1,7 +1,5 @@
 """Formats of the package `renderers` behind the project's interface, with small tokenizers that have their tokens."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Renderers: prompts token for token those of the chat template, sampled tokens left as they are, weights, parsing."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from typing import Any

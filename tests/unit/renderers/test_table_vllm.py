@@ -1,8 +1,6 @@
 """Renderers against the render endpoint of vLLM: the routes of its own server without an engine, in this process. Equal
 conversations have equal token ids, or a sentence says why not."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,7 +1,5 @@
 """A double of S3, and a place in it for each test."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """When commits are taken, what they hold, and what happens when one cannot be written. Rooms are stand-ins."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections import Counter

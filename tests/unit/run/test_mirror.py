@@ -1,7 +1,5 @@
 """What a driver brings to object storage while it trains, and what happens where that fails."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable

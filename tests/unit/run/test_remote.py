@@ -1,7 +1,5 @@
 """A run in object storage: what a start finds there, takes over and refuses, and what a crash leaves."""
 
-from __future__ import annotations
-
 import shlex
 import socket
 from collections import Counter

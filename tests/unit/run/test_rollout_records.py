@@ -1,7 +1,5 @@
 """Files of rollouts in a run directory, and the table that W&B gets."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The run directory: its name, what is refused, emptied and written, and where an attempt starts."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

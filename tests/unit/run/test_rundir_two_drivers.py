@@ -1,7 +1,5 @@
 """Two drivers in one run directory, on a file system whose locks do not hold: the older one changes nothing more."""
 
-from __future__ import annotations
-
 import fcntl
 import io
 import shutil

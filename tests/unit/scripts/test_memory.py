@@ -1,7 +1,5 @@
 """What is counted on tensors without memory is what real shards hold."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Small models of the architectures train, publish and open again, or are refused; docs/models.md says which."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

@@ -1,7 +1,5 @@
 """The manifest for KubeRay: what its pods share, and the run that it starts."""
 
-from __future__ import annotations
-
 import shlex
 from importlib.metadata import version
 from pathlib import Path

@@ -1,8 +1,6 @@
 """The Slurm script, with stubs of srun, scontrol, getent and uv that write down how they were called: in which
 order it starts what, how it ends by each signal and exit code, when it asks for a new start."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The service's actor without Ray: which replicas get chats, and when they join again."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The service over HTTP, mostly as OpenAI's own client sees it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable

@@ -3,8 +3,6 @@ middle of a body. Each gets the answer that it should have, and nothing is left 
 are is measured by `scripts/bench/serving.py`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from contextlib import suppress

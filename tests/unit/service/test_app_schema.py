@@ -1,8 +1,6 @@
 """Requests that follow from the OpenAPI schema of the app (schemathesis): valid ones and invalid ones, to every route,
 also of sessions that are there. No answer is an error of the service."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Iterator, Sequence

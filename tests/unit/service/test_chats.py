@@ -1,7 +1,5 @@
 """Requests of a service are chats, and end in time."""
 
-from __future__ import annotations
-
 import asyncio
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The words that clients of each dialect know errors by."""
 
-from __future__ import annotations
-
 import pytest
 
 from service.asked import RequestRefused

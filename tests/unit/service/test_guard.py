@@ -1,7 +1,5 @@
 """The rate of a key, and bodies in chunks. (test_app.py tests the guard before real routes.)"""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """The driver's side of the service, without Ray."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

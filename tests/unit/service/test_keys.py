@@ -1,7 +1,5 @@
 """Keys: made once, read from files that only their owner can read, found by their value alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Places of chats: first come, first served, and no place is lost."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

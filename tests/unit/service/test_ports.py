@@ -1,7 +1,5 @@
 """What a client without a key can cost a server: little. It is in a process of its own, where that is measured."""
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 """Requests that no client would send, to every listener: with letters that are not ASCII in paths, headers and keys.
 Whoever asks, no answer is an error of the server."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import random

@@ -1,7 +1,5 @@
 """Answers in pieces: what was sent is never taken back, and all pieces together are the whole answer."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """The table of routes, which the docs repeat. (test_app.py compares it with the app.)"""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from service.routes import ROUTES, caller_of, name_of

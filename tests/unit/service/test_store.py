@@ -1,7 +1,5 @@
 """A store after deaths of processes, torn files, full disks, and on file systems that are not local."""
 
-from __future__ import annotations
-
 import logging
 import resource
 import shutil

@@ -1,7 +1,5 @@
 """Examples as batches, the order in which they come, what is held out, and where a run goes on."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

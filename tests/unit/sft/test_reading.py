@@ -1,7 +1,5 @@
 """Files of examples: what a line becomes, and that whatever is wrong is named by file and line and refused."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

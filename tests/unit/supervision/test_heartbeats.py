@@ -1,7 +1,5 @@
 """Silent processes are killed, and others are not. Processes and references are stand-ins."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace

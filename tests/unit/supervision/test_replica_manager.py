@@ -1,7 +1,5 @@
 """Which replicas serve while parts are lost, found and asked for. Actors and references are stand-ins."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any

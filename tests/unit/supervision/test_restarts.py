@@ -1,7 +1,5 @@
 """How often a part may be started again, and who is silent for too long."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

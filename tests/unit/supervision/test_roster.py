@@ -1,7 +1,5 @@
 """The roster: what it says of parts and incidents, who is told, from several threads."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Iterator

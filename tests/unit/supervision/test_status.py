@@ -1,7 +1,5 @@
 """STATUS, incidents.jsonl and requests to scale: what is written is what is read, whole, whatever happens."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

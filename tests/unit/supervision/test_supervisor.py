@@ -1,7 +1,5 @@
 """The supervisor informs the driver. Rooms and references are stand-ins; the thread is real."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence

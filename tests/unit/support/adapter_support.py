@@ -1,7 +1,5 @@
 """A run whose one commit holds LoRA adapters, and the model that they belong to."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path

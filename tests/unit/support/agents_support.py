@@ -1,7 +1,5 @@
 """Agents that play rollouts: a port for them, and a sampler that says its texts and keeps what it said."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any

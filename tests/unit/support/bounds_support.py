@@ -1,7 +1,5 @@
 """Values at the edges of the bounds of sampling."""
 
-from __future__ import annotations
-
 import math
 
 from trireme.core.sampling_bounds import BOUNDS

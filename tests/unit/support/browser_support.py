@@ -1,7 +1,5 @@
 """Headless Chromium, driven by its DevTools protocol: open a page, click, read what it shows, take a picture."""
 
-from __future__ import annotations
-
 import base64
 import json
 import shutil

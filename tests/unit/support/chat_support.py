@@ -1,7 +1,5 @@
 """Chats of a scripted policy with message environments."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from functools import cache

@@ -1,7 +1,5 @@
 """Small commits, ways to damage them, and crashes at any change of the file system."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Stand-ins for the rooms that have a part in each commit."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path

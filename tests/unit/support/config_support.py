@@ -1,7 +1,5 @@
 """A small configuration that passes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

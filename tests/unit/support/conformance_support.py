@@ -1,7 +1,5 @@
 """Reads the tables in tests/conformance: the cases of other projects' tests, and what stands for each here."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 Texts of the model try to be scripts. The tokenizer is that of the model that ships with the repository.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

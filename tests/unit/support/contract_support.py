@@ -4,8 +4,6 @@ mypy reports names and signatures that do not fit, but is silent about values of
 that is not Any, and modules with uses of vLLM declare nothing as Any: nothing escapes unseen.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import chdir

@@ -1,7 +1,5 @@
 """The digest's formula, written out in plain Python, for tests of what computes it faster."""
 
-from __future__ import annotations
-
 from trireme.core.digest import Sums
 
 MASK = (1 << 64) - 1

@@ -1,7 +1,5 @@
 """A healthy cluster of three nodes, as an examination, and ways to change it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import permutations
 from typing import Any

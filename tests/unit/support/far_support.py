@@ -1,7 +1,5 @@
 """Nodes that do not see the run directory, as directories of this machine: each has a disk of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

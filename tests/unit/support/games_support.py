@@ -1,7 +1,5 @@
 """Games whose outcome depends on nothing but their tokens."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import zlib

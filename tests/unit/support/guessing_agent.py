@@ -1,7 +1,5 @@
 """The agent of `examples/agents/guessing.py`, with the secrets of `orchestrator.envs.guess` in their order."""
 
-from __future__ import annotations
-
 import random
 
 from guessing import MAX_TURNS, Bare, play, shared

@@ -1,7 +1,5 @@
 """A clock that tests set."""
 
-from __future__ import annotations
-
 
 class ManualClock:
     """Stands for `time.monotonic` or `time.time` where it is called, and for the module `time` where that is read."""

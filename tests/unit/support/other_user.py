@@ -1,7 +1,5 @@
 """Acts as another user of the machine."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Callable, Iterable

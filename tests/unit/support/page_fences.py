@@ -5,8 +5,6 @@ may have that. One without a language is a picture or a listing. A sample whose 
 for the commands.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

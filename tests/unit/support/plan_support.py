@@ -1,7 +1,5 @@
 """Plans of small runs."""
 
-from __future__ import annotations
-
 import io
 from dataclasses import replace
 from pathlib import Path

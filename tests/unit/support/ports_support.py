@@ -1,7 +1,5 @@
 """A server in a process of its own that tells what its clients cost it, and clients that mean it no good."""
 
-from __future__ import annotations
-
 import asyncio
 import multiprocessing as mp
 import resource

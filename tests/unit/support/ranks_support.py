@@ -1,7 +1,5 @@
 """Several ranks, each a process of its own, forked from one that has imported the trainer."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import pickle

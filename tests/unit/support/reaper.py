@@ -5,8 +5,6 @@ environment has the mark. A process that was forked without another program has 
 and is not found.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

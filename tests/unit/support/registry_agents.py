@@ -1,7 +1,5 @@
 """What tests of the verbs of sessions share."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from session_support import (

@@ -4,8 +4,6 @@
 `OPENS_THINKING` begins the assistant's thinking in the prompt.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from functools import cache

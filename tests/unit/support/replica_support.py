@@ -1,7 +1,5 @@
 """What replicas in front of a router have in common, and the weights that they are sent."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A service in front of a sampler that says what it is told, on a port of its own in the test's event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import tempfile
 import time

@@ -1,7 +1,5 @@
 """Agents of sessions over HTTP: OpenAI's client, and the harness that opens and exports sessions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import openai

@@ -3,8 +3,6 @@
 A sampled letter has another token than a rendered one, so that an answer which was tokenised again shows.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Examples for supervised training, and its configuration."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -4,8 +4,6 @@
 users import, are not counted. Contracts are those of import-linter in `pyproject.toml`.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import tomllib

@@ -1,8 +1,6 @@
 """Stand-ins: a driver of a run, as those see it who look at the run directory from outside; and its rooms, as its
 supervisor sees them."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable, Iterator

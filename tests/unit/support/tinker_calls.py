@@ -1,7 +1,5 @@
 """How each public method of the client's classes is called in the tour (`tinker_tour`), and which answer is right."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Requests to a Tinker server: as a client's bytes, one at a time, or by the real client."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -4,8 +4,6 @@ Run as a program it imports everything once, and forks a server for each line th
 variables, in JSON. It answers with the server's process id.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

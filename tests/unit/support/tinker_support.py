@@ -1,8 +1,6 @@
 """A Tinker server on rooms that are small enough for a test: a model that knows how often each token comes, trained for
 real, and a sampler of it. The server, its port and the client are the real ones."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

@@ -4,8 +4,6 @@ The methods are found in the installed package. Each is called with what `tinker
 returns an answer that is right.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import warnings

@@ -1,7 +1,5 @@
 """Runs with commits of real parts: a model in Hugging Face layout, an orchestrator's state, bytes for the trainer."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run directory with rows and a trace, made by hand: what was when is known to the microsecond."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

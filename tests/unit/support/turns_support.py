@@ -1,7 +1,5 @@
 """Replicas that do what turns say, whatever they hold, and a list of what happens to them."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Turns with a whole prompt each, as trajectories were kept once: what their columns are compared with."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """Curves and ages of a run that is being written."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`trireme export`: models taken out of commits, in every dtype, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

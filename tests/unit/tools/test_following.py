@@ -1,7 +1,5 @@
 """Reading a run directory while the run writes it."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`trireme inspect`: what it says about runs that went on, went back, were damaged, or are under way."""
 
-from __future__ import annotations
-
 import json
 from datetime import UTC, datetime, timedelta
 from pathlib import Path

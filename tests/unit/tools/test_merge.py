@@ -1,7 +1,5 @@
 """`trireme export` of a run that trained adapters: as they are, and merged into their base."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`trireme scale`: what is refused, what the driver is asked, and when the command returns."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

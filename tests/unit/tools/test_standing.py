@@ -1,7 +1,5 @@
 """Where a run stands, as text."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Reading traces back selects the newest attempt, its newest steps, and rows, and never returns too many spans."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from itertools import pairwise

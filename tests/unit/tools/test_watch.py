@@ -1,7 +1,5 @@
 """`trireme watch` in a terminal: what it shows of a run, and when it ends."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

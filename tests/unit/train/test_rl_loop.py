@@ -1,7 +1,5 @@
 """The order of the driver's calls. Rooms are stand-ins that write down what they are asked."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import isnan, nan
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The order of the loop's calls, and what its rows say. The trainer is a stand-in that writes down what it is asked."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The record of a step: what its gradient is divided by, and its loss."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

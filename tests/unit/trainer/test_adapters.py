@@ -1,7 +1,5 @@
 """Several adapters in one model: each is trained as if it were alone, bit for bit, and is saved and published alone."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path

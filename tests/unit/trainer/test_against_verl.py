@@ -8,8 +8,6 @@ What differs is by definition: verl's `std` is that of a sample (it divides by n
 `seq-mean-token-sum-norm` is not divided by the number of sequences there.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

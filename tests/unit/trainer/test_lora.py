@@ -1,7 +1,5 @@
 """LoRA in the trainer: adapters against peft on an unsharded model, the base as reference, and what a commit holds."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,8 +1,6 @@
 """One gradient, however it is computed: shards, copies of shards, packed or in rows, with layers computed twice, state
 offloaded; in dense models and in one with experts. All against the unsharded Hugging Face model, in float32."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """A model that does not compute what its own forward pass computes is refused by its behaviour, or laid out in rows."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A start builds no twin of a model whose kind docs/models.md shows, and one of any other."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A twin has the same architecture and switches as its model, and is small."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The tokenizer that ships with the repository."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The guessing game: its turns as tokens, its rewards, and the base model's data."""
 
-from __future__ import annotations
-
 import asyncio
 import pickle
 from pathlib import Path

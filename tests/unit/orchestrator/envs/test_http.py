@@ -1,7 +1,5 @@
 """Environments behind a URL, against the server of examples/envs, and against servers that fail."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import json

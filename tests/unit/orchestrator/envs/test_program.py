@@ -1,7 +1,5 @@
 """Agents that are programs: what they are given, how their reward is read, and that nothing is left of them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

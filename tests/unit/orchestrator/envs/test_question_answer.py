@@ -1,7 +1,5 @@
 """Questions from files: what is read, what is refused, how answers are graded, and that grading ends."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Awaitable, Callable

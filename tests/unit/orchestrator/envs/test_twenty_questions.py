@@ -1,7 +1,5 @@
 """Twenty questions: the game, and answerers that answer, are down, refuse, or are the model itself."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import pickle

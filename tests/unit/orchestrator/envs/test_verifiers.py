@@ -3,8 +3,6 @@
 Each is a module in a directory of its own, as it would be an installed package; worker processes find it there too.
 """
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import importlib

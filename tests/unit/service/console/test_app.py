@@ -1,7 +1,5 @@
 """The routes of the console through a test client: what they tell, who may call them, and what they never serve."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The page of the console, clicked through in a browser as a person does."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

@@ -1,7 +1,5 @@
 """`trireme report`: what the page says, how it looks in a browser from its file, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Where the console listens, and which keys open it."""
 
-from __future__ import annotations
-
 import socket
 from pathlib import Path
 

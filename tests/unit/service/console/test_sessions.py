@@ -1,7 +1,5 @@
 """What the console shows of sessions that another process stores."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Pages of tokens."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Anthropic's dialect, as Anthropic's own client sees it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import anthropic

@@ -1,7 +1,5 @@
 """The dialect of OpenAI's responses, as OpenAI's own client sees it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import openai

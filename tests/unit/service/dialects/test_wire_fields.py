@@ -1,8 +1,6 @@
 """Bodies of requests against the packages `openai` and `anthropic`, field by field: what a client of theirs can send is
 known here, or refused by name because it is listed below, and plain values have the types of theirs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints

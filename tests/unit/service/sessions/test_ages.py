@@ -1,7 +1,5 @@
 """The age rule of sessions is that of the ledger."""
 
-from __future__ import annotations
-
 import pytest
 
 from orchestrator.ledger import Group, Ledger

@@ -1,7 +1,5 @@
 """Which weights belong to the history of a run."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

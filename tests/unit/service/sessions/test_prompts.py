@@ -1,7 +1,5 @@
 """Prompts that are no conversation: an agent's texts and token ids continue what was sampled, to the letter."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

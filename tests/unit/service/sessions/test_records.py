@@ -1,7 +1,5 @@
 """Records come back from a store as they were."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path

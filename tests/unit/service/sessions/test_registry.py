@@ -1,7 +1,5 @@
 """The verbs of sessions, over a scripted sampler: what agents do to them, and what is exported of it."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Streams in sessions: pieces come as they are sampled, the turn is stored before the last of them, and a stream
 without its end counts for nothing."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from typing import Any

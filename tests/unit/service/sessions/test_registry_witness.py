@@ -1,8 +1,6 @@
 """Sessions against a witness: agents of all kinds, lost connections, retries and restarts in any order. What is
 exported is what was sampled and delivered, each token once, with the prompt that it was sampled from."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import tempfile

@@ -1,7 +1,5 @@
 """Sessions over HTTP, as agents with OpenAI's and Anthropic's own clients see them, and those who opened them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Sequence

@@ -1,7 +1,5 @@
 """A server of a model that is trained whole, for the tests that need no other."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

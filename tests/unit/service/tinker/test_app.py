@@ -1,7 +1,5 @@
 """The server against the real client, on a port of this machine: the rooms are small, all else is what runs."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from typing import Any

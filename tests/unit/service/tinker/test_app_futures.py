@@ -1,7 +1,5 @@
 """Each answer to a question for a result: when it is given, and what the real client makes of it."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from pathlib import Path

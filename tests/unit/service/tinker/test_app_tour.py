@@ -1,7 +1,5 @@
 """Every public method of the client's classes, called against the server; the docs have the table."""
 
-from __future__ import annotations
-
 import pytest
 from tinker_calls import BASE_MODEL, CALLS, NOTES
 from tinker_support import tinker_server

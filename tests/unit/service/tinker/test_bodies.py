@@ -1,7 +1,5 @@
 """What one body can cost is bounded in every field of it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

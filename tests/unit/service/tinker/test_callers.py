@@ -1,7 +1,5 @@
 """What belongs to one key's owner is closed to others, route by route; all routes of the app have a decision here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path

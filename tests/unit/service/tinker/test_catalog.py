@@ -1,7 +1,5 @@
 """What clients saved, on disk: names, lifetimes, damage, and directories that are not whole."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

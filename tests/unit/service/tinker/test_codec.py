@@ -1,7 +1,5 @@
 """The codec against the client's own conversions: what one writes the other reads."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What requests count for where models share the trainer, in virtual time."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

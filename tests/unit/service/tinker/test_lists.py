@@ -1,7 +1,5 @@
 """What is saved and who saved it, asked for without a client: searches, copies, downloads, and repeated requests."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

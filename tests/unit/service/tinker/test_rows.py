@@ -1,7 +1,5 @@
 """The state that is loaded from its rows is the state, whatever happened, and whichever write failed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rooms are lost under a server of Tinker's clients, which goes on with others: what each request is told then."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Several clients train adapters on one base at once, with the real client, and sample from all of them."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """The machine is started again under a server of Tinker's clients: what they get, and what they may continue from."""
 
-from __future__ import annotations
-
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from pathlib import Path

@@ -4,8 +4,6 @@ The client posts each request until it is accepted, and asks for each result unt
 Its model, and all that it was told, are those of a server that was never killed.
 """
 
-from __future__ import annotations
-
 import re
 import socket
 import threading

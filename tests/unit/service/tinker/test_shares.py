@@ -1,7 +1,5 @@
 """Equal shares of the trainer, in virtual time: time is the tokens that were computed."""
 
-from __future__ import annotations
-
 import itertools
 
 from hypothesis import given, settings

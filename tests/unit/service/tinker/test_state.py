@@ -1,7 +1,5 @@
 """The protocol's state in virtual time: posts in any order and repeated, several clients, sessions that end."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Which samples run, on replicas that hold one model or several adapters: any order of arrivals, ends, renewals."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hypothesis import given, settings
