@@ -2,7 +2,7 @@
 
 A moment is a fault point at which one process freezes (`trireme.process.faults`); while it does, the victim is found
 among the processes of the run and killed, or stopped; then the frozen one continues. `scripts/chaos.py` runs all
-victims at all moments, `test_kills.py` some of them.
+victims at all moments.
 """
 
 import os

@@ -1,8 +1,8 @@
 """Parts of a run are killed, or stopped, while it goes on, and it comes to its end by itself: real Ray, gloo and vLLM.
 
-All of it is `long`; every victim at every moment is a command of its own: `scripts/chaos.py matrix`. What always runs:
-a run that loses all its parts one after the other is compared, bit for bit, with one that lost nothing, and another one
-closes its environments (test_resume.py); one loses a replica (test_broadcast.py).
+All of it is `long`; every victim at every moment, killed or stopped, is a command of its own: `scripts/chaos.py
+matrix`. What always runs: a run that loses all its parts one after the other is compared, bit for bit, with one that
+lost nothing, and another one closes its environments (test_resume.py); one loses a replica (test_broadcast.py).
 """
 
 import os
@@ -19,17 +19,12 @@ from chaos_support import (
     CHAOS,
     GROUP,
     LAST_STEP,
-    MOMENTS,
-    PARTS,
     STEPS,
-    VICTIMS,
-    Cell,
     armed,
     assert_whole,
     end_of,
     parts_of,
     reached,
-    run_cell,
     started,
     successors_serve,
     wait_for,
@@ -39,19 +34,8 @@ from resume_support import DETERMINISTIC, assert_same_run, rows_of
 from run_support import DEADLINE_S, Ended, run_rl
 
 from trireme.checkpoint.store import CheckpointStore
-from trireme.core.errors import EXIT_FAILED, EXIT_LIMIT, EXIT_OK
+from trireme.core.errors import EXIT_LIMIT, EXIT_OK
 
-EACH_ONCE = [
-    ("every shard", "start-up"),
-    ("replica", "sampling"),
-    ("raylet", "forward/backward"),
-    ("shard", "publish"),
-    ("everything", "in-flight update"),
-    ("driver", "commit"),
-    ("engine", "evaluation"),
-    ("orchestrator", "recovery"),
-]
-"""Every victim, and every moment."""
 LEAK_LIMIT = 2**30
 """Private bytes: an orchestrator has 0.3 GiB of its own, and 32 answers of 8 MiB are graded between two commits."""
 
@@ -74,37 +58,6 @@ def test_a_deterministic_run_that_lost_one_of_two_replicas_equals_one_that_lost_
     assert_same_run(ended.root, quiet.root)
     assert {row["attempt"] for row in ended.rows} == {2}
     ended.assert_nothing_left()
-
-
-@pytest.mark.long
-def test_a_run_that_lost_an_engine_goes_on_with_the_other_until_its_successor_serves(tmp_path: Path) -> None:
-    ended = run_cell(tmp_path, Cell("engine", "in-flight update"))
-    assert_whole(ended)
-    assert {row["attempt"] for row in ended.rows} == {1}, "the trainer has seen nothing of it"
-    lost, served = rows_of(ended.root / "incidents.jsonl")
-    assert lost["part"] == served["part"] == "inference_0"
-    assert "its successor serves" in served["what"]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("victim", "moment"), EACH_ONCE)
-def test_whoever_is_killed_whenever(tmp_path: Path, victim: str, moment: str) -> None:
-    assert_whole(run_cell(tmp_path, Cell(victim, moment)))
-
-
-def test_each_once_is_each_once() -> None:
-    assert sorted(victim for victim, _ in EACH_ONCE) == sorted(VICTIMS)
-    assert sorted(moment for _, moment in EACH_ONCE) == sorted(MOMENTS)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("victim", [*PARTS, "raylet", "driver"])
-def test_whoever_is_stopped_for_longer_than_the_deadline(tmp_path: Path, victim: str) -> None:
-    """The driver goes on afterwards, and takes nobody for dead whom it did not ask."""
-    ended = run_cell(tmp_path, Cell(victim, "forward/backward", signal.SIGSTOP))
-    assert_whole(ended)
-    lost = {incident["part"] for incident in rows_of(ended.root / "incidents.jsonl")}
-    assert (lost == set()) == (victim == "driver")
 
 
 LAST = {
@@ -218,11 +171,3 @@ def test_a_replica_that_dies_again_and_again_stops_the_run_with_a_commit(tmp_pat
     done = len(ended.rows)
     assert [commit.name for commit in CheckpointStore(ended.root).commits()] == [f"step_{done:06d}"]
     assert_whole(run_rl(tmp_path, *CHAOS, "--max-steps", str(done + 2), "--resume"), done + 2)
-
-
-@pytest.mark.long
-def test_with_no_restarts_the_first_death_ends_the_run(tmp_path: Path) -> None:
-    ended = run_with(tmp_path, ["trainer.optim_step[1]@2=kill"], *CHAOS, "--cluster.max-restarts", "0")
-    assert ended.code == EXIT_FAILED, ended.out
-    assert "trainer shard 1" in ended.out
-    ended.assert_nothing_left()

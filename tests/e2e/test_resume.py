@@ -15,10 +15,8 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,8 +24,6 @@ import pytest
 from chaos_support import armed, assert_every_problem_once
 from resume_support import DETERMINISTIC, assert_same_run, comparable, rows_of, run_and_kill
 from run_support import (
-    DEADLINE_S,
-    QUICKSTART,
     ROOT,
     TINY,
     Ended,
@@ -38,8 +34,7 @@ from run_support import (
 
 from trireme.checkpoint.resume import choose
 from trireme.checkpoint.store import CheckpointStore
-from trireme.core.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_SIGTERM, BadInput
-from trireme.supervision.status import Status, read_incidents
+from trireme.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, BadInput
 
 START_UP = ["trainer.start@1", "inference.start@1", "orchestrator.start@1"]
 STEP = [
@@ -294,120 +289,10 @@ class TestAsynchronous:
             model = AutoModelForCausalLM.from_pretrained(commit / "inference")
             assert len(AutoTokenizer.from_pretrained(commit / "inference")) == model.config.vocab_size
 
-    def test_a_commit_opens_with_vllm(self, ended: Ended, tmp_path: Path) -> None:
-        """And answers as well as the model that it came from, or better."""
-        model = ended.root / "checkpoints" / f"step_{LAST:06d}" / "inference"
-        output = tmp_path / "numbers.json"
-        command = [sys.executable, "-m", "trireme.cli.trireme", "eval", str(model), "@", str(QUICKSTART)]
-        flags = ["--eval.samples", "2", "--eval.problems", "16", "--output", str(output)]
-        done = subprocess.run([*command, *flags], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert "avg@2" in done.stdout
-        numbers = json.loads(output.read_text())
-        assert numbers["identity"].startswith(f"3:{LAST}:"), "the third attempt's weights"
-        assert numbers["eval/sort/n"] == 32
-        assert numbers["eval/sort/avg@2"] > 0.2, "the start of the quickstart has about .43"
-        assert numbers["eval/sort/pass@1"] <= numbers["eval/sort/pass@2"]
-
     def test_at_max_steps_there_is_nothing_to_do(self, ended: Ended) -> None:
         again = run_rl(ended.root.parent, *SMALL, "--resume", "--max-steps", str(LAST))
         assert again.code == EXIT_OK
         assert "nothing to do" in again.out
-
-
-@pytest.mark.long  # each write that fails: tests/unit/checkpoint and tests/unit/run
-def test_a_full_disk(tmp_path: Path) -> None:
-    """The run directory is a file system of 14 MB: two commits fit, a third does not. Training goes on, old commits
-    make room, and the last one is there. When nothing can be deleted any more the run ends, and resumes once there is
-    room."""
-    flags = [*SMALL, "--trainer.shards", "1", "--checkpoint.keep-last", "9"]
-    root = tmp_path / "run"
-    with small_file_system(root, "14m"):
-        ended = run_rl(tmp_path, *flags, "--max-steps", "7")
-        assert ended.code == EXIT_OK, ended.out
-        assert [row["step"] for row in ended.rows] == list(range(7))
-        missed = [incident.what for incident in read_incidents(root) if incident.part == "commits"]
-        assert "commit missed (1 in a row; up to checkpoint.max_missed = 3 may be): cannot write" in missed[0]
-        assert "MiB free" in missed[0]
-        assert "deleted step_000002" in missed[0]
-        assert f"! commits: {missed[0][:60]}" in ended.out
-        assert CheckpointStore(root).partial() == []
-        assert choose_newest(root) == ("step_000007", ())
-
-        (root / "ballast").write_bytes(bytes(shutil.disk_usage(root).free - (1 << 20)))
-        ended = run_rl(tmp_path, *flags, "--max-steps", "9", "--resume")
-        assert ended.code == EXIT_FAILED, ended.out
-        assert "No space left on device" in ended.out
-        assert "newest commit is step_000007" in ended.out
-        assert choose_newest(root) == ("step_000007", ())
-        before = (root / "metrics.jsonl").read_bytes()
-        subprocess.run(["mount", "-o", "remount,ro", str(root)], check=True)
-        refused = run_rl(tmp_path, *flags, "--max-steps", "9", "--resume")
-        assert refused.code == EXIT_BAD_INPUT, refused.out
-        assert "Read-only file system" in refused.out
-        assert (root / "metrics.jsonl").read_bytes() == before
-        subprocess.run(["mount", "-o", "remount,rw", str(root)], check=True)
-
-        (root / "ballast").unlink()
-        ended = run_rl(tmp_path, *flags, "--max-steps", "9", "--resume")
-        assert ended.code == EXIT_OK, ended.out
-        assert [row["step"] for row in ended.rows] == list(range(9))
-        assert choose_newest(root) == ("step_000009", ())
-
-
-@pytest.mark.long  # each change that the older driver may be about to make: tests/unit/run/test_rundir_two_drivers.py
-def test_two_drivers(tmp_path: Path) -> None:
-    """Somebody deletes the lock file of a living driver and resumes its run: the older driver ends and says why."""
-    newer: list[Ended] = []
-    stopped: list[str] = []
-
-    def stop(line: str, process: subprocess.Popen[str]) -> None:
-        if line.startswith("step ") and not stopped:
-            stopped.append(line)
-            process.send_signal(signal.SIGTERM)
-
-    def take_over(line: str, _process: subprocess.Popen[str]) -> None:
-        if line.startswith("step   4/200") and not newer:
-            (tmp_path / "run" / "driver.lock").unlink()
-            newer.append(run_rl(tmp_path, *SMALL, "--max-steps", "200", "--resume", on_line=stop))
-
-    older = run_rl(tmp_path, *SMALL, "--max-steps", "200", on_line=take_over)
-    assert older.code == EXIT_FAILED
-    assert "has taken over from attempt 1" in older.out
-    assert "resume the run with" not in older.out
-    assert newer[0].code == EXIT_SIGTERM, newer[0].out
-    assert "attempt 2" in newer[0].out
-    done = len(older.rows)
-    assert [row["step"] for row in older.rows] == list(range(done))
-    assert [row["attempt"] for row in older.rows] == sorted(row["attempt"] for row in older.rows)
-    assert older.rows[-1]["attempt"] == 2
-    root = tmp_path / "run"
-    assert choose_newest(root) == (f"step_{done:06d}", ())
-    status = Status.read(root)
-    assert status is not None
-    assert status.ended is not None
-    assert status.ended.exit_code == EXIT_SIGTERM, "the older driver does not write over what the newer one says"
-
-
-def choose_newest(root: Path) -> tuple[str, tuple[str, ...]]:
-    """The commit that a resume takes, and what is said of it."""
-    chosen = choose(CheckpointStore(root), None)
-    assert chosen is not None
-    return chosen.path.name, chosen.notes
-
-
-@contextmanager
-def small_file_system(place: Path, size: str) -> Iterator[None]:
-    place.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)], capture_output=True)
-    if mounted.returncode:
-        # What remains is a shard's file on /dev/full (test_trainer.py), and failed writes (test_checkpoint_files.py).
-        said = mounted.stderr.decode().strip()
-        pytest.skip(f"needs to mount: {said}")  # reason: only root may, and nothing else fills a real disk without harm
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
 class TestGoingBack:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import time
 from collections import defaultdict
@@ -19,7 +18,6 @@ from resume_support import rows_of
 from run_support import (
     DEADLINE_S,
     KILLED_GONE_S,
-    ROOT,
     TINY,
     Ended,
     Running,
@@ -231,39 +229,6 @@ class TestQuickstart:
 
     def test_leaves_nothing(self, ended: Ended) -> None:
         ended.assert_nothing_left()
-
-
-@pytest.mark.long
-def test_a_synchronous_run_of_another_architecture_is_on_policy_at_any_temperature(tmp_path: Path) -> None:
-    """max_steps_off_policy = 0: every group has age 0, and sampler and trainer compute the same distribution, with
-    sub-steps, streaming and a temperature other than 1 too. Here of a Llama with random weights and an output head of
-    its own: every update agrees with the trainer."""
-    model = tmp_path / "llama"
-    shutil.copytree(ROOT / "assets" / "sort-base", model, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
-    make_llama(model)
-    ended = run_rl(
-        tmp_path,
-        *TINY,
-        *("--model.name", str(model), "--trainer.shards", "1"),
-        *("--orchestrator.max-steps-off-policy", "0", "--inference.sampling.temperature", "1.3"),
-        *("--trainer.num-substeps", "2", "--trainer.num-minibatches", "2", "--trainer.learning-rate", "1e-6"),
-    )
-    assert ended.code == EXIT_OK, ended.out
-    assert_bound_and_conservation(ended, bound=0)
-    assert all(row["optim/kl_sample_train_v2"] < 1e-4 for row in ended.rows)
-    assert all(row["ledger/active"] == 0 for row in ended.rows)
-    assert max(row["weights/canary_max_diff"] for row in ended.rows) < 1e-4
-    assert max(row["optim/grad_norm"] for row in ended.rows) > 0, "some random answers are better than others"
-
-
-def make_llama(path: Path) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM, set_seed
-
-    set_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 99}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 64}
-    config = LlamaConfig(**sizes, **heads, tie_word_embeddings=False, initializer_range=0.2, eos_token_id=1)
-    LlamaForCausalLM(config).save_pretrained(path)
 
 
 @pytest.mark.long  # one that is loaded wrong: test_resume.py

@@ -3,18 +3,29 @@ file until it is closed."""
 
 import asyncio
 import os
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from file_env import held_file
-
 from orchestrator.env import Env, EnvGroup, EnvGroupBuilder, StepResult, StopCondition
 from orchestrator.envs.guess import GuessDataset
 
 WAIT_S = 120.0
+
+
+def held_file(directory: str) -> Path:
+    """Makes a file named by this process. `made`, beside `directory`, gets a line with its name and the number of files
+    that other processes have."""
+    process = f"{os.getpid()}-"
+    file = Path(directory) / f"{process}{uuid.uuid4().hex}"
+    file.touch()
+    others = [other for other in os.listdir(directory) if not other.startswith(process)]
+    with (Path(directory).parent / "made").open("a") as made:
+        made.write(f"{file.name} {len(others)}\n")
+    return file
 
 
 class WaitingGame(Env):
