@@ -1,5 +1,6 @@
 """Tiny random models, their published weights, and their logprobs by Hugging Face: the reference for replicas."""
 
+import asyncio
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,15 @@ class Room:
             expected = reference_logprobs(model, tokens)[len(prompt) - 1 :]
             worst = max(worst, float(np.abs(expected - answer.logprobs)[span.start : span.end].max()))
         return worst
+
+
+def begin(room: Room, requests: list[SampleRequest]) -> list[asyncio.Task[Any]]:
+    return [asyncio.create_task(room.router.sample(r)) for r in requests]
+
+
+async def some_tokens_later(room: Room, name: str) -> None:
+    """Returns when a request that started after all others has got 16 tokens: so have they."""
+    await room.router.sample(request(name, prompt_of(4), 16))
 
 
 def start_rooms(

@@ -29,17 +29,6 @@ def versions(ended: Ended, replica: int, how: str) -> set[int]:
     return taken(ended.root / "logs", replica, how)
 
 
-@pytest.mark.long
-def test_two_shards_send_every_version_to_two_replicas(tmp_path: Path) -> None:
-    ended = run_rl(tmp_path, *TWO_BY_TWO)
-    assert ended.code == EXIT_OK, ended.out
-    assert len({row["weights/digest"] for row in ended.rows}) == STEPS, "each step has changed the weights"
-    for replica in range(2):
-        assert versions(ended, replica, "as it was broadcast") >= set(range(1, STEPS + 1)), ended.out
-        assert versions(ended, replica, "on demand") <= {0}, "a replica may join after the first version was sent"
-    ended.assert_nothing_left()
-
-
 def assert_learned(ended: Ended) -> int:
     """Checks a quickstart; returns the number of its steps."""
     assert ended.code == EXIT_OK, ended.out
@@ -74,19 +63,13 @@ def test_a_run_learns_by_broadcasts(tmp_path: Path, flags: tuple[str, ...]) -> N
 
 
 LOST = [
-    *(pytest.param(f"{fault}", marks=pytest.mark.long) for fault in (
-        "transport.bucket[1]@3=kill",
-        "transport.offer[1]@3=kill",
-        "transport.ready[1]@3=kill",
-        "transport.finish[1]@3=kill",
-        "transport.offer[1]@3=stop",
-        "transport.ready[1]@3=stop",
-        "transport.finish[1]@3=stop",
-    )),
-    "transport.bucket[1]@3=stop",
-]  # fmt: skip
+    f"transport.{point}[1]@3={action}"
+    for point in ("bucket", "offer", "ready", "finish")
+    for action in ("kill", "stop")
+]
 
 
+@pytest.mark.long  # of senders and receivers without a run: unit/transports/test_broadcast.py
 @pytest.mark.parametrize("fault", LOST)
 def test_a_replica_that_is_lost_in_the_middle_costs_the_run_nothing_else(tmp_path: Path, fault: str) -> None:
     """Every version has one bucket, so it is the third version. The trainer gives the sending up at its deadline."""

@@ -18,9 +18,8 @@ PARTS = {
 """What a part does not show on CPUs."""
 
 
-@pytest.mark.parametrize(
-    "part", ["engine", *(pytest.param(part, marks=pytest.mark.long) for part in ("system", "several"))]
-)
+@pytest.mark.long  # what the parts check is tested here too: test_inference.py, test_inference_lora.py, test_run.py
+@pytest.mark.parametrize("part", PARTS)
 def test_a_part_passes_on_cpus(part: str, tmp_path: Path) -> None:
     before = set(os.listdir("/dev/shm"))
     command = [sys.executable, "scripts/gpu_check.py", "--device", "cpu", "--part", part]

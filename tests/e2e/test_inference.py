@@ -19,12 +19,14 @@ from inference_support import (
     VOCAB,
     Room,
     asked_of,
+    begin,
     check_continued,
     health,
     kept_kv_logprobs,
     prompt_of,
     reference_logprobs,
     request,
+    some_tokens_later,
     start_pair,
     start_rooms,
 )
@@ -68,15 +70,6 @@ def pair(ray_cluster: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     group, rooms = start_pair(tmp_path_factory.mktemp("pair"))
     yield rooms
     group.stop()
-
-
-def begin(room: Room, requests: list[SampleRequest]) -> list[asyncio.Task[Any]]:
-    return [asyncio.create_task(room.router.sample(r)) for r in requests]
-
-
-async def some_tokens_later(room: Room, name: str) -> None:
-    """Returns when a request that started after all others has got 16 tokens: so have they."""
-    await room.router.sample(request(name, prompt_of(4), 16))
 
 
 @pytest.mark.parametrize("kind", ["tied", "untied"])

@@ -1,8 +1,6 @@
 """Adapters in the real vLLM, against Hugging Face and peft: updates in flight, caches, refusals."""
 
 import asyncio
-import os
-import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,8 +14,7 @@ from inference_support import (
     START_S,
     VOCAB,
     Room,
-    asked_of,
-    check_continued,
+    begin,
     health,
     kept_kv_logprobs,
     make_config,
@@ -25,12 +22,12 @@ from inference_support import (
     random_model,
     reference_logprobs,
     request,
+    some_tokens_later,
 )
 from peft import LoraConfig as PeftConfig
 from peft import get_peft_model, get_peft_model_state_dict
 
 from inference.handle import InferenceHandle
-from inference.router import Router
 from trireme.config.trainer import LoraConfig
 from trireme.core.base_digest import base_digest
 from trireme.core.digest import sums_of
@@ -52,7 +49,6 @@ LAST = 16  # this update of a replica meets its fault point
 EVERYWHERE = ("llama", False, "recompute_kv", {"rank": 8, "alpha": 16, "train_unembed": True})
 KINDS = {
     "everywhere": EVERYWHERE,
-    "twin": EVERYWHERE,
     "kept": ("qwen3", True, "keep_kv", {"rank": 1, "alpha": 2, "targets": ["q_proj", "v_proj", "down_proj"]}),
 }
 """A model, what an update does with requests in flight, and the adapters: on all layers, or on parts of fused ones."""
@@ -127,17 +123,8 @@ def start_rooms(kinds: dict[str, Any], directory: Path, ranks: int = 1) -> dict[
     return started
 
 
-def begin(room: Room, requests: list[Any]) -> list[asyncio.Task[Any]]:
-    return [asyncio.create_task(room.router.sample(r)) for r in requests]
-
-
 SENT_S = 0.5
 """After so many seconds an engine has sent the tokens that it has now: twice `inference.coalescing.UNREAD_S`."""
-
-
-async def some_tokens_later(room: Room, name: str) -> None:
-    """Returns when a request that started after all others has got 16 tokens: so have they."""
-    await room.router.sample(request(name, prompt_of(4), 16))
 
 
 def test_at_first_the_adapted_model_is_the_base(rooms: dict[str, AdapterRoom]) -> None:
@@ -264,25 +251,6 @@ async def test_with_kept_kv_a_new_adapter_reads_what_the_old_one_wrote(rooms: di
 
 
 # From here on each test spoils a replica for good.
-
-
-async def test_what_a_lost_replica_has_begun_is_finished_by_the_other(
-    rooms: dict[str, AdapterRoom], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the adapter that it was begun with."""
-    room, twin = rooms["everywhere"], rooms["twin"]
-    both = replace(room, router=Router({0: twin.group.client(0), 1: room.group.client(0)}))
-    prompts = [prompt_of(20 + i, seed=100 + i) for i in range(4)]
-    asked = asked_of(both, monkeypatch)
-    await both.update()
-    running = begin(both, [request(f"lost {i}", prompt, 900, seed=i) for i, prompt in enumerate(prompts)])
-    await asyncio.gather(*(some_tokens_later(both, f"probe lost {i}") for i in range(2)))  # one on each
-    await asyncio.sleep(SENT_S)
-    os.kill(twin.engine_pid, signal.SIGKILL)
-    answers = await asyncio.gather(*running)
-    moved = check_continued(both, 900, prompts, answers, asked)
-    assert len(moved) == 2
-    assert {span.identity.version for answer in answers for span in answer.spans} == {len(both.models) - 1}
 
 
 async def test_an_adapter_that_changes_after_it_was_loaded_is_refused_by_its_tensor(

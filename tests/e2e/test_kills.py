@@ -2,7 +2,7 @@
 
 All of it is `long`; every victim at every moment, killed or stopped, is a command of its own: `scripts/chaos.py
 matrix`. What always runs: a run that loses all its parts one after the other is compared, bit for bit, with one that
-lost nothing, and another one closes its environments (test_resume.py); one loses a replica (test_broadcast.py).
+lost nothing, and another one closes its environments (test_resume.py).
 """
 
 import os
