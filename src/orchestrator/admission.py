@@ -129,8 +129,9 @@ class Backpressure:
 
     The limit starts a quarter above what the replicas decode in parallel: by the configuration, or, where vLLM decides
     it, first by LEAST_PLACES and then by the most that the replicas report. It falls when a replica has preempted a
-    sequence (given up its KV for lack of space), but not again before as many rollouts have ended. It grows by a group
-    per replica while it holds back a request, some replica has an empty queue and none is near its KV capacity.
+    sequence (given up its KV for lack of space), but not again before as many rollouts have ended. It grows by one
+    group while it holds back a request, no replica has a queue and none is near its KV capacity. A group that waits at
+    the gate is younger, once it starts, than one that waits in a replica's queue.
     """
 
     def __init__(self, config: Config) -> None:
@@ -155,8 +156,8 @@ class Backpressure:
         self._preemptions += preemptions
         if self._auto:
             self._take_places(sum(load.places or 0 for load in loads.values()))
-            idle = any(load.waiting == 0 for load in loads.values())
-            self._adapt(len(loads) * self._group_size, preemptions > 0, idle and kv_used < KV_HIGH)
+            nothing_queued = all(load.waiting == 0 for load in loads.values())
+            self._adapt(len(loads) * self._group_size, preemptions > 0, nothing_queued and kv_used < KV_HIGH)
 
     def _take_places(self, places: int) -> None:
         """Raises the limit to what the replicas say that they decode in parallel, whenever that is more than ever: vLLM
@@ -166,7 +167,7 @@ class Backpressure:
             assert self.gate.limit is not None
             self.gate.set_limit(max(self.gate.limit, self._config.enough_rollouts(places)))
 
-    def _adapt(self, a_group_each: int, too_many: bool, too_few: bool) -> None:
+    def _adapt(self, least: int, too_many: bool, too_few: bool) -> None:
         limit = self.gate.limit
         assert limit is not None
         peak = self.gate.peak
@@ -174,8 +175,8 @@ class Backpressure:
         if too_many and self.gate.in_flight <= limit:
             limit = min(limit, int(BACK_OFF * peak))
         elif not too_many and too_few and self.gate.is_full:
-            limit += a_group_each
-        self.gate.set_limit(max(limit, a_group_each))
+            limit += self._group_size
+        self.gate.set_limit(max(limit, least))
 
     def take(self) -> dict[str, float]:
         """Returns metrics of a row: the limit now; since the last call the largest share of a KV cache in use, and the

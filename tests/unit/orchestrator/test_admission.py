@@ -183,7 +183,8 @@ FIRST = CPU_SEQUENCES + CPU_SEQUENCES // 4
     ("loads", "held_back", "then"),
     [
         ({0: load()}, True, FIRST + 2),
-        ({0: load(), 1: load(waiting=9)}, True, FIRST + 4),
+        ({0: load(), 1: load()}, True, FIRST + 2),
+        ({0: load(), 1: load(waiting=9)}, True, FIRST),
         ({0: load()}, False, FIRST),
         ({0: load(waiting=1)}, True, FIRST),
         ({0: load(kv_used=KV_HIGH)}, True, FIRST),
