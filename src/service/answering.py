@@ -126,7 +126,7 @@ class TurnAnswering:
                 f"stop_token_ids with {unknown[0]}; expected ids below {vocabulary}", param="stop_token_ids"
             )
         most = self.models.max_len
-        text = request.text or "".join(message["content"] for message in request.messages if "tokens" not in message)
+        text = request.text or "".join([each["content"] for each in request.messages if "tokens" not in each])
         if len(text) <= CHARACTERS * most:
             return
         # Where messages meet, each may lose a token to its neighbour.
@@ -162,11 +162,11 @@ class TurnAnswering:
             request = SampleRequest(
                 request_id=f"{key}/{next(self._numbers)}",
                 prompt=placed.prompt,
-                params=replace(params, seed=None if params.seed is None else params.seed + number),
+                params=params if params.seed is None else replace(params, seed=params.seed + number),
                 route_key=key,
                 began=placed.began,
             )
-            async with self.places.one():
+            async with self.places:
                 sampled = await self._sampler.sample(request, partial(on_part, placed, number) if on_part else None)
             if on_answer:
                 on_answer(placed, number, sampled)

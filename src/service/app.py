@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.responses import PlainTextResponse, Response
 
-from service.asked import Delta, ServiceAnswer, TurnRequest
+from service.asked import Delta, ServiceAnswer
 from service.console.app import add_console
 from service.console.reading import RunReader
 from service.dialects.chat import ChatRequest
@@ -86,9 +85,14 @@ class Service(SessionRoutes):
         session, tokenizer = request.scope[SESSION], self._front.turns.tokenizer
         self._front.turns.models.check(body.model)
         retry = request.headers.get(RETRIES, "0").strip() not in ("", "0")
-        turns = [replace(turn, retry=retry) for turn in body.turns()]
+        turns = [replace(turn, retry=True) if retry else turn for turn in body.turns()]
         answers: list[ServiceAnswer] = []
-        pieces = self._pieces(turns, bool(body.stream), session, answers)
+
+        def on_answer(answer: ServiceAnswer) -> None:
+            self._metrics.answer(answer)
+            answers.append(answer)
+
+        pieces = self._front.pieces(turns, bool(body.stream), session, on_answer)
         reply: Response
         if body.stream:
             first = await until_gone(request, anext(pieces))  # what fails before it has a status of its own
@@ -100,17 +104,6 @@ class Service(SessionRoutes):
             version = max(answer.versions[1] for answer in answers)
             reply = JsonReply(body.whole(answers, tokenizer), headers={VERSION: str(version)})
         return DeliveredReply(reply, lambda: self._front.delivered(session, answers)) if session else reply
-
-    async def _pieces(
-        self, turns: Sequence[TurnRequest], stream: bool, session: str, answers: list[ServiceAnswer]
-    ) -> AsyncGenerator[Delta, None]:
-        """Yields the pieces of all answers, and adds each whole one to `answers`."""
-        async with aclosing(self._front.pieces(turns, stream, session)) as pieces:
-            async for piece in pieces:
-                if piece.answer:
-                    self._metrics.answer(piece.answer)
-                    answers.append(piece.answer)
-                yield piece
 
 
 def make_app(

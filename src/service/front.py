@@ -59,9 +59,14 @@ class Front:
     # ---- requests
 
     async def pieces(
-        self, turns: Sequence[TurnRequest], stream: bool = False, session: str = ""
+        self,
+        turns: Sequence[TurnRequest],
+        stream: bool = False,
+        session: str = "",
+        on_answer: Callable[[ServiceAnswer], None] | None = None,
     ) -> AsyncGenerator[Delta, None]:
-        """Yields the pieces of all answers; without `stream`, one piece of each. Closing the iterator ends what is
+        """Yields the pieces of all answers; without `stream`, one piece of each. Calls `on_answer` with each whole
+        answer before its last piece. Closing the iterator ends what is
         still sampled outside of sessions. Raises RequestRefused, and TriremeError."""
         if new := sum(turn.n for turn in turns if not (session and turn.retry)):  # a stored answer takes no place
             self.turns.places.check(new)
@@ -80,7 +85,10 @@ class Front:
                 delta = await deltas.get()
                 if isinstance(delta, Exception):
                     raise delta
-                left -= delta.answer is not None
+                if delta.answer:
+                    left -= 1
+                    if on_answer:
+                        on_answer(delta.answer)
                 yield delta
         finally:
             self._open.discard(deltas)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 from service.asked import RequestRefused
 
 
 class Places:
-    """Places for answers that are sampled at the same time, first come, first served. `waiting` of them at most wait
-    for a place, each for `wait_s` seconds at most."""
+    """Places for answers that are sampled at the same time, first come, first served: `async with places` has one, for
+    which it waits. `waiting` of them at most wait, each for `wait_s` seconds at most, and then raise RequestRefused."""
 
     def __init__(self, places: int, waiting: int, wait_s: float) -> None:
         self.places, self._most_waiting, self._wait_s = places, waiting, wait_s
@@ -47,17 +45,14 @@ class Places:
                 retry_after_s=self._retry_after_s,
             )
 
-    @asynccontextmanager
-    async def one(self) -> AsyncIterator[None]:
-        """Has a place in the block, for which it waits. Raises RequestRefused when it waits for too long."""
-        await self._take()
-        try:
-            yield
-        finally:
-            self.taken -= 1
-            self._hand_out()
+    async def __aexit__(self, *error: object) -> None:
+        self.taken -= 1
+        self._hand_out()
 
-    async def _take(self) -> None:
+    async def __aenter__(self) -> None:
+        if not self._waiting and self.taken < self.places:  # as nearly always: it needs no timer
+            self.taken += 1
+            return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(turn)
         self._hand_out()

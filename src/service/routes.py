@@ -50,7 +50,6 @@ ROUTES = (
     Route("DELETE", "/sessions/{session}", "admin", "forgets a session that has ended", "forget"),
     Route("GET", "/sessions/{session}/v1/models", "session", "as without a session", "models"),
     Route("GET", "/sessions/{session}/v1/models/{name}", "session", "as without a session", "model"),
-    Route("POST", "/sessions/{session}/v1/chat/completions", "session", "OpenAI's chat completions, as a turn", "chat"),
     Route(
         "POST",
         "/sessions/{session}/v1/completions",
@@ -60,6 +59,7 @@ ROUTES = (
     ),
     Route("POST", "/sessions/{session}/v1/responses", "session", "OpenAI's responses, as a turn", "responses"),
     Route("POST", "/sessions/{session}/v1/messages", "session", "Anthropic's messages, as a turn", "messages"),
+    Route("POST", "/sessions/{session}/v1/chat/completions", "session", "OpenAI's chat completions, as a turn", "chat"),
 )
 CONSOLE = "/console"
 CONSOLE_ROUTES = (

@@ -66,7 +66,7 @@ class Chats:
     async def _client(self, router: Router, places: Places, number: int) -> None:
         for turn in range(10**6):
             places.check(1)
-            async with places.one():
+            async with places:
                 self.most = max(self.most, places.taken)
                 await router.sample(
                     SampleRequest(

@@ -217,8 +217,8 @@ class ChatRequest(OpenAIBody):
         tools = check_tool_choice(self.tool_choice, (tool.function.spec() for tool in self.tools or ()))
         params = self.openai_params(self.max_completion_tokens or self.max_tokens)
         calls: dict[str, str] = {}
-        messages = tuple(each.message(calls) for each in self.messages)
-        return [TurnRequest(messages, tools, params=params, n=self.n or 1)]
+        messages = [each.message(calls) for each in self.messages]
+        return [TurnRequest(tuple(messages), tools, params=params, n=self.n or 1)]
 
     # ---- answers
 

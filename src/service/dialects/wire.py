@@ -14,7 +14,6 @@ from pydantic import (
     ConfigDict,
     Field,
     PositiveInt,
-    field_validator,
     model_validator,
 )
 
@@ -44,7 +43,6 @@ Many = Annotated[list[T], Field(fail_fast=True)]
 Stops = Annotated[Many[Stop], Field(max_length=MOST_STOPS)]
 StopIds = Annotated[Many[TokenId], Field(max_length=MOST_STOP_IDS)]
 
-
 SAMPLING = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed"}
 """Fields of bodies that are those of `SamplingParams`."""
 
@@ -67,20 +65,18 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def few_fields(cls, value: T) -> T:
-        """Refuses a body of very many fields."""
-        return few(value)
-
-    @field_validator("*")
-    @classmethod
-    def encodable(cls, value: T) -> T:
-        """Refuses texts that JSON can write and UTF-8 cannot: half a pair of surrogates."""
-        for text in value if isinstance(value, list) else [value]:
-            if isinstance(text, str) and not text.isascii():
-                try:
-                    text.encode()
-                except UnicodeEncodeError:
-                    raise ValueError("a text with half a pair of surrogates, which UTF-8 cannot hold") from None
+    def readable(cls, value: T) -> T:
+        """Refuses a body of very many fields, and texts that JSON can write and UTF-8 cannot: half a pair of
+        surrogates. (One function for both: it is called for each message of a conversation.)"""
+        few(value)
+        for name, part in value.items() if isinstance(value, dict) else ():
+            for text in part if isinstance(part, list) else (part,):
+                if isinstance(text, str) and not text.isascii():
+                    try:
+                        text.encode()
+                    except UnicodeEncodeError:
+                        why = f"`{name}` with half a pair of surrogates, which UTF-8 cannot hold"
+                        raise ValueError(why) from None
         return value
 
 

@@ -10,7 +10,7 @@ A row has a head in JSON, and behind it the columns of numbers that the head cou
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -87,7 +87,7 @@ PLAIN = {kind.__name__: kind for kind in (SessionOpened, AnswersDelivered, Rewar
 def encode(record: SessionRecord) -> Row:
     """Returns a record as a row of its session."""
     if not isinstance(record, TurnAnswered):
-        return Row(record.session, {"kind": type(record).__name__, **asdict(record)})
+        return Row(record.session, {"kind": type(record).__name__, **vars(record)})
     columns: list[npt.NDArray[Any]] = [record.turn.prompt]
     for answer in record.turn.answers:
         columns += [answer.tokens, answer.logprobs]

@@ -33,7 +33,7 @@ from service.sessions.records import (
     encode,
 )
 from service.sessions.session import LOST, AgentSession, RunningTurn, SessionBook, SessionExport, SessionLimits
-from service.sessions.tree import ROOT, Match, SampledAnswer
+from service.sessions.tree import ROOT, SampledAnswer
 from service.sessions.turns import SessionClosed, check_request, check_sample
 from service.store import Store
 from trireme.core.errors import BadInput, ProvenanceError
@@ -186,14 +186,15 @@ class SessionRegistry:
         known.requests.overruled += self._overrules(request.params)
         running = _running_retry(known, request) if request.retry else None
         stored = known.stored(match, request.options) if request.retry else None
+        params = self._params(known, request)
         known.requests.retries += bool(stored or running)
         left = running is not None and not running.callers  # its connection broke just now
         if stored and not left and (running is None or not known.tree.has_any(stored)):
-            return self._answered(known, request, stored)
+            return _answered(known, params, stored)
         if running is None:
             self._admit(known)
-            running = self._begin(known, match, request, on_part is not None)
-        return self._answered(known, request, await self._wait(known, running, on_part))
+            running = self._begin(known, self._turns.place(known.tree, match, request, params), on_part is not None)
+        return _answered(known, params, await self._wait(known, running, on_part))
 
     def delivered(self, session: str, nodes: Sequence[int]) -> None:
         """Takes note that the client has these answers. Does nothing where there is no such session any more: it was
@@ -214,12 +215,11 @@ class SessionRegistry:
             session.requests.refused += 1
             raise SessionClosed(session.opened.session, session.ended.reason)
 
-    def _begin(self, session: AgentSession, match: Match, request: TurnRequest, stream: bool) -> RunningTurn:
-        """Renders the prompt of a request, and starts to sample its answers. Raises RequestRefused."""
-        placed = self._turns.place(session.tree, match, request, self._params(session, request))
+    def _begin(self, session: AgentSession, placed: PlacedTurn, stream: bool) -> RunningTurn:
+        """Starts to sample the answers to a turn."""
         callers: list[OnPart | None] = []
         task = asyncio.ensure_future(self._sample(session, placed, callers, stream))
-        running = RunningTurn(request, task, callers)
+        running = RunningTurn(placed.request, task, callers)
         session.running.append(running)
 
         def ended(task: asyncio.Task[tuple[int, ...]]) -> None:
@@ -324,10 +324,10 @@ class SessionRegistry:
         if news:
             self._write(AnswersDelivered(session.opened.session, self._clock(), news))
 
-    def _answered(self, session: AgentSession, request: TurnRequest, nodes: tuple[int, ...]) -> AnsweredTurn:
-        tree, answers = session.tree, tuple(session.tree.answer(node) for node in nodes)
-        prompt = tree.path_tokens(tree.nodes[nodes[0]].follows)
-        return AnsweredTurn(prompt, self._params(session, request), answers, nodes)
+
+def _answered(session: AgentSession, params: SamplingParams, nodes: tuple[int, ...]) -> AnsweredTurn:
+    tree, answers = session.tree, tuple(session.tree.answer(node) for node in nodes)
+    return AnsweredTurn(tree.path_tokens(tree.nodes[nodes[0]].follows), params, answers, nodes)
 
 
 async def _cancel(session: AgentSession) -> None:

@@ -29,7 +29,7 @@ def check_request(request: TurnRequest) -> None:
             f"the last message has the role {last}; expected a message that the assistant is to answer",
             param="messages",
         )
-    if any("tokens" in message for message in request.messages):
+    if [each for each in request.messages if "tokens" in each]:
         raise RequestRefused(
             "token_ids in a message of a session, which has the tokens of its answers itself; leave them out",
             param="messages",

@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from math import isfinite
 from typing import Any
 
+PLAIN = json.JSONEncoder(allow_nan=False).encode
+"""Writes JSON without options; `json.dumps` would make an encoder for each value."""
+
 
 def to_json(value: Any, **options: Any) -> str:
     """Returns `value` as JSON, with the `options` of `json.dumps`. JSON has no NaN and no infinities, which other
@@ -16,7 +19,7 @@ def to_json(value: Any, **options: Any) -> str:
     '{"grad_norm": null, "lr": 0.5}'
     """
     try:
-        return json.dumps(value, allow_nan=False, **options)
+        return json.dumps(value, allow_nan=False, **options) if options else PLAIN(value)
     except ValueError:
         return json.dumps(_finite(value), allow_nan=False, **options)
 

@@ -269,9 +269,16 @@ async def test_prompts_that_do_not_fit_are_refused() -> None:
             await client.completions.create(model="policy", prompt=[1, 100_000])
         with pytest.raises(openai.BadRequestError, match="empty prompt"):
             await client.completions.create(model="policy", prompt="")
-        half = b'{"model": "policy", "prompt": "\\ud800"}'
         json_body = {"content-type": "application/json"}
-        assert (await service.client.post("/v1/completions", content=half, headers=json_body)).status_code == 400
+        for path, name, value in (
+            ("completions", "prompt", '"\\ud800"'),
+            ("completions", "stop", '["a", "\\ud83d\\ud83d"]'),
+            ("chat/completions", "messages", '[{"role": "user", "content": "\\udc00"}]'),
+        ):
+            half = f'{{"model": "policy", "{name}": {value}}}'
+            refused_half = await service.client.post(f"/v1/{path}", content=half, headers=json_body)
+            assert refused_half.status_code == 400
+            assert "half a pair of surrogates" in refused_half.text
         await client.completions.create(model="policy", prompt=[1] * (MAX_LEN - 5), max_tokens=99)
         assert service.sampler.requests[-1].params.max_tokens == 5
 

@@ -13,7 +13,7 @@ async def test_places_are_given_in_order_and_come_back() -> None:
     ends = [asyncio.Event() for _ in range(5)]
 
     async def stay(n: int) -> None:
-        async with places.one():
+        async with places:
             order.append(n)
             await ends[n].wait()
 
@@ -37,16 +37,15 @@ async def test_places_are_given_in_order_and_come_back() -> None:
 
 async def test_a_turn_that_comes_with_a_cancellation_is_passed_on() -> None:
     places = Places(1, 10, 30.0)
-    first = places.one()
-    await first.__aenter__()
+    await places.__aenter__()
 
     async def stay() -> None:
-        async with places.one():
+        async with places:
             await asyncio.sleep(3600)
 
     waiting = asyncio.create_task(stay())
     await asyncio.sleep(0)
-    await first.__aexit__(None, None, None)  # the place is its own now, and it does not know yet
+    await places.__aexit__(None, None, None)  # the place is its own now, and it does not know yet
     waiting.cancel()
     await asyncio.wait([waiting])
     assert (places.taken, places.waiting) == (0, 0)
@@ -58,12 +57,12 @@ async def test_the_queue_has_a_bound_and_a_time() -> None:
     with pytest.raises(RequestRefused, match="at most 2") as never:
         places.check(3)  # there will never be so many places
     assert (never.value.status, never.value.retry_after_s) == (400, None)
-    async with places.one():
+    async with places:
         with pytest.raises(RequestRefused) as full:
             places.check(2)
         assert (full.value.status, full.value.code) == (429, "queue_full")
         with pytest.raises(RequestRefused) as late:
-            async with places.one():
+            async with places:
                 pass
     assert (late.value.status, late.value.code) == (429, "queue_timeout")
     assert late.value.retry_after_s is not None
