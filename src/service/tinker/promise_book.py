@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from service.asked import count_of
@@ -19,6 +19,8 @@ KEPT_S = 600.0
 """Seconds for which an outcome is kept after it was given, as the answer may not have arrived, or after the session."""
 UNASKED_S = 3600.0
 """Seconds for which an outcome is kept that its client does not ask for."""
+ENDED_S = 86400.0
+"""Seconds for which a session that has ended is kept after it, or a model or a sampler of it, was last used."""
 CLONE = 1_000_000_000
 """A clone of a sampler numbers its samples from this times its own number."""
 MACHINE = "the machine was started again, and the last requests before that may be missing; continue from a saved state"
@@ -36,6 +38,8 @@ class PromiseBook(Contents):
     """Makes changes durable before they are made here. Raises StorageFailed; then nothing is done."""
     changed: Callable[..., None] = lambda *names: None
     """Is called when there is more to do, with the ids of a promise that got its outcome and of its owner."""
+    used: set[str] = field(default_factory=set)
+    """The sessions that clients have named, or a model or a sampler of which, since `retire_sessions` was called."""
 
     def _change(self, thing: Stored, *more: Change, **changed: Any) -> None:
         """Changes a thing, once it is committed together with `more`. Raises StorageFailed; then nothing is done."""
@@ -46,7 +50,11 @@ class PromiseBook(Contents):
     def _found(self, kind: str, things: Mapping[str, Thing], name: str, caller: Caller) -> Thing:
         thing = things.get(name)
         if thing is None or not caller.may(self.sessions[thing.session_id].caller.owner):
-            raise UnknownId(f"the {kind} {name!r}; expected one that was begun here")
+            raise UnknownId(
+                f"the {kind} {name!r}; expected one that was begun here, and whose session is not over and unused for "
+                f"{ENDED_S / 3600:g} h"
+            )
+        self.used.add(thing.session_id)
         return thing
 
     # ---- sessions
@@ -125,6 +133,26 @@ class PromiseBook(Contents):
                 del self.promises[promise.request_id]
                 if sampler:
                     del sampler.answers[promise.number]
+
+    def retire_sessions(self, now: float) -> None:
+        """Forgets sessions that ended long ago, with their models and samplers, none of which has a promise. Where the
+        store fails, nothing is forgotten."""
+        used = self.used | {promise.session_id for promise in self.promises.values()}
+        self.used = set()
+        for session in [each for each in self.sessions.values() if each.ended]:
+            if session.session_id in used:
+                session.beat_s = now
+            elif now - session.beat_s > ENDED_S:
+                try:
+                    self.write([session.session_id, *session.models, *session.samplers])
+                except StorageFailed:
+                    log.exception("the session %s, which ended long ago, could not be removed", session.session_id)
+                    return
+                del self.sessions[session.session_id]
+                for model_id in session.models:
+                    del self.models[model_id]
+                for sampler_id in session.samplers:
+                    del self.samplers[sampler_id]
 
     def known(self, owner_id: str, seq: int) -> Promise | None:
         """Returns the promise of a request that was accepted before. One that is retired has a forgotten one."""

@@ -217,7 +217,8 @@ class TinkerServer:
     async def _train(self) -> None:
         while True:
             self._to_train.clear()
-            for model_id in [each for each in self._worker.models if self.state.models[each].ended]:
+            living = {model_id for model_id, model in self.state.models.items() if not model.ended}
+            for model_id in [each for each in self._worker.models if each not in living]:
                 await asyncio.to_thread(self._worker.forget, model_id)
             if (found := self.state.next_training()) is None:
                 await self._to_train.wait()

@@ -95,7 +95,7 @@ class ProtocolState(PromiseBook):
 
     def expire(self, now: float) -> None:
         """Ends the sessions that are silent for too long, and a model one of whose requests does not come; forgets
-        outcomes that were given long ago, and those of sessions that ended long ago."""
+        outcomes that were given long ago, and sessions that ended long ago."""
         for session in self.sessions.values():
             if not session.ended and now - session.beat_s > SESSION_S:
                 self.finish(session, now, f"its client was silent for {SESSION_S:g} s")
@@ -112,6 +112,7 @@ class ProtocolState(PromiseBook):
             if now - promise.settled_s > UNASKED_S or (given_s is not None and now - given_s > KEPT_S):
                 over.append(promise)
         self.retire(over)
+        self.retire_sessions(now)
 
     def _end_continued(self, now: float) -> None:
         for heir in list(self._line):

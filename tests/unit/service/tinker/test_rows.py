@@ -30,6 +30,7 @@ from service.tinker.bodies import (
 from service.tinker.codec import ForwardBackwardCall
 from service.tinker.history import ModelHistory, Step
 from service.tinker.owners import Caller
+from service.tinker.promise_book import ENDED_S
 from service.tinker.promises import Failure, GoneError, Outcome, Promise, SampleWork, Success, UnknownId
 from service.tinker.rows import FORMAT, Change, Contents, write
 from service.tinker.state import CLONE, KEPT_S, ProtocolState
@@ -210,6 +211,12 @@ def play(kept: Kept, data: st.DataObject) -> None:
                 state.give(promise, now)
         state.expire(now + KEPT_S + 1.0)
 
+    def days() -> None:
+        later = now + 2 * ENDED_S
+        for session in state.sessions.values():
+            session.beat_s = session.beat_s if session.ended else later
+        state.expire(later)
+
     session_of = [f"s{n}" for n in range(2)]
     actions = {
         "session": lambda: [state.begin_session(s, now, Caller("key")) for s in session_of if s not in state.sessions],
@@ -225,6 +232,7 @@ def play(kept: Kept, data: st.DataObject) -> None:
         "ran": train,
         "sampled": sample,
         "fetched": fetch,
+        "days": days,
         "tell": lambda: state.tell(state.session(session_of[number() % 2]), project_id=str(number())),
         "lost": lambda: [state.lose(each) for each in state.promises.values() if each.outcome is None],
         "finish": lambda: state.finish(state.living(session_of[number() % 2]), now, "it is over"),
@@ -233,7 +241,7 @@ def play(kept: Kept, data: st.DataObject) -> None:
         now += 1.0
         for session in state.sessions:
             state.sessions[session].beat_s = now + KEPT_S
-        kept.fails = data.draw(st.integers(0, 9)) == 0 and action not in ("lost", "fetched")
+        kept.fails = data.draw(st.integers(0, 9)) == 0 and action not in ("lost", "fetched", "days")
         with suppress(RequestRefused, DiskFull):
             actions[action]()
         kept.fails = False

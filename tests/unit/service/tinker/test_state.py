@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from service.asked import RequestRefused
 from service.tinker.bodies import LoadModelBody, Unusable
 from service.tinker.owners import Caller
+from service.tinker.promise_book import ENDED_S
 from service.tinker.promises import Failure, GoneError, Promise, Success, UnknownId
 from service.tinker.state import CLONE, GAP_S, HEIR_S, KEPT_S, PLACE_S, SESSION_S, UNASKED_S, ProtocolState
 from service.tinker.turns import LoadWeights, StartSample
@@ -283,6 +284,41 @@ def test_promises_of_sessions_that_ended_long_ago_take_no_memory() -> None:
         state.promise(promises[0].request_id)
     assert list(state.promises.values()) == promises[1:]
     assert state.promise(promises[1].request_id).outcome == DONE
+
+
+def test_an_ended_session_is_forgotten_a_day_after_it_or_anything_of_it_was_used() -> None:
+    """Other processes use its samplers for longer than it lives."""
+    state = new_state("s", "t")
+    state.create_model("s", 0, WORK)
+    sampler = state.create_sampler("s", 0, "base")
+    run_all(state)
+    sample = state.sample(sampler, 0, WORK)
+    finish(state, "s", 0.0)
+    removed: list[object] = []
+    state.write = removed.extend
+
+    def passes(now: float, uses: bool = False) -> None:
+        for _ in range(2):  # what is used is noted by the first, and what has no promises any more goes by the second
+            beat(state, "t", now)
+            state.expire(now)
+        if uses:
+            assert state.sampler(sampler.sampler_id) is sampler
+
+    passes(2 * ENDED_S)
+    assert state.promise(sample.request_id) is sample, "it is not done yet"
+    state.settle(sample, DONE)
+    for days in range(3, 6):
+        passes(days * ENDED_S, uses=True)
+    passes(6 * ENDED_S)
+    assert "s" in state.sessions
+    passes(7 * ENDED_S + 1)
+    assert removed[-3:] == ["s", "s:train:0", "s:sample:0"]
+    assert (list(state.sessions), list(state.models), list(state.samplers)) == (["t"], [], [])
+    for name in ("s:train:0/0", sample.request_id):
+        with pytest.raises(UnknownId):
+            state.promise(name)
+    with pytest.raises(UnknownId, match="unused for 24 h"):
+        state.create_model("s", 0, WORK)
 
 
 def test_a_model_that_could_not_be_created_gives_the_trainer_back() -> None:
