@@ -76,6 +76,7 @@ def test_an_engine_makes_no_kernel_for_every_size_of_batch(engine: Probed) -> No
     assert engine.growth < FLAT
 
 
+@pytest.mark.long  # of vLLM itself: it changes with its version alone
 def test_it_would_by_default(plain: Probed) -> None:
     """When it does not, `multiply_by_few_kernels` is not needed any more."""
     assert plain.growth > 10 * FLAT
@@ -87,6 +88,7 @@ def test_memory_is_not_moved_where_there_is_one_place_for_it(engine: Probed) -> 
     assert engine.bindings == (0 if nodes.isdigit() else 1)
 
 
+@pytest.mark.long
 def test_it_would_be_moved_by_default(plain: Probed) -> None:
     """When it is not, `_stay_on_the_only_node` is not needed any more."""
     assert plain.bindings == 1

@@ -78,12 +78,3 @@ def test_the_shipped_model_answers(command: tuple[str, str]) -> None:
         with pytest.raises(openai.NotFoundError, match="there is policy"):
             client.models.retrieve("step-000020")
     assert "trireme_service_places 256.0" in httpx.get(f"{url}/metrics").text
-
-
-def test_a_taken_port_is_refused(command: tuple[str, str]) -> None:
-    port = command[0].rpartition(":")[2]
-    second = Running.start("assets/sort-base", "--service.port", port, module=MODULE)
-    said, _ = second.process.communicate(timeout=120)
-    assert second.process.returncode == 2, said
-    assert f"service.port = {port}" in said
-    assert second.files_left() == set()

@@ -136,6 +136,7 @@ def test_a_shard_is_killed_and_the_client_sees_a_delay(server: Server, alone: li
     sampled_alike(model, TEXTS[0])
 
 
+@pytest.mark.long  # rooms lost under a sample, with the real client: unit/service/tinker/test_serving_kills.py
 def test_the_replica_is_killed_and_samples_come(server: Server, alone: list[np.ndarray]) -> None:
     model = begun(server, 1)
     np.testing.assert_allclose(trained(model, 1), alone[1], atol=1e-5)
