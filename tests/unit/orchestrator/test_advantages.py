@@ -1,7 +1,6 @@
 """Advantages, filters, and turns merged into datums: against exact numbers, and for any trajectory."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,17 +13,15 @@ from whole_turns import trajectory_of
 
 from orchestrator.advantages import (
     ScoredGroup,
-    WeightedTrajectory,
     build_minibatch,
     compute_advantages,
     is_constant,
-    lay_out,
 )
 from orchestrator.ledger import Group
 from orchestrator.trajectory import Trajectory, Transition
 from trireme.config.orchestrator import AdvantageKind, OrchestratorConfig
 from trireme.core.normalization import LossNormalization, Normalization
-from trireme.core.types import Minibatch, TokenBatch, WeightIdentity
+from trireme.core.types import Minibatch, WeightIdentity
 
 VECTORS = json.loads((Path(__file__).parents[2] / "oracles" / "vectors.json").read_text())
 
@@ -127,79 +124,6 @@ def test_groups_of_constant_rewards_are_those_of_the_vectors(vector: dict[str, A
     kept = [rewards_G for rewards_G in vector["groups"] if not is_constant(rewards_G)] or vector["groups"][:1]
     assert len(kept) == vector.get("kept_count", len(vector.get("kept", [])))
     assert kept == vector.get("kept", vector["groups"][:1])
-
-
-TURNS = st.lists(
-    st.tuples(
-        st.booleans(),
-        st.lists(st.integers(0, 3), min_size=1, max_size=4),
-        st.lists(st.integers(0, 3), min_size=1, max_size=4),
-    ),
-    min_size=1,
-    max_size=6,
-)
-
-
-@given(TURNS)
-def test_each_sampled_token_is_trained_exactly_once(turns: list[tuple[bool, list[int], list[int]]]) -> None:
-    """Every sampled token has its own logprob and version here, so a token missed, doubled or misplaced shows."""
-    so_far: list[int] = []
-    transitions: list[Transition] = []
-    sampled: list[tuple[int, float, int]] = []
-    for extends, fresh, action in turns:
-        observation = so_far + fresh if extends else fresh
-        number = len(sampled)
-        logprobs = [-1.0 - number - i for i in range(len(action))]
-        turn = transition(observation, action, logprobs)
-        versions = range(number, number + len(action))
-        identities = tuple(WeightIdentity(0, version, "d") for version in versions)
-        transitions.append(replace(turn, versions=np.asarray(versions, np.int32), identities=identities))
-        sampled += [(token, -1.0 - number - i, number + i) for i, token in enumerate(action)]
-        so_far = observation + action
-    data_D = trajectory_to_data(trajectory(transitions), 0.25, 1.0)
-    trained = []
-    for datum in data_D:
-        columns = {name: column.data for name, column in datum.loss_fn_inputs.items()}
-        np.testing.assert_array_equal(datum.model_input.tokens[1:], columns["target_tokens"][:-1])
-        on = columns["mask"] == 1
-        np.testing.assert_array_equal(columns["advantages"], np.where(on, np.float32(0.25), 0))
-        np.testing.assert_array_equal(columns["versions"] >= 0, on)
-        np.testing.assert_array_equal(columns["logprobs"] != 0, on)
-        trained += list(
-            zip(
-                columns["target_tokens"][on].tolist(),
-                columns["logprobs"][on].tolist(),
-                columns["versions"][on].tolist(),
-                strict=True,
-            )
-        )
-    assert trained == sampled
-    assert len(data_D) <= 1 + sum(not extends for extends, _, _ in turns[1:])
-
-
-@given(st.lists(TURNS, min_size=1, max_size=4))
-def test_rows_that_are_laid_out_together_are_each_as_by_itself(all_turns: list[Any]) -> None:
-    weighted = [
-        WeightedTrajectory(
-            trajectory([transition(fresh, action) for _, fresh, action in given]),
-            float(number),
-            0.5,
-            counts=number != 1,
-        )
-        for number, given in enumerate(all_turns)
-    ]
-    batch = lay_out(weighted)
-    each = [lay_out([one]) for one in weighted]
-    alone = TokenBatch.from_datums([part.datum(d) for part in each for d in range(len(part))])
-    assert batch.sequences.tolist() == [number for number, part in enumerate(each) for _ in range(len(part))]
-    for name in ("tokens", "offsets", "temperatures"):
-        found, expected = getattr(batch, name), getattr(alone, name)
-        np.testing.assert_array_equal(found, expected)
-        assert found.dtype == expected.dtype
-    assert list(batch.columns) == list(alone.columns)
-    for name, column in batch.columns.items():
-        np.testing.assert_array_equal(column, alone.columns[name])
-        assert column.dtype == alone.columns[name].dtype
 
 
 def test_an_empty_observation_is_refused() -> None:

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -429,33 +428,6 @@ def test_a_batch_is_released_once_it_is_cut_and_in_order() -> None:
     assert [group.index for group in ledger.release(0)] == [0, 1]
 
 
-def test_drop_gives_up_what_the_next_batch_could_not_take() -> None:
-    ledger = make("drop", batch_size=1)
-    _, second = fill(ledger)
-    ledger.finish(second)
-    assert took(ledger.take(0, 1)) == ([1], [])
-    ledger.release(0)
-    ledger.acknowledge({0: 1})
-    (third,) = fill(ledger)
-    ledger.finish(third)
-    assert took(ledger.take(1, 1)) == ([2], [0])
-    assert ledger.counts()["dropped"] == 1
-
-
-def test_wait_overtakes_until_a_group_is_due() -> None:
-    ledger = make("wait", batch_size=1)
-    first, second = fill(ledger)
-    ledger.finish(second)
-    assert took(ledger.take(0, 1)) == ([1], [])
-    ledger.release(0)
-    ledger.acknowledge({0: 1})
-    (third,) = fill(ledger)
-    ledger.finish(third)
-    assert ledger.take(1, 1) is None, "group 0 is due"
-    ledger.finish(first)
-    assert took(ledger.take(1, 1)) == ([0], [])
-
-
 def test_wait_does_not_overtake_two_groups_that_are_due_for_one_place() -> None:
     """With K = 2 and B = 1, "overtake while nothing due is left out" lets two groups become due for the last place."""
     ledger = make("wait", batch_size=1, max_steps_off_policy=2)
@@ -540,43 +512,6 @@ def test_lost_groups_are_noticed() -> None:
 
 def test_nothing_is_dispatched_that_no_step_will_use() -> None:
     assert len(fill(make(batch_size=2, max_steps_off_policy=8, max_steps=3))) == 6
-
-
-def test_no_replica_no_dispatch() -> None:
-    ledger = Ledger(1, 0, "wait", 1)
-    assert not ledger.can_dispatch()
-    ledger.acknowledge({0: 0})
-    assert ledger.can_dispatch()
-    ledger.acknowledge({})
-    assert not ledger.can_dispatch()
-
-
-def test_a_boundary_is_that_before_the_step_under_way() -> None:
-    ledger = make("wait", batch_size=2, max_steps_off_policy=1)
-    groups = fill(ledger)
-    for group in groups[1:]:
-        ledger.finish(group)
-    assert took(ledger.take(0, 2)) == ([1, 2], [])
-    state = saved(ledger)
-    assert state["released"] == 0
-    assert [(g["index"], g["finished"]) for g in state["groups"]] == [(0, False), (1, True), (2, True), (3, True)]
-    ledger.release(0)
-    assert [g["index"] for g in saved(ledger)["groups"]] == [0, 3]
-    resumed = Ledger(2, 1, "wait", 100)
-    resumed.load_state_dict(saved(ledger))
-    assert [(g.index, g.floor) for g in resumed.active.values()] == [(0, 1), (3, 0)], "0 is sampled again"
-
-
-@pytest.mark.parametrize("live", [{0: 1}, {}], ids=["a replica holds it", "all have left"])
-def test_after_the_next_version_is_published_there_is_no_way_back(live: dict[int, int]) -> None:
-    ledger = make(max_steps_off_policy=0)
-    for group in fill(ledger):
-        ledger.finish(group)
-    ledger.take(0, 2)
-    ledger.acknowledge({0: 1})
-    ledger.acknowledge(live)
-    with pytest.raises(ValueError, match=re.escape(f"but all had 1, and replicas hold {live}")):
-        ledger.state_dict()
 
 
 def test_replicas_must_hold_the_boundary_before_anything_is_dispatched() -> None:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from orchestrator_fakes import trajectory_to_data
 from renderer_support import QWEN3, SAYS, bpe, said, scattered
+from whole_turns import assert_same_datum, datums
 
 from orchestrator.advantages import ScoredGroup
 from orchestrator.env import Continuation, Trajectory
@@ -143,32 +144,10 @@ def test_a_group_is_as_many_chats_and_can_be_pickled() -> None:
 
 
 def assert_each_sampled_token_is_trained_once(trajectory: Trajectory, advantage: float = 0.25) -> int:
-    """Returns the number of datums. By logprob and version each sampled token is known: none is missed, doubled,
-    misplaced, or trained with another's column; and a datum ends where the next turn no longer extends it."""
+    """Compares the datums with those that are made token by token of the whole turns. Returns their number."""
     data_D = trajectory_to_data(trajectory, advantage, 1.0)
-    trained = []
-    for datum in data_D:
-        columns = {name: column.to_numpy() for name, column in datum.loss_fn_inputs.items()}
-        on = columns["mask"] == 1
-        np.testing.assert_array_equal(datum.model_input.to_ints()[1:], columns["target_tokens"][:-1])
-        np.testing.assert_array_equal(columns["advantages"], np.where(on, np.float32(advantage), 0))
-        np.testing.assert_array_equal(columns["versions"] >= 0, on)
-        np.testing.assert_array_equal(columns["logprobs"] != 0, on)
-        trained += list(
-            zip(*(columns[name][on].tolist() for name in ("target_tokens", "logprobs", "versions")), strict=True)
-        )
-    turns = trajectory.transitions
-    sampled = [
-        row
-        for turn in turns
-        for row in zip(turn.action.tolist(), turn.logprobs.tolist(), turn.versions.tolist(), strict=True)
-    ]
-    assert trained == sampled
-    grown = [[*turn.observation.tolist(), *turn.action.tolist()] for turn in turns]
-    breaks = sum(
-        turn.observation.tolist()[: len(before)] != before for before, turn in zip(grown, turns[1:], strict=False)
-    )
-    assert len(data_D) == 1 + breaks, "no more datums than needed"
+    for found, expected in zip(data_D, datums(trajectory.transitions, advantage, 1.0), strict=True):
+        assert_same_datum(found, expected)
     return len(data_D)
 
 
@@ -216,9 +195,9 @@ def test_any_chat_is_trained_on_token_for_token(
         for thought, text, end, seed in answers
     ]
     trajectory = play(Questions(len(sampled), role, forgiving=True), Whole(made), Policy(sampled))
-    datums = assert_each_sampled_token_is_trained_once(trajectory)
+    number = assert_each_sampled_token_is_trained_once(trajectory)
     if options == KEEPING or (role == "tool" and not options):
-        assert datums == 1
+        assert number == 1
 
 
 def test_who_goes_on_as_somebody_else_is_stopped_and_trained_up_to_there() -> None:
@@ -246,16 +225,16 @@ def test_any_chat_of_a_base_model_is_trained_on_token_for_token(answers: Any, op
         made = renderer("role_colon", None, **options)
         sampled = [[*scattered(bpe(), text + more, seed), made.stop_tokens()[0]] for text, more, seed in answers]
         trajectory = play(Questions(len(sampled), role, forgiving=True), Whole(made), Policy(sampled))
-        datums = assert_each_sampled_token_is_trained_once(trajectory)
+        number = assert_each_sampled_token_is_trained_once(trajectory)
         if options == KEEPING and not any(more for _, more, _ in answers):
-            assert datums == 1
+            assert number == 1
 
 
-@pytest.mark.parametrize(("strips", "datums"), [(True, 3), (False, 1)])
-def test_games_without_thinking_are_one_sequence_if_the_empty_block_stays(strips: bool, datums: int) -> None:
+@pytest.mark.parametrize(("strips", "number"), [(True, 3), (False, 1)])
+def test_games_without_thinking_are_one_sequence_if_the_empty_block_stays(strips: bool, number: int) -> None:
     made = renderer(enable_thinking=False, strip_thinking_from_history=strips)
     trajectory = play(Questions(3), made, Policy([ended("four", made, turn) for turn in range(3)]))
-    assert assert_each_sampled_token_is_trained_once(trajectory) == datums
+    assert assert_each_sampled_token_is_trained_once(trajectory) == number
 
 
 THINKING = "<think>\nhm\n</think>\n\nfour"
@@ -263,7 +242,7 @@ THINKING = "<think>\nhm\n</think>\n\nfour"
 
 def test_stripping_gives_a_datum_for_every_query_and_keeping_one() -> None:
     answers = partial(ended, THINKING)
-    for options, datums in (({}, 4), (KEEPING, 1)):
+    for options, number in (({}, 4), (KEEPING, 1)):
         made = renderer(**options)
         trajectory = play(Questions(4), made, Policy([answers(made, turn) for turn in range(4)]))
-        assert assert_each_sampled_token_is_trained_once(trajectory) == datums
+        assert assert_each_sampled_token_is_trained_once(trajectory) == number

@@ -173,28 +173,46 @@ def test_no_last_word_where_the_environment_ends_the_episode_or_the_first_prompt
     assert ends.asked == begins.asked == []
 
 
-@pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])
-def test_rewards_must_be_finite(reward: float) -> None:
-    with pytest.raises(NonFiniteReward, match=r"environment counting, problem 0\.1\.2"):
-        play(Counting(reward=reward))
+class Odd(Counting):
+    """Begins with `observation`, or with what any other begins with; its step gives `result`."""
+
+    def __init__(self, observation: Any = None, result: Any = None) -> None:
+        super().__init__()
+        self.observation, self.result = observation, result
+
+    async def initial_observation(self) -> Any:
+        return self.observation or await super().initial_observation()
+
+    async def step(self, action: Sequence[int]) -> Any:
+        return self.result
 
 
-@pytest.mark.parametrize("reward", [1e30, -1e30, 10**400])
-def test_rewards_must_be_of_a_size_to_compute_with(reward: float) -> None:
-    with pytest.raises(BadReward, match=r"environment counting, problem 0\.1\.2: gave the reward .*2\^53"):
-        play(Counting(reward=reward))
+NUMBERS = (None, "1.0", [1.0], 1j, np.ones(2))
+TOKENS: tuple[list[Any], ...] = ([1.5], ["a"], [[1], [2]])
+STEPS = (
+    None,
+    1.0,
+    StepResult(1.0, True, metrics={"seen": "much"}),  # type: ignore[dict-item]
+    StepResult(1.0, True, metrics=["seen"]),  # type: ignore[arg-type]
+    StepResult(1.0, True, logs="seen"),  # type: ignore[arg-type]
+)
+REFUSED: list[tuple[Env, type[Exception], str]] = [
+    *((Counting(reward=reward), NonFiniteReward, r"problem 0\.1\.2") for reward in (math.nan, math.inf, -math.inf)),
+    *((Counting(reward=reward), BadReward, r"gave the reward .*2\^53") for reward in (1e30, -1e30, 10**400)),
+    *((Odd(result=StepResult(r, True)), BadReward, f" of type {type(r).__name__}; expected a number") for r in NUMBERS),  # type: ignore[arg-type]
+    *((Counting(first=first), OutOfVocabulary, r"0 \.\. 99") for first in ([100], [-1])),
+    *((Counting(first=first), BadPrompt, "at least one token") for first in ([], *TOKENS, [True, None])),
+    *((Odd(result=StepResult(0.0, False, Continuation(new))), BadPrompt, "at least one token") for new in TOKENS),
+    (Odd((Continuation([1]), ())), BadPrompt, "Continuation.*at least one token"),
+    *((Odd(([1], (s,))), OutOfVocabulary, r"what ends an answer; .*0 \.\. 99") for s in (100, -1, "", None)),
+    *((Odd(result=result), BadStep, r"problem 0\.1\.2: .*expected") for result in STEPS),
+]
 
 
-@pytest.mark.parametrize("first", [[100], [-1]])
-def test_observations_must_be_of_the_vocabulary(first: list[int]) -> None:
-    with pytest.raises(OutOfVocabulary, match=r"environment counting.*0 \.\. 99"):
-        play(Counting(first=first))
-
-
-@pytest.mark.parametrize("first", [[], [1.5], ["a"], [[1], [2]], [True, None]])
-def test_observations_must_be_tokens(first: list[Any]) -> None:
-    with pytest.raises(BadPrompt, match=r"environment counting.*at least one token"):
-        play(Counting(first=first))
+@pytest.mark.parametrize(("env", "error", "said"), REFUSED)
+def test_what_makes_no_sense_is_refused_with_its_environment(env: Env, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=f"environment counting.*{said}"):
+        play(env)
 
 
 class Continuing(Counting):
@@ -228,60 +246,6 @@ def test_a_prompt_that_begins_otherwise_begins_a_segment() -> None:
     assert [turn.start for turn in trajectory.turns] == [0, 0, 9, 9, 9]
     first = WeightIdentity(0, 0, "d")
     assert [request.began for request in sampler.requests] == [None, first, None, first, first]
-
-
-@pytest.mark.parametrize("new", [[1.5], ["a"], [[1], [2]]])
-def test_what_is_new_must_be_tokens(new: list[Any]) -> None:
-    class Odd(Counting):
-        async def step(self, action: Sequence[int]) -> StepResult:
-            return StepResult(0.0, False, Continuation(new))
-
-    with pytest.raises(BadPrompt, match=r"environment counting.*at least one token"):
-        play(Odd())
-
-
-def test_the_first_prompt_continues_nothing() -> None:
-    class Odd(Counting):
-        async def initial_observation(self) -> Any:
-            return Continuation([1]), ()
-
-    with pytest.raises(BadPrompt, match=r"counting.*Continuation.*at least one token"):
-        play(Odd())
-
-
-@pytest.mark.parametrize("stop", [(100,), (-1,), ("",), (None,)])
-def test_tokens_that_end_an_answer_must_be_of_the_vocabulary(stop: tuple[Any, ...]) -> None:
-    class Stops(Counting):
-        async def initial_observation(self) -> tuple[Sequence[int], StopCondition]:
-            return self.tokens, stop
-
-    with pytest.raises(OutOfVocabulary, match=r"as what ends an answer; expected tokens of 0 \.\. 99"):
-        play(Stops())
-
-
-@pytest.mark.parametrize("reward", [None, "1.0", [1.0], 1j, np.ones(2)])
-def test_rewards_must_be_numbers(reward: Any) -> None:
-    with pytest.raises(BadReward, match=rf"counting.* of type {type(reward).__name__}; expected a number"):
-        play(Counting(reward=reward))
-
-
-@pytest.mark.parametrize(
-    "result",
-    [
-        None,
-        1.0,
-        StepResult(1.0, True, metrics={"seen": "much"}),  # type: ignore[dict-item]
-        StepResult(1.0, True, metrics=["seen"]),  # type: ignore[arg-type]
-        StepResult(1.0, True, logs="seen"),  # type: ignore[arg-type]
-    ],
-)
-def test_a_step_must_give_what_can_be_counted_and_kept(result: Any) -> None:
-    class Odd(Counting):
-        async def step(self, action: Sequence[int]) -> StepResult:
-            return result
-
-    with pytest.raises(BadStep, match=r"environment counting, problem 0\.1\.2: .*expected"):
-        play(Odd())
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from whole_turns import continues, datums, trajectory_of
+from whole_turns import assert_same_datum, continues, datums, trajectory_of
 
 from orchestrator import advantages
 from orchestrator.advantages import WeightedTrajectory, lay_out
@@ -98,13 +98,7 @@ def test_the_trainer_gets_what_it_got_of_whole_turns(rollouts: list[tuple[Played
     assert batch.sequences.tolist() == [n for n in range(len(turns)) for _ in datums(turns[n], 0.0, 1.0)]
     assert len(batch) == len(expected)
     for d, datum in enumerate(expected):
-        found = batch.datum(d)
-        assert found.temperature == datum.temperature
-        np.testing.assert_array_equal(found.model_input.tokens, datum.model_input.tokens)
-        assert found.loss_fn_inputs.keys() == datum.loss_fn_inputs.keys()
-        for name, column in datum.loss_fn_inputs.items():
-            np.testing.assert_array_equal(found.loss_fn_inputs[name].data, column.data)
-            assert found.loss_fn_inputs[name].data.dtype == column.data.dtype
+        assert_same_datum(batch.datum(d), datum)
 
 
 SPANS = (VersionSpan(IDENTITIES[2], 0, 2), VersionSpan(IDENTITIES[3], 2, 3))

@@ -66,3 +66,12 @@ def _datum(turns: Sequence[Transition], advantage: float, temperature: float, co
             columns["versions"][place] = turn.versions[n]
     inputs = {name: TensorData(column[1:]) for name, column in columns.items()}
     return Datum(ModelInput(np.asarray(tokens[:-1], np.int32)), inputs, temperature)
+
+
+def assert_same_datum(found: Datum, expected: Datum) -> None:
+    assert found.temperature == expected.temperature
+    np.testing.assert_array_equal(found.model_input.tokens, expected.model_input.tokens)
+    assert found.loss_fn_inputs.keys() == expected.loss_fn_inputs.keys()
+    for name, column in expected.loss_fn_inputs.items():
+        np.testing.assert_array_equal(found.loss_fn_inputs[name].data, column.data)
+        assert found.loss_fn_inputs[name].data.dtype == column.data.dtype
