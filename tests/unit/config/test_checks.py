@@ -61,8 +61,41 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
         {"trainer": {"packing": "packed"}, "model": {"attn": "eager"}},
         ["trainer.packing = packed with model.attn = eager"],
     ),
+    ({"trainer": {"num_substeps": 3}}, ["orchestrator.batch_size = 16", "15 or 18"]),
+    ({"trainer": {"num_substeps": 2, "num_minibatches": 3}}, ["orchestrator.batch_size = 16", "12 or 18"]),
+    ({"trainer": {"num_minibatches": 5}}, ["orchestrator.batch_size = 16", "15 or 20"]),
+    (
+        {"orchestrator": {"batch_size": 2}, "trainer": {"num_substeps": 4}},
+        ["orchestrator.batch_size = 2", "divisible by num_substeps = 4"],
+    ),
+    (
+        {"trainer": {"loss_fn": "ppo", "loss_fn_config": {"clip": 0.2}}},
+        ["parameters of ppo: clip_low_threshold, clip_high_threshold"],
+    ),
+    (
+        {"trainer": {"loss_fn": "importance_sampling", "loss_fn_config": {"clip_low_threshold": 0.8}}},
+        ["parameters of importance_sampling: max_ratio, mask_ratio_low, mask_ratio_high"],
+    ),
+    (
+        {"trainer": {"loss_fn_config": {"clip_low_threshold": 0.2, "clip_high_threshold": 0.2}}},
+        ["0 <= low <= 1 <= high"],
+    ),
+    ({"trainer": {"loss_fn": "dro"}}, ["add --trainer.loss-fn-config.beta VALUE"]),
+    ({"trainer": {"loss_fn": "grpo"}}, ["--trainer.loss-fn ppo with --orchestrator.advantage std"]),
+    ({"trainer": {"loss_fn": "RLOO"}}, ["--orchestrator.advantage leave_one_out"]),
+    ({"trainer": {"loss_fn": "cross_entropy"}}, ["a loss for reinforcement learning"]),
+    ({"trainer": {"loss_fn": "no_such_package:loss"}}, ["No module named 'no_such_package'"]),
+    ({"model": {"max_seq_len": 10}}, ["shorter than the sequence"]),
+    ({"inference": {"sampling": {"max_tokens": 64}}}, ["shorter than the sequence"]),
+    ({"eval": {"max_tokens": 64}}, ["lower --eval.max-tokens"]),
+    ({"model": {"max_seq_len": 65}}, ["at most 64, the max_position_embeddings of m"]),
+    ({"inference": {"sampling": {"max_tokens": 10}, "max_model_len": 65}}, ["at most 64"]),
+    (
+        {"model": {"max_seq_len": 32}, "inference": {"sampling": {"max_tokens": 10}, "max_model_len": 31}},
+        ["holds the longest sequence"],
+    ),
 ]
-"""Keys that exclude each other, and what the refusal names."""
+"""Keys that exclude each other, or the model, and what the refusal names."""
 ACCEPTED: list[dict[str, Any]] = [
     {"service": {"port": 0}},
     {"orchestrator": {**GROUPS_OF_8, "max_concurrent": 8}},
@@ -115,21 +148,6 @@ def test_a_directory_without_a_tokenizer(tmp_path: Path) -> None:
 def test_tensorboard_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     assert "uv sync --extra tensorboard" in refusal(config().model_copy(update={"tensorboard": True}))
-
-
-@pytest.mark.parametrize(
-    ("size", "trainer", "nearest"),
-    [
-        (16, {"num_substeps": 3}, "15 or 18"),
-        (16, {"num_substeps": 2, "num_minibatches": 3}, "12 or 18"),
-        (16, {"num_minibatches": 5}, "15 or 20"),
-        (2, {"num_substeps": 4}, "divisible by num_substeps = 4"),
-    ],
-)
-def test_batch_size_must_divide(size: int, trainer: dict, nearest: str) -> None:
-    text = refusal(config(orchestrator={"batch_size": size}, trainer=trainer))
-    assert f"orchestrator.batch_size = {size}" in text
-    assert nearest in text
 
 
 @pytest.mark.parametrize(
@@ -220,49 +238,6 @@ def test_group_of_one(advantage: str) -> None:
     assert "orchestrator.group_size = 1" in text
     assert "at least 2 rollouts" in text
     assert "--orchestrator.group-size" in text
-
-
-@pytest.mark.parametrize(
-    ("trainer", "expected"),
-    [
-        (
-            {"loss_fn": "ppo", "loss_fn_config": {"clip": 0.2}},
-            "parameters of ppo: clip_low_threshold, clip_high_threshold",
-        ),
-        (
-            {"loss_fn": "importance_sampling", "loss_fn_config": {"clip_low_threshold": 0.8}},
-            "parameters of importance_sampling: max_ratio, mask_ratio_low, mask_ratio_high",
-        ),
-        ({"loss_fn_config": {"clip_low_threshold": 0.2, "clip_high_threshold": 0.2}}, "0 <= low <= 1 <= high"),
-        ({"loss_fn": "dro"}, "add --trainer.loss-fn-config.beta VALUE"),
-        ({"loss_fn": "grpo"}, "--trainer.loss-fn ppo with --orchestrator.advantage std"),
-        ({"loss_fn": "RLOO"}, "--orchestrator.advantage leave_one_out"),
-        ({"loss_fn": "cross_entropy"}, "a loss for reinforcement learning"),
-        ({"loss_fn": "no_such_package:loss"}, "No module named 'no_such_package'"),
-    ],
-)
-def test_loss_fn_config(trainer: dict, expected: str) -> None:
-    assert expected in refusal(config(trainer=trainer))
-
-
-@pytest.mark.parametrize(
-    ("sections", "expected"),
-    [
-        ({"model": {"max_seq_len": 10}}, "shorter than the sequence"),
-        ({"inference": {"sampling": {"max_tokens": 64}}}, "shorter than the sequence"),
-        ({"eval": {"max_tokens": 64}}, "lower --eval.max-tokens"),
-        ({"model": {"max_seq_len": 65}}, "at most 64, the max_position_embeddings of m"),
-        ({"inference": {"sampling": {"max_tokens": 10}, "max_model_len": 65}}, "at most 64"),
-        (
-            {"model": {"max_seq_len": 32}, "inference": {"sampling": {"max_tokens": 10}, "max_model_len": 31}},
-            "holds the longest sequence",
-        ),
-    ],
-)
-def test_lengths(sections: dict, expected: str) -> None:
-    if "model" in sections:
-        sections["model"]["name"] = "m"
-    assert expected in refusal(config(**sections))
 
 
 @pytest.mark.parametrize(

@@ -3,32 +3,22 @@
 from pathlib import Path
 
 import pytest
+from config_support import BASE, REQUIRED
 
 from trireme.config import Config
 from trireme.config.load import load
-
-REQUIRED = {
-    "model": {"name": "m"},
-    "env": {"id": "sort"},
-    "orchestrator": {"batch_size": 16},
-    "inference": {"sampling": {"max_tokens": 10}},
-}
-FLAGS = [
-    *("--model.name", "m", "--env.id", "sort"),
-    *("--orchestrator.batch-size", "16", "--inference.sampling.max-tokens", "10"),
-]
 
 
 def test_a_config_from_values_reads_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRIREME__SEED", "5")
     monkeypatch.setenv("SEED", "5")
-    assert Config.model_validate(REQUIRED).seed == 0
-    assert type(load(FLAGS).config) is Config
-    assert load(FLAGS).config.seed == 5
+    assert Config.model_validate(BASE).seed == 0
+    assert type(load(REQUIRED).config) is Config
+    assert load(REQUIRED).config.seed == 5
 
 
 def args_of_layers(tmp_path: Path, *layers: str) -> dict:
-    words = list(FLAGS)
+    words = list(REQUIRED)
     for n, layer in enumerate(layers):
         (tmp_path / f"{n}.toml").write_text(f"[env.args]\n{layer}")
         words += ["@", str(tmp_path / f"{n}.toml")]

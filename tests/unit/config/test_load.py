@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from config_support import refused
+from config_support import REQUIRED, refused
 
 from trireme.config import Config
 from trireme.config.keys import keys_of
@@ -13,10 +13,6 @@ from trireme.config.load import load
 from trireme.config.words import WORDS
 
 Toml = Callable[..., str]
-REQUIRED = [
-    *("--model.name", "m", "--env.id", "sort"),
-    *("--orchestrator.batch-size", "16", "--inference.sampling.max-tokens", "10"),
-]
 
 
 def config(*flags: str, **environ: str) -> Config:
@@ -48,9 +44,6 @@ def test_numbers_are_finite(key: str, value: str) -> None:
 
 
 class TestOrder:
-    def test_file_beats_default(self, toml: Toml) -> None:
-        assert config("@", toml("[trainer]\nshards = 2")).trainer.shards == 2
-
     def test_later_file_beats_earlier(self, toml: Toml) -> None:
         first = toml("[trainer]\nshards = 2\nwarmup_steps = 7", "a.toml")
         second = toml("[trainer]\nshards = 3", "b.toml")
@@ -68,10 +61,6 @@ class TestOrder:
 
     def test_other_variables_are_left_alone(self) -> None:
         assert config(TRIREME="x", HOME="/root", TRAINER__SHARDS="3").trainer.shards == 1
-
-    def test_the_process_environment_is_the_default(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("TRIREME__TRAINER__SHARDS", "5")
-        assert load(REQUIRED).config.trainer.shards == 5
 
 
 class TestForms:

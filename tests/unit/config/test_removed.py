@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from config_support import REQUIRED
 
 from trireme.cli import trireme
 from trireme.config.keys import keys_of
@@ -11,10 +12,6 @@ from trireme.config.removed import REMOVED
 from trireme.config.schema import Config
 from trireme.core.errors import EXIT_BAD_INPUT, BadInput
 
-REQUIRED = [
-    *("--model.name", "m", "--env.id", "sort"),
-    *("--orchestrator.batch-size", "16", "--inference.sampling.max-tokens", "10"),
-]
 COMMANDS = sorted(name for name in REMOVED if name.startswith("trireme "))
 KEYS = sorted(name for name in REMOVED if not name.startswith(("trireme ", "env.args.")))
 

@@ -14,6 +14,11 @@ BASE: dict[str, dict[str, Any]] = {
     "orchestrator": {"batch_size": 16},
     "inference": {"sampling": {"max_tokens": 10}},
 }
+REQUIRED = [
+    *("--model.name", "m", "--env.id", "sort"),
+    *("--orchestrator.batch-size", "16", "--inference.sampling.max-tokens", "10"),
+]
+"""The same as flags."""
 
 
 def small(**given: Any) -> Config:
