@@ -9,15 +9,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import arithmetic
 import numpy as np
 import pytest
 from orchestrator_fakes import FakeSampler, Run, small_config, trajectory_to_data, whole_run
 from renderer_support import characters
 
-from orchestrator.env import EnvContext, RLDataset, Trajectory, load_dataset
+from orchestrator.env import MOVED, EnvContext, RLDataset, Trajectory, load_dataset
 from orchestrator.rollout import RolloutKey, RolloutLimits, run_rollout
+from orchestrator.tools import ToolError
 from trireme.config.load import load
 from trireme.config.schema import EnvConfig, SamplingConfig
+from trireme.core.errors import BadInput
 from trireme.core.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity
 
 ROOT = Path(__file__).parents[2]
@@ -36,11 +39,11 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         sys.modules.pop(name.removesuffix(".py"), None)
 
 
-LIMITS = RolloutLimits(99, 256, decode=characters().decode)
+LIMITS = RolloutLimits(1000, 10_000, decode=characters().decode)
 
 
-def dataset(env_id: str, **args: Any) -> RLDataset:
-    return load_dataset(EnvConfig(id=env_id, args=args), EnvContext(characters(), 0, 2))
+def dataset(env_id: str, split: Any = "train", **args: Any) -> RLDataset:
+    return load_dataset(EnvConfig(id=env_id, args=args), EnvContext(characters(), 0, 2, split))
 
 
 class Says(FakeSampler):
@@ -63,7 +66,7 @@ def play(problem: Any, texts: Sequence[str]) -> tuple[Trajectory, list[str]]:
     async def episode() -> tuple[Trajectory, list[str]]:
         env, sampler = await problem.make_env(0), Says(*texts)
         key = RolloutKey("tutorial", "0.0.0", 0, 0, "0")
-        trajectory = await run_rollout(env, sampler.sample, key, LIMITS, SamplingConfig(max_tokens=40), 0)
+        trajectory = await run_rollout(env, sampler.sample, key, LIMITS, SamplingConfig(max_tokens=1000), 0)
         await env.close()
         return trajectory, [characters().decode(request.prompt) for request in sampler.requests]
 
@@ -132,3 +135,63 @@ def test_the_command_is_a_valid_one() -> None:
     flags = shlex.split(command.removeprefix("uv run rl "))
     env = load([str(ROOT / flag) if flag.endswith(".toml") else flag for flag in flags], {}).config.env[0]
     assert (env.id, env.args, env.label) == ("letters:Letters", {"longest": 5}, "letters")
+
+
+# ---- examples/envs
+
+
+def example(env_id: str, texts: Sequence[str], **args: Any) -> tuple[Trajectory, list[str]]:
+    return play(dataset(env_id, **args).get_batch(0)[1], texts)
+
+
+def call(expression: str) -> str:
+    return f' <tool_call>\n{{"name": "calculator", "arguments": {{"expression": "{expression}"}}}}\n</tool_call>'
+
+
+def test_reverse() -> None:
+    trajectory, (prompt,) = example("reverse:Reverse", ["x"])
+    text = prompt.removeprefix("Reverse: ").removesuffix("\n")
+    assert trajectory.reward < 1
+    assert example("reverse:Reverse", [text[::-1]])[0].reward == 1
+    lengths = {len(b.make().question.target) for b in dataset("reverse:Reverse", "eval", max_letters=4).get_batch(0)}  # type: ignore[attr-defined]
+    assert lengths == {3, 4}
+
+
+def test_arithmetic() -> None:
+    (prompt,) = example("arithmetic:Arithmetic", ["no"])[1]
+    question = prompt.rpartition("What is ")[2].partition("?")[0]
+    value = arithmetic.calculate(question)
+    trajectory, prompts = example("arithmetic:Arithmetic", [call(question), f" {value}"])
+    assert prompts[1].endswith(f"Tool: {value}\n\nAssistant:")
+    assert [t.metrics.get("tool_calls") for t in trajectory.transitions] == [1, None]
+    assert (trajectory.reward, trajectory.transitions[1].metrics["success"]) == (1, 1)
+    assert example("arithmetic:Arithmetic", [f" {value + 1}"])[0].reward == 0
+    assert example("arithmetic:Arithmetic", [call("1"), call("1")], max_turns=2)[0].reward == 0, "turns run out"
+
+
+def test_a_game_with_the_calculator_continues_after_a_resume() -> None:
+    env = arithmetic.ArithmeticEnv("1 + 1", 4)
+    asyncio.run(env.load_state_dict({"turns": 2}))
+    assert env.state_dict() == {"turns": 2}
+
+
+@pytest.mark.parametrize(("expression", "value"), [("(37 - 12) * 48", 1200), ("-2 * -(3 + 4)", 14), (" 7 ", 7)])
+def test_values(expression: str, value: int) -> None:
+    assert arithmetic.calculate(expression) == value
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["", "1 +", "1 / 0", "9 ** 9 ** 9", "__import__('os')", "x", "1.5", "True", "(" * 199, "-" * 199, "1" * 201, ["1"]],
+)
+def test_calculator_refuses_with_a_text_for_the_model(expression: Any) -> None:
+    with pytest.raises(ToolError):
+        arithmetic.calculate(expression)
+
+
+@pytest.mark.parametrize("env_id", MOVED)
+def test_an_old_id_names_the_example(env_id: str) -> None:
+    file, example = MOVED[env_id]
+    with pytest.raises(BadInput, match=rf"env\.id = {env_id}, which is not built in\n.*{example}.*{file}"):
+        dataset(env_id)
+    assert len(dataset(example)) == 1000

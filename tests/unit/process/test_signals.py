@@ -4,7 +4,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -145,23 +144,6 @@ def test_a_signal_that_a_launcher_passes_on_counts_once(mode: str, says: str) ->
         process.send_signal(signal.SIGTERM)
         time.sleep(0.1)
     assert rest(process) == (says, 75)
-
-
-def test_a_frozen_point_says_that_it_was_reached(tmp_path: Path) -> None:
-    """`freeze` stops a thread for certain where a test wants to kill the whole tree."""
-    reached = tmp_path / "reached"
-    code = (
-        "from trireme.process.faults import fault_point\n"
-        "fault_point('here'); print('passed', flush=True); fault_point('here')"
-    )
-    environ = {"TRIREME_FAULTS": "here@2=freeze", "TRIREME_FAULT_REACHED": str(reached)}
-    process = subprocess.Popen([sys.executable, "-c", code], env=environ, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "passed\n"
-    while not reached.exists():
-        assert process.poll() is None
-    process.kill()
-    assert rest(process) == ("", -signal.SIGKILL)
 
 
 ACTOR = """
