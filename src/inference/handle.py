@@ -33,9 +33,6 @@ GRACE_S = 30.0
 STOP_S = 10.0
 CHAT_PROGRESS_S = 0.05
 """Seconds between the pieces of an answer that is streamed to a person; others are asked for each second."""
-ALIVE_S = 3.0
-"""Time for an actor to show that it is alive: the thread that asks also looks after the other replicas, and on a busy
-machine an answer may take a second."""
 
 Value = TypeVar("Value")
 log = logging.getLogger(__name__)
@@ -150,16 +147,16 @@ class InferenceHandle:
         for a replica that is ready."""
         return self.replicas[index].heartbeat.remote()
 
-    def replace(self, index: int, *, died: bool = False) -> Any:
-        """Starts a new replica in the place of replica `index`; returns its `ready_ref`. An actor that lost nothing but
-        its engine starts another one; else what is left is killed. `died`: the actor is dead, and is not asked: a lost
-        node would not answer."""
-        lost, replica = self._info(index), self.replicas[index]
-        if (
-            lost
-            and not died
-            and True in ready({replica.has_lost_engine.remote(): self.name(index)}, timeout_s=ALIVE_S).values()
-        ):
+    def lost_engine_ref(self, index: int) -> Any | None:
+        """Returns a reference that resolves to True if the actor of replica `index` lost nothing but its engine; None
+        if it has not started."""
+        return self.replicas[index].has_lost_engine.remote() if self._info(index) else None
+
+    def replace(self, index: int, *, same_actor: bool) -> Any:
+        """Starts a new replica in the place of replica `index`; returns its `ready_ref`. `same_actor`: its actor starts
+        another engine; else what is left of it is killed."""
+        replica = self.replicas[index]
+        if same_actor:
             self._ready[index] = replica.restart.remote()
             return self._ready[index]
         ray.kill(replica)  # its engine process dies with it (`inference.engine_startup`)

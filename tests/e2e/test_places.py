@@ -69,7 +69,7 @@ def test_a_replica_that_leaves_gives_its_place_back(monkeypatch: pytest.MonkeyPa
             assert free_gpus(GPUS - 2) == GPUS - 2
         manager.scale(2)
         assert all_are_placed(group)
-        assert all(PlacePool.is_there(group.options(index)) for index in group.indices)
+        assert all(PlacePool.are_there([group.options(index) for index in group.indices]))
         assert free_gpus(GPUS - 2) == GPUS - 2, "which took it"
         manager.scale(3)
         assert all_are_placed(group)

@@ -287,14 +287,10 @@ class PlacePool:
             self._kept.append(options)
 
     @staticmethod
-    def is_there(options: Mapping[str, Any]) -> bool:
-        """Returns True if Ray has the place of an actor with these options; it has none while its node is lost."""
-        strategy = options["scheduling_strategy"]
-        table = placement_group_table(strategy.placement_group)
-        if table["state"] == "CREATED":
-            return True
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        return table["bundles_to_node_id"][strategy.placement_group_bundle_index] in alive
+    def are_there(options_N: Sequence[Mapping[str, Any]]) -> list[bool]:
+        """Tells of each actor with these options of Ray if Ray has its place; it has none while its node is lost. Asks
+        Ray once about each group."""
+        return [node is not None for node in _nodes_of(options_N)]
 
 
 def nodes_of(options: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, list[str]]:
@@ -302,13 +298,22 @@ def nodes_of(options: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, li
     Actors on lost nodes have none."""
     found: dict[str, list[str]] = {}
     for room, actors in options.items():
-        for each in filter(PlacePool.is_there, actors):
-            strategy = each["scheduling_strategy"]
-            places = placement_group_table(strategy.placement_group)["bundles_to_node_id"]
-            rooms = found.setdefault(places[strategy.placement_group_bundle_index], [])
-            if room not in rooms:
-                rooms.append(room)
+        for node in {node: None for node in _nodes_of(actors) if node}:
+            found.setdefault(node, []).append(room)
     return found
+
+
+def _nodes_of(options_N: Sequence[Mapping[str, Any]]) -> list[str | None]:
+    """Returns Ray's id of the node of each actor with these options; None for those that have no place."""
+    strategies = [options["scheduling_strategy"] for options in options_N]
+    groups = {each.placement_group.id: each.placement_group for each in strategies}
+    tables = {name: placement_group_table(group) for name, group in groups.items()}
+    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    nodes = [
+        tables[each.placement_group.id]["bundles_to_node_id"].get(each.placement_group_bundle_index)
+        for each in strategies
+    ]
+    return [node if node in alive else None for node in nodes]
 
 
 def await_places(options: Mapping[str, Sequence[Mapping[str, Any]]], timeout_s: float, progress: Progress) -> None:
@@ -326,7 +331,7 @@ def await_places(options: Mapping[str, Sequence[Mapping[str, Any]]], timeout_s: 
 
 
 def _without_place(options: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
-    counts = {room: sum(not PlacePool.is_there(each) for each in actors) for room, actors in options.items()}
+    counts = {room: PlacePool.are_there(actors).count(False) for room, actors in options.items()}
     return [
         f"a place in the cluster for the {room} ({number} of {len(options[room])} actors)"
         for room, number in counts.items()

@@ -32,6 +32,11 @@ SECOND_OPINION_S = 3.0
 orchestrator may turn out to be the cause."""
 PREFIX = "inference_"
 REPORTS = "orchestrator_0 (of replicas)"
+ALIVE_S = 3.0
+"""Time for the actor of a lost replica to say that it lost nothing but its engine; on a busy machine an answer may take
+a second."""
+PLACES_S = 1.0
+"""Time between two looks at the places of replicas that start, which ask Ray's head."""
 
 
 class ReplicaUser(Protocol):
@@ -57,8 +62,9 @@ class ReplicaActors(Protocol):
 
     def heartbeat_ref(self, index: int) -> Any: ...
 
-    def replace(self, index: int, *, died: bool) -> Any:
-        """`died`: its actor has ended or was killed, and need not be asked what it has left."""
+    def lost_engine_ref(self, index: int) -> Any | None: ...
+
+    def replace(self, index: int, *, same_actor: bool) -> Any: ...
 
     def add(self, options: dict[str, Any]) -> int: ...
 
@@ -124,6 +130,8 @@ class ReplicaManager:
         self._states: dict[int, ReplicaState] = {}
         self._since: dict[int, float] = {}  # when each was last started or found without a place
         self._placeless: set[int] = set()  # those that wait for a place in the cluster
+        self._asked: dict[int, float] = {}  # until when to wait for what the actor of each has lost
+        self._places_next = 0.0  # when to look at places again
         self._successors: set[int] = set()  # the successors that have not served yet
         self._joins: dict[int, Any] = {}  # the newest join of each: answers to earlier attempts' say nothing
         self._user: ReplicaUser | None = None
@@ -177,8 +185,10 @@ class ReplicaManager:
                 self._reports.append((at, index, reason))
             elif self.serves(index):
                 self._fail(index, reason)
-        for index in self._of(ReplicaState.STARTING):
-            self._look_at_start(index, now)
+        for index in [index for index, until in self._asked.items() if until <= now]:
+            self._monitor.drop(_part_name(index))
+            self._succeed(index)
+        self._look_at_starts(now)
         for again in [each for each in self._left_out if each[0] <= now]:
             self._left_out.remove(again)
             index = self._add(again[1])
@@ -207,7 +217,14 @@ class ReplicaManager:
                 raise
             self._leave_out(index, refusal)
             return
-        self._starts(index, self._replicas.replace(index, died=died), successor=True)
+        asked = None if died else self._replicas.lost_engine_ref(index)
+        if asked is None:
+            self._succeed(index)
+            return
+        self._states[index] = ReplicaState.STARTING
+        self._since[index] = time.monotonic()
+        self._asked[index] = self._since[index] + ALIVE_S
+        self._monitor.wait_for(asked, _part_name(index), partial(self._succeed, index))
 
     def most_at_once(self, wanted: int) -> int | None:
         """Returns how many replicas there are at once while their number becomes `wanted`, with those that leave; None
@@ -238,8 +255,14 @@ class ReplicaManager:
         self._starts(index, self._replicas.ready_ref(index))
         return index
 
+    def _succeed(self, index: int, lost_engine: Any = False) -> None:
+        """Starts the successor of a replica: in the same actor, if that `lost_engine` and nothing else."""
+        self._asked.pop(index, None)
+        self._starts(index, self._replicas.replace(index, same_actor=lost_engine is True), successor=True)
+
     def _starts(self, index: int, ready: Any, successor: bool = False) -> None:
         self._since[index] = time.monotonic()
+        self._places_next = 0.0
         self._states[index] = ReplicaState.STARTING
         if successor:
             self._successors.add(index)
@@ -289,6 +312,7 @@ class ReplicaManager:
         options = self._replicas.remove(index)
         del self._states[index]
         self._successors.discard(index)
+        self._asked.pop(index, None)
         self._roster.remove(_part_name(index))
         return options
 
@@ -298,15 +322,20 @@ class ReplicaManager:
 
     # -------------------------------------------------------------------------------------------------------- failures
 
-    def _look_at_start(self, index: int, now: float) -> None:
+    def _look_at_starts(self, now: float) -> None:
+        """Ends starts that take too long. The time in which a replica has no place in the cluster does not count."""
+        starting = [index for index in self._of(ReplicaState.STARTING) if index not in self._asked]
+        if starting and now >= self._places_next:
+            self._places_next = now + PLACES_S
+            there = self._places.are_there([self._replicas.options(index) for index in starting])
+            self._placeless = {index for index, is_there in zip(starting, there, strict=True) if not is_there}
         limit = self._config.timeouts.start_s
-        self._placeless.discard(index)
-        if not self._places.is_there(self._replicas.options(index)):
-            self._since[index] = now
-            self._placeless.add(index)
-            self._roster.set(_part_name(index), PartHealth.STARTING, "it waits for a place in the cluster")
-        elif now - self._since[index] > limit:
-            self._fail(index, f"it did not start within {limit:g} s ({START_LIMIT})")
+        for index in starting:
+            if index in self._placeless:
+                self._since[index] = now
+                self._roster.set(_part_name(index), PartHealth.STARTING, "it waits for a place in the cluster")
+            elif now - self._since[index] > limit:
+                self._fail(index, f"it did not start within {limit:g} s ({START_LIMIT})")
 
     def _can_spare(self) -> bool:
         """Returns True if there are more than `cluster.min_replicas` replicas, so that one can be lost."""

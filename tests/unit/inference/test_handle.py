@@ -12,15 +12,12 @@ from inference.handle import InferenceHandle
 from trireme.config import Config
 from trireme.core.errors import RoomFailed
 
-DIED = RoomFailed("it died")
-
 
 class Actor:
-    """Answers calls with references, which are tuples that begin with the actor; one that is `dead`, with an error."""
+    """Answers calls with references, which are tuples that begin with the actor."""
 
     def __init__(self, index: int, options: dict[str, Any]) -> None:
-        self.index, self.options, self.dead = index, options, False
-        self.hangs = self.lost_engine = False
+        self.index, self.options = index, options
 
     def __getattr__(self, verb: str) -> Any:
         return SimpleNamespace(remote=lambda *args: (self, verb, *args))
@@ -47,17 +44,8 @@ class World:
         return self.made[-1]
 
     def _ready(self, refs: dict[Any, str], timeout_s: float) -> dict[Any, Any]:
-        assert timeout_s <= group_module.ALIVE_S, "the supervisor has others to look after"
-        answers = {ref: self.answers.get(ref, self._answer(ref)) for ref in refs}
-        there = {ref: value for ref, value in answers.items() if value is not self}
-        self.answers |= there
-        return there
-
-    def _answer(self, ref: Any) -> Any:
-        actor, verb = ref[0], ref[1]
-        if verb == "has_lost_engine" and not actor.hangs:
-            return DIED if actor.dead else actor.lost_engine
-        return DIED if actor.dead else self
+        assert timeout_s == 0, "the supervisor has others to look after"
+        return {ref: self.answers[ref] for ref in refs if ref in self.answers}
 
 
 @pytest.fixture
@@ -67,36 +55,23 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 
 def test_an_actor_that_lost_its_engine_starts_another(world: World) -> None:
     replica = world.made[0]
-    replica.lost_engine = True
-    assert world.group.replace(0) == (replica, "restart") == world.group.ready_ref(0)
+    assert world.group.lost_engine_ref(0) == (replica, "has_lost_engine")
+    assert world.group.replace(0, same_actor=True) == (replica, "restart") == world.group.ready_ref(0)
     assert world.killed == []
     world.answers[world.group.ready_ref(0)] = RoomFailed("the second engine did not start")
-    world.group.replace(0)
-    assert world.killed == [replica], "it is asked once"
-    assert world.group.ready_ref(0) == (world.made[-1], "start")
+    assert world.group.lost_engine_ref(0) is None, "it is asked once"
 
 
-@pytest.mark.parametrize("state", [{"dead": True}, {"hangs": True, "lost_engine": True}, {"lost_engine": False}])
-def test_what_is_more_than_the_loss_of_an_engine_ends_the_actor(world: World, state: dict[str, bool]) -> None:
+def test_what_is_more_than_the_loss_of_an_engine_ends_the_actor(world: World) -> None:
     replica = world.made[0]
-    vars(replica).update(state)
-    world.group.replace(0)
+    world.group.replace(0, same_actor=False)
     assert world.killed == [replica]
     assert world.group.ready_ref(0) == (world.made[-1], "start")
 
 
-def test_a_replica_that_was_killed_is_not_asked_what_it_lost(world: World) -> None:
-    """On a lost node it would not answer."""
-    replica = world.made[0]
-    replica.lost_engine = True
-    world.group.replace(0, died=True)
-    assert world.killed == [replica]
-
-
-def test_a_replica_that_never_started_is_started_anew(world: World) -> None:
+def test_a_replica_that_has_not_started_is_not_asked_what_it_lost(world: World) -> None:
     del world.answers[world.group.ready_ref(0)]
-    world.group.replace(0)
-    assert world.group.ready_ref(0) == (world.made[-1], "start")
+    assert world.group.lost_engine_ref(0) is None
 
 
 def test_one_that_is_still_starting_is_not_asked_to_end(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,21 +189,25 @@ def test_what_was_compiled_outlives_the_directory_of_a_run(
     assert places == [expected, expected, f"{expected}/triton/0"]
 
 
+GROUP = SimpleNamespace(id="group")
+
+
 class TestAwaitPlaces:
     """A group of two shards and an orchestrator, whose second shard was on a node that is lost."""
 
     OPTIONS: ClassVar[dict[str, list[dict[str, Any]]]] = {
         "trainer": [
-            {"scheduling_strategy": SimpleNamespace(placement_group=None, placement_group_bundle_index=n)}
+            {"scheduling_strategy": SimpleNamespace(placement_group=GROUP, placement_group_bundle_index=n)}
             for n in (0, 1)
         ],
         "orchestrator": [
-            {"scheduling_strategy": SimpleNamespace(placement_group=None, placement_group_bundle_index=2)}
+            {"scheduling_strategy": SimpleNamespace(placement_group=GROUP, placement_group_bundle_index=2)}
         ],
     }
 
     @pytest.fixture(autouse=True)
     def _clock(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked = 0
         self.now, self.nodes, self.told = 0.0, {0: "a", 1: "", 2: "a"}, list[tuple[list[str], float]]()
         monkeypatch.setattr(cluster, "placement_group_table", self._table)
         nodes = [{"NodeID": "a", "Alive": True}, {"NodeID": "b", "Alive": True}, {"NodeID": "lost", "Alive": False}]
@@ -213,7 +217,8 @@ class TestAwaitPlaces:
     def _sleep(self, seconds: float) -> None:
         self.now += seconds
 
-    def _table(self, _group: None) -> dict[str, Any]:
+    def _table(self, _group: object) -> dict[str, Any]:
+        self.asked += 1
         is_whole = {"", "lost"}.isdisjoint(self.nodes.values())
         return {"state": "CREATED" if is_whole else "RESCHEDULING", "bundles_to_node_id": self.nodes}
 
@@ -221,7 +226,8 @@ class TestAwaitPlaces:
     def test_only_the_bundles_of_the_lost_node_have_no_place(self, node: str) -> None:
         self.nodes[1] = node
         places = [*self.OPTIONS["trainer"], *self.OPTIONS["orchestrator"]]
-        assert list(map(cluster.PlacePool.is_there, places)) == [True, False, True]
+        assert cluster.PlacePool.are_there(places) == [True, False, True]
+        assert self.asked == 1, "places of one group are looked at together"
 
     def test_it_returns_when_another_node_has_come_and_says_what_it_waits_for(self) -> None:
         def progress(names: list[str], waited_s: float) -> None:

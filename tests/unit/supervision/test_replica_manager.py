@@ -14,7 +14,7 @@ from trireme.core.sampler import Heartbeat
 from trireme.supervision import heartbeats as heartbeats_module
 from trireme.supervision import replica_manager as manager_module
 from trireme.supervision.heartbeats import HeartbeatMonitor
-from trireme.supervision.replica_manager import SECOND_OPINION_S, ReplicaLimits, ReplicaManager
+from trireme.supervision.replica_manager import ALIVE_S, SECOND_OPINION_S, ReplicaLimits, ReplicaManager
 from trireme.supervision.restarts import Restarts
 from trireme.supervision.roster import PartHealth, Roster, RunPart
 
@@ -182,10 +182,37 @@ class TestLoss:
         world.look()
         world.answer("heartbeat", 0, value=WeightsRefused("canary"))
         assert ("replace", 0) in world.room.told
-        assert world.room.asked == [0], "its actor lives, and may have lost nothing but its engine"
+
+    def test_actors_that_live_are_asked_together_what_they_lost(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """128 replicas refuse one update. None that hangs holds up the others, or the thread."""
+        world = World(monkeypatch, list(range(128)))
+        world.serve()
+        world.look()
+        world.room.alive = set(range(128))
+        for index in range(128):
+            world.answer("heartbeat", index, value=WeightsRefused("canary"))
+        assert world.room.asked == list(range(128))
+        assert {what for what, *_ in world.room.told} == {"leave"}
+        world.answer("lost engine", 0, value=True)
+        world.answer("lost engine", 1, value=False)
+        world.answer("lost engine", 2, value=DIED)
+        assert world.room.told[-3:] == [("restart", 0), ("replace", 1), ("replace", 2)]
+        world.manager.scale(127)
+        assert not world.waits_for("lost engine", 127)
+        world.look(ALIVE_S)
+        assert [index for what, index in world.room.told if what == "replace"] == list(range(1, 127))
+        assert not world.waits_for("lost engine"), "what comes later says nothing of the successor"
+
+    def test_places_of_all_that_start_are_looked_at_once_a_second(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        world = World(monkeypatch, list(range(128)))
+        for _ in range(50):
+            world.now += 0.2
+            world.manager.look()
+        assert 10 <= world.room.looks <= 11
 
     def test_a_silent_one_is_suspect_then_writes_its_stacks_and_is_killed(self, world: World) -> None:
         world.serve()
+        world.room.alive = {0, 1}
         world.look()
         world.answer("heartbeat", value=Heartbeat((11, 12), "node"))
         world.look(1.5)

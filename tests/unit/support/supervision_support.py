@@ -3,7 +3,7 @@ supervisor sees them."""
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,10 @@ class Room:
         self.added: list[int] = []
         self.asked: list[int] = []
         """The replicas whose actors are asked what they lost."""
+        self.alive: set[int] = set()
+        """Those whose actors can be asked."""
+        self.looks = 0
+        """How often places were looked at."""
 
     def _ref(self, *what: object) -> Ref:
         self.told.append(what)
@@ -75,9 +79,14 @@ class Room:
     def ready_ref(self, index: int) -> Ref:
         return Ref("start", index)
 
-    def replace(self, index: int, *, died: bool) -> Ref:
-        self._ref("replace", index)
-        self.asked += [index] * (not died)
+    def lost_engine_ref(self, index: int) -> Ref | None:
+        if index not in self.alive:
+            return None
+        self.asked.append(index)
+        return Ref("lost engine", index)
+
+    def replace(self, index: int, *, same_actor: bool) -> Ref:
+        self._ref("restart" if same_actor else "replace", index)
         return Ref("start", index)
 
     def add(self, _options: dict[str, Any]) -> int:
@@ -94,8 +103,9 @@ class Room:
         self.told.append(("take",))
         return {}
 
-    def is_there(self, options: dict[str, Any]) -> bool:
-        return options["place of"] not in self.lost_places
+    def are_there(self, options_N: Sequence[dict[str, Any]]) -> list[bool]:
+        self.looks += 1
+        return [options["place of"] not in self.lost_places for options in options_N]
 
     def give_back(self, options: dict[str, Any]) -> None:
         self.told.append(("give back", options["place of"]))
