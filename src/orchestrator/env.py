@@ -302,7 +302,7 @@ def load_dataset(env: EnvConfig, context: EnvContext, section: str = "env") -> R
         raise
     except Exception as error:
         raise BadInput(
-            f"{section}.args = {env.args!r} does not suit environment {env.id!r}: {_in_short(error)}. "
+            f"{section}.args = {env.args!r} does not suit environment {env.id!r}: {in_short(error)}. "
             f"Its arguments: {', '.join(map(str, list(signature.parameters.values())[1:])) or 'none'}"
         ) from error
     if len(dataset) < 1:
@@ -310,35 +310,6 @@ def load_dataset(env: EnvConfig, context: EnvContext, section: str = "env") -> R
             f"environment {env.id!r} with {section}.args = {env.args!r} has no problems; expected at least one batch"
         )
     return dataset
-
-
-async def try_first_problem(env: EnvConfig, dataset: RLDataset, tries: int) -> None:
-    """Builds the first problem of a dataset, up to its first prompt, and closes it. An agent is not asked to play.
-    Raises BadInput if it fails `tries` times."""
-    for left in reversed(range(tries)):
-        try:
-            await _build_first(dataset)
-            return
-        except TriremeError:
-            raise
-        except Exception as error:
-            if not left:
-                raise BadInput(
-                    f"env.id = {env.id!r}: its first problem cannot be built: {_in_short(error)}; expected "
-                    "get_batch(0), make_env(0) and initial_observation() without an error: correct the environment"
-                ) from error
-
-
-async def _build_first(dataset: RLDataset) -> None:
-    problem = dataset.get_batch(0)[0]
-    envs = [await problem.make_env(0)] if problem.makes_one else await problem.make_envs()
-    try:
-        if isinstance(envs[0], Env):
-            await envs[0].initial_observation()
-    finally:
-        for made in envs:
-            await made.close()
-        await problem.cleanup()
 
 
 def _find_class(env_id: str, section: str) -> Callable[..., RLDataset]:
@@ -371,7 +342,7 @@ def _find_class(env_id: str, section: str) -> Callable[..., RLDataset]:
         missing = isinstance(error, ModuleNotFoundError)
         do = f"; {expected}, importable (install the package, or give its directory by --env.path)"
         raise BadInput(
-            f"{section}.id = {env_id!r} cannot be imported: {_in_short(error)}{do if missing else ''}"
+            f"{section}.id = {env_id!r} cannot be imported: {in_short(error)}{do if missing else ''}"
         ) from error
     if (found := getattr(module, class_name, None)) is None:
         datasets = [name for name, kind in vars(module).items() if _is_dataset(kind) and kind is not RLDataset]
@@ -388,7 +359,7 @@ def _is_dataset(found: object) -> bool:
     return isinstance(found, type) and issubclass(found, RLDataset)
 
 
-def _in_short(error: Exception) -> str:
+def in_short(error: Exception) -> str:
     """Returns an error on one line, with the file and the line where it was raised, if that is code outside Python."""
     said = f"{type(error).__name__}: {' '.join(str(error).split())}"
     if isinstance(error, SyntaxError):

@@ -166,7 +166,7 @@ async def run_rollout(
     progress = progress or RolloutProgress()
     builder, observation, stop = await _beginning(env, key, progress.begun)
     while True:
-        tokens, follows = _checked_prompt(observation, stop, key, limits, bool(builder.turns))
+        tokens, follows = checked_prompt(observation, stop, key, limits, bool(builder.turns))
         builder.ask(tokens, follows=follows)
         progress.asks(env, builder, tokens, follows, stop)
         turn, prompt = len(builder.turns), builder.prompt
@@ -209,11 +209,11 @@ async def _beginning(
     return TrajectoryBuilder(begun.trajectory), observation, begun.stop
 
 
-def _checked_prompt(
+def checked_prompt(
     observation: TokenIds | Continuation, stop: StopCondition, key: RolloutKey, limits: RolloutLimits, begun: bool
 ) -> tuple[npt.NDArray[np.int32], bool]:
     """Returns the tokens of an observation, and True if they follow those of the turn before. Only a rollout that has
-    `begun` has such a turn."""
+    `begun` has such a turn. Raises BadPrompt, OutOfVocabulary."""
     follows = begun and isinstance(observation, Continuation)
     tokens = np.asarray(observation.tokens if isinstance(observation, Continuation) and begun else observation)
     if follows and tokens.shape == (0,):

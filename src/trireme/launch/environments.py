@@ -11,10 +11,12 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from orchestrator.env import RLDataset, load_datasets, try_first_problem
+from orchestrator.env import Env, RLDataset, in_short, load_datasets
+from orchestrator.rollout import RolloutKey, RolloutLimits, checked_prompt
 from orchestrator.workers import workers
 from trireme.config import Config
-from trireme.core.errors import EXIT_BAD_INPUT, BadInput
+from trireme.config.schema import EnvConfig
+from trireme.core.errors import EXIT_BAD_INPUT, BadInput, TriremeError
 from trireme.core.own_packages import ENTRY
 from trireme.core.tokenizer import load_tokenizer
 
@@ -60,8 +62,9 @@ def main() -> None:
     """Makes the environments of the configuration in stdin. Prints why, after MARK, if they cannot be made."""
     try:
         config = Config.model_validate_json(sys.stdin.read())
-        trained, _ = load_datasets(config, load_tokenizer(config.tokenizer_name))
-        asyncio.run(_try_first_problems(config, trained))
+        tokenizer = load_tokenizer(config.tokenizer_name)
+        trained, _ = load_datasets(config, tokenizer)
+        asyncio.run(_try_first_problems(config, trained, RolloutLimits.of(config, tokenizer.decode)))
         code = 0
     except BadInput as error:
         print(MARK, error, sep="")
@@ -70,10 +73,41 @@ def main() -> None:
     os._exit(code)  # threads that an environment has started do not hold it up
 
 
-async def _try_first_problems(config: Config, datasets: Sequence[RLDataset]) -> None:
+async def _try_first_problems(config: Config, datasets: Sequence[RLDataset], limits: RolloutLimits) -> None:
     async with workers(config.orchestrator.workers, config.env_variables):
         for env, dataset in zip(config.env, datasets, strict=True):
-            await try_first_problem(env, dataset, config.orchestrator.retries + 1)
+            await _try_first_problem(env, dataset, limits, config.orchestrator.retries + 1)
+
+
+async def _try_first_problem(env: EnvConfig, dataset: RLDataset, limits: RolloutLimits, tries: int) -> None:
+    """Builds the first problem of a dataset, up to its first prompt, and closes it. An agent is not asked to play.
+    Raises BadInput if it fails `tries` times."""
+    for left in reversed(range(tries)):
+        try:
+            await _build_first(env.id, dataset, limits)
+            return
+        except TriremeError:
+            raise
+        except Exception as error:
+            if not left:
+                raise BadInput(
+                    f"env.id = {env.id!r}: its first problem cannot be built: {in_short(error)}; expected "
+                    "get_batch(0), make_env(0) and initial_observation() without an error, and from the last a prompt "
+                    "and what ends its answer: correct the environment"
+                ) from error
+
+
+async def _build_first(env_id: str, dataset: RLDataset, limits: RolloutLimits) -> None:
+    problem = dataset.get_batch(0)[0]
+    envs = [await problem.make_env(0)] if problem.makes_one else await problem.make_envs()
+    try:
+        if isinstance(envs[0], Env):
+            observation, stop = await envs[0].initial_observation()
+            checked_prompt(observation, stop, RolloutKey(env_id, "0.0.0", 0, 0, ""), limits, begun=False)
+    finally:
+        for made in envs:
+            await made.close()
+        await problem.cleanup()
 
 
 if __name__ == "__main__":

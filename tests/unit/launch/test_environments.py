@@ -34,7 +34,7 @@ from orchestrator.env import Env, EnvGroupBuilder, RLDataset
 
 class Broken(Env):
     async def initial_observation(self):
-        raise {error}
+        {does}
     async def step(self, action):
         raise AssertionError("an environment that cannot begin takes no step")
 
@@ -52,10 +52,21 @@ class Dataset(RLDataset):
 """
 
 
-def test_a_first_problem_that_cannot_be_built_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "mine.py").write_text(PROBLEM.format(error="KeyError('prompt')"))
+@pytest.mark.parametrize(
+    ("does", "why"),
+    [
+        ("raise KeyError('prompt')", "KeyError: 'prompt'"),
+        ("return 'Sort: 123', ()", "BadPrompt: environment mine:Dataset, problem 0.0.0: gave the observation 'Sort: 1"),
+        ("return [5, 10**6], ()", "OutOfVocabulary: environment mine:Dataset, problem 0.0.0: gave token 1000000"),
+        ("return [5]", "ValueError: not enough values to unpack"),
+    ],
+)
+def test_a_first_problem_that_cannot_be_built_is_refused(
+    does: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text(PROBLEM.format(does=does))
     assert dry_run("--env.id", "mine:Dataset") == EXIT_BAD_INPUT
-    assert "its first problem cannot be built: KeyError: 'prompt'" in capsys.readouterr().err
+    assert f"its first problem cannot be built: {why}" in capsys.readouterr().err
 
 
 def test_a_process_that_dies_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
