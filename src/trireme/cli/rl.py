@@ -6,7 +6,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -29,6 +29,8 @@ from trireme.train.kl_reference import resolve_reference
 
 ENVIRONMENTS_S = 30.0
 """Seconds for which a start waits until its environments have been made for a trial. Slower ones are made only once."""
+WAIT_LINE_S = 5.0
+"""Time between the lines that say so."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,8 +49,11 @@ def _rl(argv: list[str], console: Console) -> None:
         return
     with checked_environments(config) as environments_are_made:
         if loaded.dry_run:
-            if not environments_are_made(config.timeouts.start_s):
-                raise RoomFailed(f"waited {config.timeouts.start_s:g} s (timeouts.start_s) for the environments")
+            if not _waited(environments_are_made, config.timeouts.start_s):
+                raise RoomFailed(
+                    f"waited {config.timeouts.start_s:g} s (timeouts.start_s) for the environments: their datasets, "
+                    "get_batch(0), make_env(0) or initial_observation()"
+                )
             show(plan, config, console)
             return
         check_installed()
@@ -59,10 +64,21 @@ def _rl(argv: list[str], console: Console) -> None:
 
         training = RlRun(config, facts, plan)
         if cluster_address(config) is None:  # else they are made on another machine
-            environments_are_made(ENVIRONMENTS_S)
+            _waited(environments_are_made, ENVIRONMENTS_S)
     started = time.monotonic()
     if root := launch(training, console):
         console.print(_next_steps(config, root, time.monotonic() - started))
+
+
+def _waited(are_made: Callable[[float], bool], limit_s: float) -> bool:
+    """Waits until the environments have been made, and says so every WAIT_LINE_S. Returns False after `limit_s`."""
+    began = time.monotonic()
+    while not are_made(min(WAIT_LINE_S, limit_s)):
+        waited_s = time.monotonic() - began
+        if waited_s >= limit_s:
+            return False
+        print(f"waiting for the environments and their first problems ({waited_s:.0f} s)", file=sys.stderr, flush=True)
+    return True
 
 
 def _next_steps(config: Config, root: Path, seconds: float) -> str:

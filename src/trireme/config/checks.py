@@ -21,6 +21,8 @@ LONG_STEP_DAYS = 0.5
 """Days of a step from which on a configuration is probably a mistake."""
 MOST_PROCESSES = 10_000
 """Of the trainer, and of the replicas."""
+MOST_ROLLOUTS = 1_000_000
+"""Of a step. Each has an object in the orchestrator's memory, and the problems are built before the rooms start."""
 EXACT_SAMPLERS = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
@@ -44,21 +46,26 @@ def check(config: CommonConfig, facts: ModelFacts | None) -> list[str]:
         warnings += hidden_modules([place for env in (*config.env, *config.eval_envs) for place in env.path])
     key = "model.tokenizer" if config.model.tokenizer else "model.name"
     common = [*_within_model("model.max_seq_len", config.model.max_seq_len, facts), *trainer_refusals(config, facts)]
-    common += [*without_tokenizer(key, config.tokenizer_name), *_processes(config)]
+    common += [*without_tokenizer(key, config.tokenizer_name), *_counts(config)]
     refuse([*own, *common, *_deterministic(config), *_resume(config)])
     return warnings
 
 
-def _processes(config: CommonConfig) -> Iterator[Refusal]:
-    """Refuses numbers of processes that no cluster has, before a plan lists each."""
-    wanted = {"trainer.shards * trainer.replicate": config.trainer.processes}
+def _counts(config: CommonConfig) -> Iterator[Refusal]:
+    """Refuses numbers that no cluster has, before a plan lists each process and a trial builds each problem."""
+    processes, rollouts = f"{MOST_PROCESSES:,} processes", f"{MOST_ROLLOUTS:,} rollouts of a step"
+    wanted = [("trainer.shards * trainer.replicate", config.trainer.processes, MOST_PROCESSES, processes)]
     if isinstance(config, Config):
-        wanted["inference.replicas * inference.tensor_parallel"] = (
-            config.inference.replicas * config.inference.tensor_parallel
-        )
-    for name, number in wanted.items():
-        if number > MOST_PROCESSES:
-            yield Refusal(f"{name} = {number:,}", f"at most {MOST_PROCESSES:,} processes", f"lower --{name.split()[0]}")
+        ranks = config.inference.replicas * config.inference.tensor_parallel
+        step = config.orchestrator.batch_size * config.largest_group
+        wanted += [
+            ("inference.replicas * inference.tensor_parallel", ranks, MOST_PROCESSES, processes),
+            ("orchestrator.batch_size * orchestrator.group_size", step, MOST_ROLLOUTS, rollouts),
+        ]
+    for name, number, most, what in wanted:
+        if number > most:
+            flag = name.split()[0].replace("_", "-")
+            yield Refusal(f"{name} = {number:,}", f"at most {what}", f"lower --{flag}")
 
 
 def _batch(config: Config) -> Iterator[Refusal]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from orchestrator.env import Env, RLDataset, in_short, load_datasets
-from orchestrator.rollout import RolloutKey, RolloutLimits, checked_prompt
+from orchestrator.rollout import RolloutError, RolloutKey, RolloutLimits, checked_prompt
 from orchestrator.workers import workers
 from trireme.config import Config
 from trireme.config.schema import EnvConfig
@@ -90,8 +90,9 @@ async def _try_first_problem(env: EnvConfig, dataset: RLDataset, limits: Rollout
             raise
         except Exception as error:
             if not left:
+                why = str(error) if isinstance(error, RolloutError) else in_short(error)
                 raise BadInput(
-                    f"env.id = {env.id!r}: its first problem cannot be built: {in_short(error)}; expected "
+                    f"env.id = {env.id!r}: its first problem cannot be built: {why}; expected "
                     "get_batch(0), make_env(0) and initial_observation() without an error, and from the last a prompt "
                     "and what ends its answer: correct the environment"
                 ) from error

@@ -56,6 +56,10 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"cluster": {"min_replicas": 3}, "inference": TWO}, ["cluster.min_replicas = 3 with 2 that"]),
     ({"trainer": {"shards": 10**6}}, ["trainer.shards * trainer.replicate = 1,000,000", "at most 10,000 processes"]),
     ({"trainer": {"replicate": 10**12}}, ["trainer.shards * trainer.replicate = 1,000,000,000,000"]),
+    (
+        {"orchestrator": {"batch_size": 10**6, "group_size": 2}},
+        ["orchestrator.batch_size * orchestrator.group_size = 2,000,000", "at most 1,000,000 rollouts of a step"],
+    ),
     ({"inference": {**TWO, "replicas": 10**5}}, ["inference.replicas * inference.tensor_parallel = 100,000"]),
     (
         {"trainer": {"packing": "packed"}, "model": {"attn": "eager"}},
@@ -226,9 +230,10 @@ def test_a_policy_that_favours_short_answers_warns() -> None:
 
 
 def test_a_step_of_days_warns() -> None:
-    (warning,) = check(orchestrator(batch_size=100_000_000), FACTS)
-    assert "orchestrator.batch_size = 100,000,000: a step samples up to" in warning
-    assert "days" in warning
+    long = {"sampling": {"max_tokens": 10_000}}
+    warnings = check(config(orchestrator={"batch_size": 100_000, "group_size": 8}, inference=long), None)
+    (warning,) = [each for each in warnings if "days" in each]
+    assert "orchestrator.batch_size = 100,000: a step samples up to" in warning
     assert check(orchestrator(batch_size=512), FACTS) == []
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from trireme.cli import rl
 from trireme.cli.rl import main
 from trireme.core.errors import EXIT_BAD_INPUT, EXIT_FAILED
 
@@ -18,6 +19,7 @@ def dry_run(*flags: str) -> int:
 def in_the_repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(rl, "WAIT_LINE_S", 600.0)
 
 
 def test_a_dry_run_says_why_an_environment_cannot_be_made(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -56,8 +58,8 @@ class Dataset(RLDataset):
     ("does", "why"),
     [
         ("raise KeyError('prompt')", "KeyError: 'prompt'"),
-        ("return 'Sort: 123', ()", "BadPrompt: environment mine:Dataset, problem 0.0.0: gave the observation 'Sort: 1"),
-        ("return [5, 10**6], ()", "OutOfVocabulary: environment mine:Dataset, problem 0.0.0: gave token 1000000"),
+        ("return 'Sort: 123', ()", "environment mine:Dataset, problem 0.0.0: gave the observation 'Sort: 1"),
+        ("return [5, 10**6], ()", "environment mine:Dataset, problem 0.0.0: gave token 1000000"),
         ("return [5]", "ValueError: not enough values to unpack"),
     ],
 )
@@ -75,7 +77,12 @@ def test_a_process_that_dies_is_refused(tmp_path: Path, capsys: pytest.CaptureFi
     assert "ended with code 7: ...last words" in capsys.readouterr().err
 
 
-def test_the_wait_for_a_slow_environment_has_a_deadline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_wait_for_a_slow_environment_is_named_and_has_a_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "mine.py").write_text("import time\ntime.sleep(600)\n")
+    monkeypatch.setattr(rl, "WAIT_LINE_S", 0.05)
     assert dry_run("--env.id", "mine:Dataset", "--timeouts.start-s", "0.1") == EXIT_FAILED
-    assert "waited 0.1 s (timeouts.start_s) for the environments" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "waiting for the environments and their first problems (0 s)\n" in said
+    assert "waited 0.1 s (timeouts.start_s) for the environments" in said
