@@ -50,8 +50,10 @@ class RlRun(TrainingRun):
     config: Config
 
     def __init__(self, config: Config, facts: ModelFacts, plan: Plan) -> None:
-        """Raises BadInput for options that vLLM refuses."""
+        """Raises BadInput for options that vLLM refuses, and for a port of the service that is taken."""
         super().__init__(config, facts, plan, fixed_parts(config, facts))
+        if config.service.port is not None:
+            check_port(config)
         engine_args(config, on_cpu=not plan.on_gpus)
         self._say = Console(highlight=False, soft_wrap=True, markup=False).print
 
@@ -60,7 +62,6 @@ class RlRun(TrainingRun):
         takes its time. Raises BadInput."""
         keep_reference(self.config)
         if self.config.service.port is not None:
-            check_port(self.config)
             self._keys = keys_of(self.config, run.root, self._say)
 
     def start_lasting(self, run: RunDir, roster: Roster, ending: ExitStack) -> ElasticReplicas:

@@ -1,11 +1,15 @@
 """The rooms of an attempt of `rl`: how they begin, and in which order they end."""
 
+import socket
 from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from trireme.cli import rl as command
+from trireme.core.errors import EXIT_BAD_INPUT
 from trireme.launch import rl
 from trireme.launch.rl import RlRun
 
@@ -42,3 +46,14 @@ def test_each_attempt_has_rooms_of_its_own_and_the_orchestrator_ends_first(monke
             core = training.start(run, ending)
             assert [room.name for room in core.rooms] == [core.trainer.name, core.others["orchestrator"].name]
     assert ended == ["orchestrator 2", "trainer 1", "orchestrator 4", "trainer 3"]
+
+
+def test_a_port_that_is_taken_is_refused_before_there_is_a_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "prepare_cluster", lambda *_: None)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        flags = ["--run.output-dir", str(tmp_path / "runs"), "--service.port", str(taken.getsockname()[1])]
+        assert command.main(["@", "configs/quickstart.toml", *flags]) == EXIT_BAD_INPUT
+    assert "a port that is free" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
