@@ -1,46 +1,87 @@
-"""One inference replica: an async Ray actor around one vLLM engine, with the same code on CPUs and GPUs."""
+"""One inference replica: an async Ray actor around one vLLM engine, with the same code on CPUs and GPUs.
+
+In this order: how an engine starts and ends; how requests enter it, what they have, and how they end; how it takes new
+weights while they are in flight, and proves that it uses them; how it is found to be broken.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import os
+import pickle
 import signal
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
+import numpy.typing as npt
 import psutil
 import ray
 
-from inference.desk import Desk
-from inference.engine import end_of_sequence_ids, start_engine
+from inference.desk import Desk, Give
+from inference.engine import (
+    check_tokens,
+    end_of_sequence_ids,
+    give_tokenizer,
+    sampled_sequence,
+    start_engine,
+    tables_of,
+    vllm_params,
+)
+from inference.handover import NOTHING, Progress
+from inference.in_flight import EngineRequest, HeldAdapter, InFlight
 from inference.loaded import LoadedProof
 from inference.messages import Reply
-from inference.session import Broadcasts
-from inference.stalls import StallClock
-from inference.updating import UpdatingEngine
+from inference.session import Arrived, Broadcasts
+from inference.stalls import StallClock, cpu_seconds
+from inference.wrong_answers import wrong_answer
 from trireme.config import Config
 from trireme.core.base_digest import base_digest
-from trireme.core.errors import RoomFailed, TriremeError
+from trireme.core.deadline import LearnedDeadline
+from trireme.core.errors import BadInput, BadRequest, RoomFailed, TriremeError, WeightsRefused
 from trireme.core.sampler import Heartbeat, ReplicaStats
-from trireme.core.transport import load_transport
-from trireme.core.types import SampleRequest, SamplingParams, WeightIdentity
+from trireme.core.transport import Offer, load_transport
+from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, WeightIdentity
+from trireme.core.weights import Drift, PublishedWeights, UpdateReport, WeightsManifest, check_canary
 from trireme.process import trace
 from trireme.process.collector import spare_collector
-from trireme.process.environ import end_of_far_log, redirect_output
+from trireme.process.environ import STACKS, STACKS_S, end_of_far_log, redirect_output
 from trireme.process.faults import fault_point, number_process
 from trireme.process.ray_cluster import see_own_gpus
 
 if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
+
+    import vllm
+    from vllm.lora.request import LoRARequest
+    from vllm.outputs import RequestOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.core_client import AsyncMPClient
+    from vllm.v1.engine.output_processor import RequestOutputCollector
+    from vllm.v1.engine.utils import CoreEngineProcManager
+
     from inference.engine_stats import EngineStats
 
+Value = TypeVar("Value")
+Step = Callable[[str, Awaitable[Any]], Awaitable[Any]]
 WARM_UP = SampleRequest("warm-up", np.zeros(2, np.int32), SamplingParams(max_tokens=2, seed=0), "")
 GONE_S, GONE_TICK_S = 30.0, 0.02
+HEALTH_TICK_S = 0.5
+CHATS_LATER_S = 5.0
+"""A chat enters the engine, and loses its place for lack of space, as if it had come this much later: the run's
+requests of these seconds go before it."""
+NAMED = 8
+FETCH = "fetch"
+CANARY_REQUEST = "trireme-canary"
+CANARY_PRIORITY = -1
+"""vLLM runs lower numbers first; normal requests use 0."""
+CHECK_TICK_S = 0.01
 log = logging.getLogger(__name__)
 
 
@@ -56,27 +97,60 @@ class ReplicaInfo:
     """The weights that it samples from; None before the first update."""
 
 
-class ReplicaActor(UpdatingEngine):
+class ReplicaActor:
     """One replica (many concurrent calls). `start` must have answered before any other verb.
 
     After WeightsRefused, a failed update or the death of the engine every further verb raises with the reason. The
     replica must then be replaced: a failed update is never repeated. Where `has_lost_engine`, `restart` does that.
     """
 
+    engine: AsyncLLM
+    engine_stats: EngineStats
+    end_ids: list[int]
+    vocab_size = 2**31  # the model's, once it has started
+    node = ""
+    """Ray's id of its node."""
+
     def __init__(self, config: Config, index: int, log_dir: Path | None) -> None:
         see_own_gpus()
+        self.config = config
         self.index = index
-        super().__init__(config, f"inference replica {index}")
+        self.name = f"inference replica {index}"
         self._log_dir = log_dir
         self._watched: list[int] = []  # descriptors of the ranks' processes
         self.base: str | None = None
+        """Digest of the model's files, where an adapter is trained."""
         self.broadcasts = Broadcasts(load_transport(config.transport).make_receiver(), self._receive_broadcast)
-        self.updating = asyncio.Lock()
+        self.updating = asyncio.Lock()  # held during an update
         self._desk = Desk(self.sample, self._failure)
-        self.proof = LoadedProof(self.name)
+        self._aborts: set[asyncio.Future[None]] = set()
+        self._era = 0  # counts how often all requests were given up
+        self._keeps_kv = config.inference.on_update == "keep_kv"
+        self._drains = config.inference.on_update == "drain"
+        self._begin_anew()
         redirect_output(log_dir, f"inference_{index}")
         number_process(index)
         trace.start(log_dir, f"inference_{index}", config.trace.max_mb)
+
+    def _begin_anew(self) -> None:
+        """Sets the state of an engine without requests and weights."""
+        self.sampling = trace.Busy("sampling")
+        self.identity: WeightIdentity | None = None
+        self.adapter: LoRARequest | None = None  # named by requests once an adapter has been taken
+        self.adapters: dict[str, HeldAdapter] = {}
+        self._adapter_number = 1  # of the newest adapter; 1 is the policy's
+        self.broken: TriremeError | None = None
+        self.engine_killed = False  # it was silent for too long
+        self.ranks: tuple[int, ...] = ()  # process ids of the engine's ranks, once it has started
+        self.running: dict[str, InFlight] = {}
+        self.halting = self.standing = False  # told to stop between two steps; stands still
+        self.pausing = asyncio.Lock()  # held while the engine is paused, so that nothing else resumes it
+        self.proved = asyncio.Event()  # while it is not set, tokens may come from wrong weights
+        self.proof = LoadedProof(self.name)
+        self._stalls = StallClock(self._cpu_s)
+        limit_s = self.config.timeouts.update_s
+        self._step_deadline = LearnedDeadline(limit_s)  # of a step of the engine without progress
+        self.call_deadline = LearnedDeadline(limit_s)  # of a call in an update without progress
 
     async def has_lost_engine(self) -> bool:
         """Tells if a process of the engine died under this one, or stood still and was killed."""
@@ -95,8 +169,7 @@ class ReplicaActor(UpdatingEngine):
         self.broken = self.broken or RoomFailed(f"{self.name}: its engine process died")
         async with self.updating:  # an update of the lost engine ends first: it would take the next one for its own
             self.engine.shutdown()
-            super().__init__(self.config, self.name)  # the state of an engine without requests and weights
-            self.proof = LoadedProof(self.name)
+            self._begin_anew()
             return await self.start()
 
     async def _await_end(self, pids: Iterable[int]) -> None:
@@ -152,6 +225,16 @@ class ReplicaActor(UpdatingEngine):
         others = [pid for pid in self.ranks if pid != self._engine_pid]
         return Heartbeat((os.getpid(), self._engine_pid, *others), node, *self.behind())
 
+    async def stop(self) -> None:
+        """Ends the engine process, if there is one: it may have failed to start."""
+        self._forget_ranks()
+        self.broadcasts.close()
+        if hasattr(self, "engine"):
+            self.engine.shutdown()
+        trace.stop()
+
+    # -------------------------------------------------------------------------------------------------------- requests
+
     async def exchange(self, caller: str, message: bytes) -> bytes:
         """Takes packed requests and returns a packed reply, with outcomes of any requests of this caller, as
         `inference.desk.Desk` does."""
@@ -168,18 +251,419 @@ class ReplicaActor(UpdatingEngine):
         stats = self.engine_stats.stats(self.engine.get_num_unfinished_requests())
         return replace(stats, weights=self.identity)
 
-    @contextmanager
-    def _log_in_errors(self) -> Iterator[None]:
-        """Adds the last lines of this process's log to an error of the block, where the driver does not see the log."""
-        try:
+    async def sample(self, requests: list[SampleRequest], give: Give) -> None:
+        """Samples all `requests` at the same time. Returns when they have entered the engine; raises when none can.
+        Gives the outcome of each, its sequence or error, as soon as it is there. One that is aborted, or that this
+        replica cannot finish because it broke, ends as Progress: all that it has."""
+        fault_point("inference.sample")
+        era = self._era
+        refused: dict[str, Exception] = {}
+        async with self._entering():
+            entered = [await self._enter(request) for request in requests]
+        for request, entry in zip(requests, entered, strict=True):
+            if isinstance(entry, Exception):
+                refused[request.request_id] = entry
+                continue
+            task = asyncio.create_task(self._answer(request, entry))
+            self.running[request.request_id] = InFlight(task, entry)
+            task.add_done_callback(partial(self._finished, give, request.request_id))
+        if self._era != era:  # all were given up while these entered
+            await self.abort([request.request_id for request in requests])
+        if refused:
+            theirs = await self._are_theirs(refused.values())
+            for name, error in refused.items():
+                give(name, refusal(error) if theirs else NOTHING)
+
+    def _finished(self, give: Give, request_id: str, task: asyncio.Task[SampledSequence | Progress]) -> None:
+        """Gives the result of a task that has ended, or its error as one that a person can read."""
+        ended = self.running.pop(request_id)
+        if task.cancelled():  # before it began, or twice
+            abort = asyncio.ensure_future(self.engine.abort(ended.entry.collector.request_id, internal=True))
+            self._aborts.add(abort)
+            abort.add_done_callback(self._aborts.discard)
+            give(request_id, NOTHING)
+        elif error := task.exception():
+            give(request_id, refusal(error))
+        else:
+            give(request_id, task.result())
+
+    async def progress(self, known: Mapping[str, int]) -> dict[str, Progress]:
+        """Returns {request id: what it has made beyond the number of tokens that is known}, for requests in flight that
+        have made something. Raises RoomFailed or WeightsRefused when this replica is broken."""
+        self._raise_if_broken()
+        made = {
+            name: self._made(self.running[name].entry, start) for name, start in known.items() if name in self.running
+        }
+        return {name: progress for name, progress in made.items() if len(progress.tokens)}
+
+    def _made(self, entry: EngineRequest, start: int = 0) -> Progress:
+        """Returns what an unfinished request has from token number `start` on, as far as its weights are proved."""
+        # Public ways are answers at their end, or a message for each token.
+        state = self.engine.output_processor.request_states.get(entry.collector.request_id)
+        if state is None:
+            return NOTHING
+        kept_from = entry.oldest if self._keeps_kv else None
+        made = Progress.of_state(start, state, kept_from, None if self.proved.is_set() else self.identity)
+        return entry.named(made)
+
+    @asynccontextmanager
+    async def _entering(self) -> AsyncIterator[None]:
+        """Requests enter the engine within.
+
+        With `drain` they wait for an update that waits for the engine to be empty. In deterministic mode all start in
+        one step, in order of entry: the engine stands still until they are there. So the composition of each step
+        follows from the requests alone, and with it the order in which numbers are added up; otherwise the first would
+        run ahead by as many steps as the machine allows.
+        """
+        async with AsyncExitStack() as stack:
+            if self.config.deterministic or self._drains:
+                await stack.enter_async_context(self.pausing)
+                self._raise_if_broken()
+            limit = self.config.timeouts.update_s
+            if self.config.deterministic:
+                await self._guarded("a pause before sampling", self._stand_still(clear_cache=False), limit)
             yield
+            if self.config.deterministic:
+                await self._guarded("the start of sampling", self.resume(), limit)
+
+    async def _enter(self, request: SampleRequest) -> EngineRequest | Exception:
+        """Hands `request` to the engine; returns its entry, or what was raised."""
+        try:
+            self._raise_if_broken()
+            if self.identity is None:
+                raise RoomFailed(f"{self.name} was asked to sample before any weights were published to it")
+            # With `keep_kv` a conversation keeps its prefix over updates: keys and values may be as old as its first
+            # token, but no older. Others begin with the newest weights; elsewhere an update drops all prefixes. One
+            # that moves to a replica with older weights takes their name: no prefix may be older than its name says.
+            if request.adapter:
+                return await self._enter_adapted(request)
+            began = request.began if self._keeps_kv else None
+            oldest = min(began, self.identity) if began else self.identity
+            return EngineRequest(oldest, await self._submit(request, salt=str(oldest)))
+        except TriremeError as error:
+            return error
         except Exception as error:
-            lines = end_of_far_log(self._log_dir, f"inference_{self.index}")
-            if not lines:
-                raise
-            if isinstance(error, TriremeError):
-                raise type(error)(f"{error}; {lines}") from error
-            raise RoomFailed(f"{self.name} raised {type(error).__name__}: {error}; {lines}") from error
+            with suppress(Exception):  # vLLM notes a request before it sends it: one that it cannot send would stay
+                await self.engine.abort(request.request_id)
+            return error
+
+    async def _enter_adapted(self, request: SampleRequest) -> EngineRequest:
+        if (held := self.adapters.get(request.adapter)) is None:
+            there = ", ".join(self.adapters) or "none"
+            raise BadInput(f"the adapter {request.adapter!r}; expected one that was loaded: {there}")
+        return EngineRequest(held.identity, await self._submit(request, str(held.identity), held.asked), held)
+
+    async def _answer(self, request: SampleRequest, entry: EngineRequest) -> SampledSequence | Progress:
+        """Returns the answer, or what there is of it if it is aborted or this replica broke. Raises what vLLM does."""
+        try:
+            with self.sampling:
+                output = await answer_of(entry.collector)
+            await self.proved.wait()  # at most until the end of the update, which cancels this if it fails
+            answer = entry.named(sampled_sequence(request, output, entry.oldest if self._keeps_kv else None))
+        except asyncio.CancelledError:
+            made = self._made(entry)
+            await self.engine.abort(entry.collector.request_id, internal=True)
+            return made
+        except Exception as error:
+            if not await self._are_theirs([error]):
+                return self._made(entry)
+            await self.engine.abort(entry.collector.request_id, internal=True)
+            raise
+        action = fault_point("inference.answer")
+        return await wrong_answer(answer, action) if action else answer
+
+    async def _submit(
+        self, request: SampleRequest, salt: str, adapter: LoRARequest | None = None
+    ) -> RequestOutputCollector:
+        if request.params.stop_strings:
+            give_tokenizer(self.engine, self.config.tokenizer_name)
+        check_tokens(request.prompt, self.vocab_size)
+        params = vllm_params(request, self.end_ids)
+        # vLLM orders equal priorities by time of arrival. A priority of their own would let chats wait for ever in an
+        # engine that is always full.
+        arrival = time.time() + CHATS_LATER_S if request.chat else None
+        return await self._add(request.request_id, request.prompt, params, salt, adapter=adapter, arrival=arrival)
+
+    async def _add(
+        self,
+        name: str,
+        tokens: npt.NDArray[np.int32],
+        params: vllm.SamplingParams,
+        salt: str,
+        priority: int = 0,
+        adapter: LoRARequest | None = None,
+        arrival: float | None = None,
+    ) -> RequestOutputCollector:
+        """Adds a request to the engine's queue. `salt`: prefix-cache blocks are shared under equal salts only.
+        `adapter`: another one than that of updates. `arrival`: Unix time by which it is ordered; None: now."""
+        from vllm.inputs import tokens_input
+
+        if not self._has_requests:
+            self.engine_stats.listen()
+        prompt = tokens_input(tokens.tolist(), cache_salt=salt)
+        return await self.engine.add_request(
+            name,
+            prompt,
+            params,
+            arrival_time=arrival,
+            lora_request=adapter or self.adapter,
+            priority=priority,
+        )
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Ends requests whose answers are not needed any more; ignores unknown and finished ones."""
+        for request_id in request_ids:
+            if running := self.running.get(request_id):
+                running.task.cancel()
+
+    async def abort_all(self) -> None:
+        """Ends all requests, also those that are entering; returns when the engine is free of the others."""
+        self._era += 1
+        self._give_up_all()
+        while self.running:
+            await asyncio.wait([running.task for running in self.running.values()], timeout=HEALTH_TICK_S)
+
+    async def _stand_still(self, *, clear_cache: bool) -> None:
+        if not self._has_requests:
+            self.engine_stats.listen()
+        self.halting = True
+        # AsyncLLM.pause_generation would do the same, then sleep for 20 ms.
+        await self._core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
+        self.halting, self.standing = False, True
+
+    async def resume(self) -> None:
+        """Lets the engine continue with the requests."""
+        await self.engine.resume_generation()
+        self.standing = False
+        self.engine_stats.listen()
+        self.sampling.resume(version=self.identity.version if self.identity else None)
+
+    # --------------------------------------------------------------------------------------------------------- weights
+
+    async def pause(self, clear_cache: bool = True) -> None:
+        """Stops between two steps and keeps the requests. `clear_cache`: their KV cache and all prefixes are dropped,
+        to be computed again under the next weights."""
+        await self._stand_still(clear_cache=clear_cache)
+        self.sampling.pause()
+
+    async def load_weights(self, published: PublishedWeights) -> UpdateReport:
+        """Takes `published` while requests are in flight. Raises RoomFailed when the bytes cannot be fetched because
+        their sender is dead; then nothing has changed. Other failures raise WeightsRefused or RoomFailed and break this
+        replica, and its requests are given up: no token leaves it whose weights were not proved."""
+        started = time.monotonic()
+        step = partial(self._step, deadline=started + self.config.timeouts.update_s)
+        async with self._received(published, step), self.pausing:
+            if self._drains:
+                await self._drained(published.identity, started)
+            return await self._take(published.manifest, step, started)
+
+    async def load_adapter(self, name: str, published: PublishedWeights) -> None:
+        """Takes an adapter beside the weights that it has, for requests that name it; others do not stand still. Raises
+        RoomFailed or WeightsRefused like `load_weights`, also when the canary of this adapter does not agree."""
+        step = partial(self._step, deadline=time.monotonic() + self.config.timeouts.update_s)
+        async with self._received(published, step):
+            from inference.adapter import request_of  # imports vLLM
+
+            if self.identity is None or published.manifest.adapter is None:
+                raise WeightsRefused(
+                    f"an adapter {name} beside no weights; expected an adapter, and an update before it"
+                )
+            self._adapter_number += 1
+            asked = request_of(name, self._adapter_number)
+            await step("add adapter", self._in_engine("add_adapter", (asked.lora_int_id,)))
+            canary = await self._submit_canary(published.manifest, asked)
+            await step("canary", self._prove(published.manifest, canary))
+            self.adapters[name] = HeldAdapter(asked, published.identity)
+            # The engine may have moved the policy's adapter to another place: the next update finds out where it is.
+            self.proof = LoadedProof(self.name)
+
+    async def drop_adapter(self, name: str) -> None:
+        """Forgets an adapter, which no request in flight may name. Raises RoomFailed."""
+        self._raise_if_broken()
+        if held := self.adapters.pop(name, None):
+            dropped = self._in_engine("drop_adapter", (held.asked.lora_int_id,))
+            await self._guarded(f"dropping the adapter {name}", dropped, self.config.timeouts.update_s)
+
+    @asynccontextmanager
+    async def _received(self, published: PublishedWeights, step: Step) -> AsyncIterator[None]:
+        """Brings the bytes of `published` into the engine; the block takes them. What fails there breaks this
+        replica."""
+        self._raise_if_broken()
+        here = AsyncExitStack()
+        try:
+            fetched = self.broadcasts.fetched(self.index, published.source)
+            arrived = await step(FETCH, here.enter_async_context(fetched))
+        except Exception as error:
+            raise as_failure(f"{self.name}, fetching version {published.identity.version}", error) from error
+        async with here, self.updating:  # one that a dead orchestrator began may still run
+            self._raise_if_broken()
+            try:
+                fault_point("inference.update")
+                with trace.span("update", "update", version=published.identity.version):
+                    await self._receive(published.manifest, arrived, step)
+                    await here.aclose()  # the engine has mapped them
+                    yield
+            except Exception as error:
+                if isinstance(error, WeightsRefused):
+                    self.broken = WeightsRefused(f"{self.name}: {error}")
+                else:
+                    self.broken = as_failure(f"{self.name}, taking version {published.identity.version}", error)
+                self._give_up_all()
+                raise self.broken from error
+
+    async def offer(self, offer: Offer) -> None:
+        """Returns when this replica is ready to receive a broadcast. Raises RoomFailed when it is not."""
+        self._raise_if_broken()
+        fault_point("transport.offer")
+        await self._guarded("an offer", self.broadcasts.offer(offer), offer.timeout_s)
+
+    async def adopt(self, identity: WeightIdentity) -> None:
+        """Labels the weights that the engine loaded from disk as `identity`, in place of a first update. Raises
+        RoomFailed."""
+        self._raise_if_broken()
+        label = self.engine.update_weight_version(str(identity))
+        await self._guarded("a name for its weights", label, self.config.timeouts.update_s)
+        self.identity = identity
+
+    async def _receive(self, manifest: WeightsManifest, arrived: Arrived, step: Step) -> None:
+        """Brings the bytes into the engine process and checks them, while it samples. Raises WeightsRefused, also for
+        adapters of other weights than this replica has loaded."""
+        if manifest.adapter and manifest.adapter.base != self.base:
+            raise WeightsRefused(
+                f"version {manifest.identity.version} is an {manifest.adapter}, but the files of "
+                f"{self.config.model.name} here have digest {self.base}: every node needs the same ones"
+            )
+        await step("receive", self._in_engine("receive_weights", (pickle.dumps((manifest, arrived.regions)),)))
+        while (refusal := (await step("check", self._in_engine("checked")))[0]) is None:  # noqa: ASYNC110
+            await asyncio.sleep(CHECK_TICK_S)  # a thread of the engine's process checks
+        if refusal:
+            raise WeightsRefused(refusal)
+
+    async def _drained(self, identity: WeightIdentity, started: float) -> None:
+        """Waits until no request is in flight; new ones wait in `_entering`."""
+        limit = self.config.timeouts.update_s
+        while self.running:
+            self._raise_if_broken()
+            left = started + limit - time.monotonic()
+            if left <= 0:
+                raise RoomFailed(
+                    f"{self.name} could not take version {identity.version} within {limit:g} s: it waited for "
+                    f"{len(self.running)} requests in flight ({', '.join(sorted(self.running)[:NAMED])}). Raise "
+                    "timeouts.update_s, or let updates come in flight: inference.on_update = recompute_kv"
+                )
+            tasks = [running.task for running in self.running.values()]
+            await asyncio.wait(tasks, timeout=min(left, HEALTH_TICK_S))
+
+    async def _take(self, manifest: WeightsManifest, step: Step, started: float) -> UpdateReport:
+        """Pauses, loads, resumes and proves, in few calls to the engine's process: requests in flight wait for them.
+
+        The canary is computed together with the requests' first step after the pause, not while they stand still; until
+        it agrees, answers are held back.
+        """
+        asked = time.monotonic()
+        # After a return to an older commit, prefixes of conversations that live on may be of weights that are gone.
+        returned = self.identity is not None and self.identity.attempt != manifest.identity.attempt
+        clears = returned or not self._keeps_kv
+        await step("pause", self.pause(clear_cache=clears))
+        still = time.monotonic()
+        self.proof.check(manifest, await step("take", self._in_engine("take_weights", (self.proof.known,))))
+        if manifest.adapter:
+            from inference.adapter import POLICY  # imports vLLM
+
+            self.adapter = POLICY
+        self.proved.clear()
+        self.identity = manifest.identity
+        prefilled = self._cleared() if clears else 0
+        label = self.engine.update_weight_version(str(manifest.identity))
+        _, canary = await step("label", asyncio.gather(label, self._submit_canary(manifest)))
+        await step("resume", self.resume())
+        resumed = time.monotonic()
+        drift = await step("canary", self._prove(manifest, canary))
+        self.proved.set()
+        await step("free memory", self._in_engine("free_memory"))
+        seconds = time.monotonic() - started
+        waited, paused = still - asked, resumed - still
+        return UpdateReport(self.index, manifest.identity, drift, prefilled, seconds, waited, paused, self.node)
+
+    def _cleared(self) -> int:
+        """Returns how many tokens are prefilled again: prompt and answer of each request that has made a token.
+
+        A request that only waits in the queue is left out, and one whose prompt is prefilled in chunks, until its last
+        chunk. One that vLLM has preempted for want of space counts: vLLM does not say which, and it must be prefilled
+        again too.
+        """
+        states = self.engine.output_processor.request_states.values()
+        self.engine_stats.cache_cleared(len(states))
+        made = ((state.prompt_len, state.detokenizer) for state in states)
+        answers = ((prompt, tokens.num_output_tokens()) for prompt, tokens in made if tokens is not None)
+        return sum(prompt + answer for prompt, answer in answers if answer)
+
+    async def _submit_canary(
+        self, manifest: WeightsManifest, adapter: LoRARequest | None = None
+    ) -> RequestOutputCollector:
+        """Adds the canary to the engine's queue. `adapter`: one beside the weights of updates."""
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+        # The logprob of each token of the prompt, and the least that vLLM samples.
+        params = SamplingParams(
+            max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        tokens, salt = manifest.canary.tokens, str(manifest.identity)
+        return await self._add(CANARY_REQUEST, tokens, params, salt, CANARY_PRIORITY, adapter)
+
+    async def _prove(self, manifest: WeightsManifest, canary: RequestOutputCollector) -> Drift:
+        """Returns the drift of this engine's canary. Raises WeightsRefused if it is too large."""
+        tables = tables_of((await answer_of(canary)).prompt_logprobs)
+        pairs = zip(manifest.canary.tokens[1:].tolist(), tables, strict=True)
+        logprobs = np.asarray([table[token].logprob for token, table in pairs], dtype=np.float32)
+        return check_canary(manifest, logprobs)
+
+    async def _in_engine(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        """Calls a method of vLLM's worker on every rank of the engine; returns their answers, in order of the ranks."""
+        return await self.engine.collective_rpc(method, args=args)
+
+    async def _receive_broadcast(self, offer: Offer, serial: int, pipe: str) -> None:
+        """Has the engine's rank 0 receive: its thread begins between two steps."""
+        await self._in_engine("receive_broadcast", args=(pickle.dumps((offer, self.index, serial, pipe)),))
+
+    async def _step(self, name: str, awaitable: Awaitable[Value], *, deadline: float) -> Value:
+        with trace.span(name, "update"):
+            usual = None if name == FETCH else self.call_deadline  # the engine has no part in it
+            return await self._guarded(f"update step {name!r}", awaitable, max(deadline - time.monotonic(), 0.0), usual)
+
+    # -------------------------------------------------------------------------------------------------------- failures
+
+    @property
+    def _core(self) -> AsyncMPClient:
+        core: AsyncMPClient = self.engine.engine_core  # a decorator in vLLM hides its type
+        return core
+
+    @property
+    def _has_requests(self) -> bool:
+        return self.engine.get_num_unfinished_requests() > 0
+
+    @property
+    def _engine_process(self) -> BaseProcess:
+        # vLLM names the process nowhere else; asking it for its pid fails when it matters, after its death.
+        manager = cast("CoreEngineProcManager", self._core.resources.engine_manager)
+        return manager.processes[0]
+
+    @property
+    def _engine_pid(self) -> int:
+        pid = self._engine_process.pid
+        assert pid is not None, "it was started"
+        return pid
+
+    def kill_engine(self) -> None:
+        """Ends an engine process that stands still. Another one can be started from this process."""
+        log.warning("process %d, the engine of %s, stands still: it is killed", self._engine_pid, self.name)
+        self.engine_killed = True
+        with suppress(ProcessLookupError):
+            os.kill(self._engine_pid, STACKS)  # it writes its stacks, if it can
+        asyncio.get_running_loop().call_later(STACKS_S, self._engine_process.kill)
+
+    def _cpu_s(self) -> list[float]:
+        return [cpu_seconds(pid) for pid in self.ranks or (self._engine_pid,)]
 
     def _watch_ranks(self) -> None:
         """Makes the death of a rank the engine's. vLLM sees it too, but waits for ranks that wait for that one."""
@@ -201,13 +685,117 @@ class ReplicaActor(UpdatingEngine):
             asyncio.get_running_loop().remove_reader(descriptor := self._watched.pop())
             os.close(descriptor)
 
-    async def stop(self) -> None:
-        """Ends the engine process, if there is one: it may have failed to start."""
-        self._forget_ranks()
-        self.broadcasts.close()
-        if hasattr(self, "engine"):
-            self.engine.shutdown()
-        trace.stop()
+    def note_step(self, silent_s: float) -> None:
+        """Learns from a step of the engine, which ends now, that so many seconds are nothing unusual."""
+        self._step_deadline.note(self._stalls.answered(silent_s))
+
+    def behind(self) -> tuple[float, float]:
+        """Returns for how many seconds the engine, which has work, has not answered, and the deadline for that; or, if
+        that is closer to its deadline, for how many it has not even made progress. Kills it, and raises RoomFailed, at
+        the deadline."""
+        # Nothing is expected of the engine while it stands still for an update, which has a deadline of its own.
+        works = (self._has_requests or self.halting) and not self.standing
+        silent_s, limit_s = self.engine_stats.silent_s if works else 0.0, self.config.timeouts.update_s
+        stalled = self._stalls.look(silent_s), self._step_deadline.seconds
+        behind_s, limit_s = max((silent_s, limit_s), stalled, key=lambda pair: pair[0] / pair[1])
+        if behind_s >= limit_s:
+            self.kill_engine()
+            self.broken = RoomFailed(
+                f"{self.name} has had no sign of life of its engine, which has work, for {behind_s:.0f} s (the limit "
+                f"is {limit_s:.0f} s, learned from this run or timeouts.update_s): the engine is killed"
+            )
+            raise self.broken
+        return behind_s, limit_s
+
+    async def _guarded(
+        self, what: str, awaitable: Awaitable[Value], timeout_s: float, usual: LearnedDeadline | None = None
+    ) -> Value:
+        """Returns the value of `awaitable`. vLLM leaves calls pending for ever when its engine process is dead, so the
+        process is checked while waiting. Raises RoomFailed when it died or has a successor, after `timeout_s` seconds,
+        or when it made no progress for `usual` seconds: only for what the engine does itself."""
+        task, engine = asyncio.ensure_future(awaitable), self.engine
+        started, stalls, stalled_s = time.monotonic(), StallClock(self._cpu_s), 0.0
+        while not task.done():
+            await asyncio.wait({task}, timeout=HEALTH_TICK_S)
+            waited_s = time.monotonic() - started
+            if self.engine is not engine and not task.done():
+                task.cancel()
+                raise RoomFailed(f"{self.name}: its engine was replaced before it answered {what}")
+            if usual and not task.done():
+                stalled_s = stalls.look(waited_s)
+            stands_still = usual is not None and stalled_s > usual.seconds and waited_s <= timeout_s
+            if not task.done() and (self._failure() or waited_s > timeout_s or stands_still):
+                task.cancel()
+                self._raise_if_broken()
+                why = f"no answer for {what} within {timeout_s:.0f} s"
+                if stands_still:
+                    self.kill_engine()
+                    why = (
+                        f"no progress of its engine for {stalled_s:.0f} s, which has not answered {what}: it is killed"
+                    )
+                raise RoomFailed(f"{self.name}: {why}")
+        if usual:
+            usual.note(stalls.answered(time.monotonic() - started))
+        return task.result()
+
+    def _failure(self) -> TriremeError | None:
+        """Returns why this replica is broken, None if it is not."""
+        if self.broken is None and self.engine.errored:
+            self.broken = RoomFailed(f"{self.name}: its engine process died")
+        return self.broken
+
+    async def _are_theirs(self, errors: Collection[Exception]) -> bool:
+        """Tells whether exceptions are their requests' own: the engine still answers. Else this replica is broken."""
+        engine = self.engine
+        if self._failure() is None and not all(isinstance(error, TriremeError) for error in errors):
+            try:
+                await self._guarded("a call after an exception", engine.is_paused(), self.config.timeouts.update_s)
+            except Exception as error:
+                if self.engine is not engine:  # it was lost, and has a successor
+                    return False
+                self.broken = self.broken or as_failure(f"{self.name}, after the exception of a request", error)
+        return self._failure() is None
+
+    def _raise_if_broken(self) -> None:
+        if failure := self._failure():
+            raise failure
+
+    def _give_up_all(self) -> None:
+        """Ends every request in flight with what it has."""
+        for running in list(self.running.values()):
+            running.task.cancel()
+
+    @contextmanager
+    def _log_in_errors(self) -> Iterator[None]:
+        """Adds the last lines of this process's log to an error of the block, where the driver does not see the log."""
+        try:
+            yield
+        except Exception as error:
+            lines = end_of_far_log(self._log_dir, f"inference_{self.index}")
+            if not lines:
+                raise
+            if isinstance(error, TriremeError):
+                raise type(error)(f"{error}; {lines}") from error
+            raise RoomFailed(f"{self.name} raised {type(error).__name__}: {error}; {lines}") from error
+
+
+async def answer_of(collector: RequestOutputCollector) -> RequestOutput:
+    """Waits for vLLM's final answer to a request for tokens; the other kind of answer is that of pooling models."""
+    return cast("RequestOutput", await collector.get())
+
+
+def as_failure(who: str, error: BaseException) -> TriremeError:
+    if isinstance(error, TriremeError):
+        return error
+    return RoomFailed(f"{who}: {type(error).__name__}: {error}")
+
+
+def refusal(error: BaseException) -> TriremeError:
+    """Returns what the caller of a request gets for an exception that is the request's own."""
+    if isinstance(error, TriremeError):
+        return error
+    log.warning("a request is refused", exc_info=error)
+    return BadRequest(f"vLLM does not sample this request: {type(error).__name__}: {error}")
 
 
 async def _gone(pid: int) -> bool:

@@ -1,5 +1,5 @@
 """LoRA adapters in vLLM's engine process: the policy's, whose values each update replaces in place, between two steps,
-and others beside it, whose values do not change (`inference.slots`).
+and others beside it, whose values do not change (`inference.router`).
 
 vLLM's own way to new values is another adapter under another name. Requests in flight would have to be aborted and
 made again under it, and a seeded one would draw the same random numbers twice. Replaced in place, an adapter is

@@ -202,7 +202,6 @@ class InferenceHandle:
             Router,
             {index: self.client(index) for index in indices},
             fixed=self.config.deterministic,
-            max_updating=self.config.inference.max_updating,
             one_version=self.config.inference.on_update == "drain",
             patience_s=patience_s,
             update_s=self.config.timeouts.update_s,

@@ -50,6 +50,11 @@ class ReplicaClient(Protocol):
 
     async def adopt(self, identity: WeightIdentity) -> None: ...
 
+    async def load_adapter(self, name: str, published: PublishedWeights) -> None:
+        """Returns when requests may name the adapter."""
+
+    async def drop_adapter(self, name: str) -> None: ...
+
     async def stats(self) -> ReplicaStats: ...
 
     async def abort(self, request_ids: Sequence[str]) -> None:

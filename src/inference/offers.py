@@ -4,11 +4,10 @@
 
 *Who is asked.* Members that serve and have taken all weights that they were to take. The trainer publishes a version
 before it waits for the update to the one before (`trireme.train.rl_loop.train_step`), so that some members may still
-load that one, or wait for their turn with its bytes in memory (`inference.max_updating`). They are not asked, and fetch
-the new bytes when their turn comes, as all replicas do with Ray's object store. So no replica receives a version while
-it holds bytes that it has still to load, and a replica never has bytes of more than one version. Nothing here waits for
-an update: the trainer gathers and sends while replicas are updated, as it does without sessions, so there is no circle
-of waits. Receiving pauses no engine, so `max_updating` limits only how many replicas load at the same time.
+load that one. They are not asked, and fetch the new bytes afterwards, as all replicas do with Ray's object store. So no
+replica receives a version while it holds bytes that it has still to load, and a replica never has bytes of more than
+one version. Nothing here waits for an update: the trainer gathers and sends while replicas are updated, as it does
+without sessions, so there is no circle of waits.
 
 One exception: a member that takes a version which was not sent to it fetches that, which may last until after the next
 offer, each time anew. The offer waits for it, once and at most for half of `Offer.ready_s`; then it is in the session.

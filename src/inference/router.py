@@ -9,7 +9,6 @@ import asyncio
 import itertools
 import logging
 import math
-import sys
 import uuid
 from collections import OrderedDict, defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -21,7 +20,6 @@ from typing import Any
 from inference.handover import Handover, Outcome, Progress
 from inference.members import HandoverNeeded, Member, Members, ReplicaClient, RoutedRequest
 from inference.offers import Offers
-from inference.slots import AdapterLoading
 from trireme.core.deadline import LearnedDeadline
 from trireme.core.errors import BadRequest, RoomFailed, TriremeError, WeightsGone, WeightsRefused
 from trireme.core.sampler import ReplicaStats
@@ -40,8 +38,8 @@ follow each other closely would keep it out for ever."""
 log = logging.getLogger(__name__)
 
 
-class Router(AdapterLoading):
-    """Implements `trireme.core.sampler.Sampler`.
+class Router:
+    """Implements `trireme.core.sampler.AdapterSampler`.
 
     Requests of equal `route_key` stay on one replica (they share prefixes), even while it takes weights: their turn
     there comes sooner than a prefix is computed elsewhere. Others go to a replica that is not taking weights, if there
@@ -66,7 +64,6 @@ class Router(AdapterLoading):
         replicas: Mapping[int, ReplicaClient],
         *,
         fixed: bool = False,
-        max_updating: int | None = None,
         one_version: bool = False,
         patience_s: float = 0.0,
         update_s: float = math.inf,
@@ -75,7 +72,6 @@ class Router(AdapterLoading):
         updates: bool = True,
     ) -> None:
         """`fixed`: deterministic mode; a lost replica's failure is raised.
-        `max_updating`: the most replicas that take weights at the same time (None: all).
         `one_version`: no sequence has tokens of two versions; a lost one is sampled again from its prompt.
         `patience_s`: how long to wait for a replica to join when none is left.
         `update_s`: the longest that an update waits for a replica; `client` has a deadline of its own.
@@ -86,7 +82,7 @@ class Router(AdapterLoading):
         """
         self._members = Members(replicas, patience_s)
         self._offers = Offers(self._members)
-        self._fixed, self._max_updating, self._one_version = fixed, max_updating, one_version
+        self._fixed, self._one_version = fixed, one_version
         self._vocab_size, self._progress_s, self._updates = vocab_size, progress_s, updates
         self._routes: OrderedDict[str, Member] = OrderedDict()
         self._queued: defaultdict[Member, list[RoutedRequest]] = defaultdict(list)
@@ -250,12 +246,11 @@ class Router(AdapterLoading):
         ones."""
         self._offers.sent()
         async with self._changing:
-            turns = asyncio.Semaphore(self._max_updating or sys.maxsize)
             bounded = weights.bounded_by(*self._drifts) if self._drifts else weights
             self._bring_newest = partial(self._update_one, bounded)
             self._newest = weights.identity.version
             members = [m for m in self._members.live if not m.behind or m.stranded or m.rounds >= ROUNDS]
-            await asyncio.gather(*(self._update_in_turn(member, turns) for member in members))
+            await asyncio.gather(*map(self._await_update, members))
         failures = [failure for member in members if (failure := member.gone or member.stranded)]
         refused = len(failures) == len(members) and all(isinstance(failure, WeightsRefused) for failure in failures)
         if failures and (self._fixed or refused):
@@ -268,12 +263,10 @@ class Router(AdapterLoading):
             self._drifts = first, Drift.worst([largest, now])
         return reports
 
-    async def _update_in_turn(self, member: Member, turns: asyncio.Semaphore) -> None:
+    async def _await_update(self, member: Member) -> None:
         """Waits until `member` has the newest weights or is gone, or is left behind because it takes too long."""
-        async with turns:
-            limit_s = None if self._fixed else self._deadline.seconds
-            if member.gone or not await self._wait_for(member, limit_s):
-                return
+        limit_s = None if self._fixed else self._deadline.seconds
+        if await self._wait_for(member, limit_s):
             log.warning(
                 "%s has not taken the newest weights within %.0f s, far longer than any update so far: the update does "
                 "not wait for it, and it gets no requests until it has them",
@@ -308,7 +301,9 @@ class Router(AdapterLoading):
             if gone:
                 self._members.strand(member, gone)
             else:
-                await self._enter_with_adapters(member)
+                await self._bring_adapters(member)
+                if not member.gone:
+                    self._members.enter(member)
 
     async def _update_one(self, weights: PublishedWeights, member: Member) -> None:
         async def load_and_check() -> UpdateReport:
@@ -337,6 +332,38 @@ class Router(AdapterLoading):
         await self._members.call(member, member.client.adopt(identity))
         member.given.append(identity)
         member.acknowledged = identity.version
+
+    # ------------------------------------------------------------------------------------------------------ adapters
+    # They are beside the weights that updates bring. An adapter has a name that is never used again: its values do not
+    # change, so nothing has to stand still while others come and go. A new version is another one.
+
+    async def load_adapter(self, name: str, weights: PublishedWeights) -> None:
+        """Brings an adapter to every replica, for requests that name it, also to those that join later. One that fails
+        is used no more. Raises RoomFailed or WeightsRefused when no replica is left."""
+        self._members.adapters[name] = weights
+        await asyncio.gather(*map(self._bring_adapters, self._members.serving))
+        await self._members.wait_for_serving()
+
+    async def drop_adapter(self, name: str) -> None:
+        self._members.adapters.pop(name, None)
+        await asyncio.gather(*(self._drop(member, name) for member in self._members.live if name in member.adapters))
+
+    async def _bring_adapters(self, member: Member) -> None:
+        """Brings those that `member` does not have. If one fails, the member is gone."""
+        for name, weights in list(self._members.adapters.items()):
+            if name not in member.adapters:
+                member.adapters.add(name)
+                member.given.append(weights.identity)
+                try:
+                    await self._members.call(member, member.client.load_adapter(name, weights))
+                except TriremeError as failure:
+                    self._members.fail(member, failure)
+                    return
+
+    async def _drop(self, member: Member, name: str) -> None:
+        member.adapters.discard(name)
+        with suppress(TriremeError):  # it is gone then
+            await self._members.call(member, member.client.drop_adapter(name))
 
     # ------------------------------------------------------------------------------------------------------- members
 

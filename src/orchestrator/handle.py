@@ -13,7 +13,6 @@ import ray
 
 from orchestrator.actor import OrchestratorActor
 from orchestrator.lifetimes import end_deadline_s
-from orchestrator.update import update_deadline_s
 from trireme.checkpoint.parts import CommitSource
 from trireme.config import Config
 from trireme.core.agents import AgentSessions
@@ -39,7 +38,6 @@ class OrchestratorHandle:
     def __init__(self, config: Config, actor: Any, log: Path | None) -> None:
         self._config, self._actor, self._log = config, actor, log
         self._started = actor.start.remote()
-        self._replicas: set[int] = set()  # those that were asked to join and not to leave
         self._epochs = Epochs()
 
     @classmethod
@@ -102,7 +100,7 @@ class OrchestratorHandle:
             if hurry():
                 self._actor.give_up_evaluation.remote()
 
-        limit_s = 2 * update_deadline_s(self._config, max(len(self._replicas), self._config.inference.replicas))
+        limit_s = 2 * self._config.update_deadline_s
         if self._config.eval.every:
             limit_s += self._config.batch_deadline_s
         self._wait(self._actor.update_weights.remote(weights), "the replicas' update", limit_s, tick)
@@ -155,7 +153,6 @@ class OrchestratorHandle:
 
     def join(self, index: int, client: Any) -> Any:
         """Returns a reference that resolves when replica `index` has the newest weights and serves, or raises."""
-        self._replicas.add(index)
         return self._actor.join.remote(index, client)
 
     def leave(self, index: int, reason: str) -> Any:
@@ -165,7 +162,6 @@ class OrchestratorHandle:
     def drain(self, index: int, timeout_s: float) -> Any:
         """Returns a reference that resolves when replica `index` has left: its requests are finished, or after
         `timeout_s` handed over."""
-        self._replicas.discard(index)
         return self._actor.drain.remote(index, timeout_s)
 
     def next_failure(self) -> Any:

@@ -63,7 +63,6 @@ from orchestrator.rollout import PromptTooLong, RolloutLimits
 from orchestrator.running import RunningGroups
 from orchestrator.state import OrchestratorState
 from orchestrator.unfinished import GroupProgress
-from orchestrator.update import update_ended
 from orchestrator.waste import TokenCounts
 from orchestrator.watch import watch_lag, watch_load
 from trireme.config import Config
@@ -255,8 +254,17 @@ class Pipeline:
     # ---- updates and replicas
 
     async def _update_ended(self) -> None:
-        if self._update:
-            await update_ended(self._update, self.sampler, self._config)
+        """Waits until the last update has ended. Raises its error, and RoomFailed when it is late."""
+        if self._update is None:
+            return
+        limit_s = self._config.update_deadline_s
+        ended, _ = await asyncio.wait([self._update], timeout=limit_s)
+        if not ended:
+            raise RoomFailed(
+                f"waited {limit_s:g} s (timeouts.update_s for each replica and the start of a successor) for the "
+                f"{self._update.get_name()}; versions acknowledged by replicas: {self.sampler.acknowledged()}"
+            )
+        self._update.result()
 
     async def _bring(self, weights: PublishedWeights) -> None:
         now = asyncio.get_running_loop().time

@@ -191,14 +191,14 @@ def start_pair(directory: Path) -> tuple[InferenceHandle, dict[str, Room]]:
     random_model("qwen3", False, seed=0).save_pretrained(path)
     options: dict[str, Any] = {"num_cpus": 1, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}}}
     actor = ray.remote(ReplicaActor).options(max_concurrency=MAX_CALLS, **options)
-    configs = {mode: make_config(path, False, on_update=mode, max_updating=1) for mode in ("keep_kv", "drain")}
+    configs = {mode: make_config(path, False, on_update=mode) for mode in ("keep_kv", "drain")}
     replicas = {i: actor.remote(config, i, directory / "logs" / "pair") for i, config in enumerate(configs.values())}
     group = InferenceHandle(configs["drain"], replicas, directory / "logs" / "pair", dict.fromkeys(replicas, options))
     references, who = group.ready_refs()
     pids = [health.engine_pid for health in get_all(references, who=who, timeout_s=START_S)]
     clients = {i: RayReplica(handle, f"replica {i}", None, 120, 60, gathers=True) for i, handle in replicas.items()}
     members = {"keep_kv": [0], "drain": [1], "both": [0, 1]}
-    routers = {name: Router({i: clients[i] for i in chosen}, max_updating=1) for name, chosen in members.items()}
+    routers = {name: Router({i: clients[i] for i in chosen}) for name, chosen in members.items()}
     return group, {name: Room("qwen3", False, group, router, pids[0]) for name, router in routers.items()}
 
 

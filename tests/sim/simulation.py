@@ -96,7 +96,6 @@ class Scenario:
     prefill_token_s: float = 0.0001
     update_s: float = 0.5
     update_deadline_s: float = NO_DEADLINE_S
-    max_updating: int | None = None
     train_s: float = 8.0
     publish_s: float = 0.5
     fetch_s: float = 0.0
@@ -688,7 +687,7 @@ async def attempt(outcome: Outcome, router: type[Router], commits: list[Commit],
     before the first commit it does not."""
     scenario, loop = outcome.scenario, asyncio.get_running_loop()
     config, limits = scenario.config(), RolloutLimits(VOCABULARY, VOCABULARY)
-    options = {"max_updating": scenario.max_updating, "patience_s": scenario.patience_s}
+    options = {"patience_s": scenario.patience_s}
     replicas = outcome.serving()
     held_out = [Problems(replace(scenario, group_size=config.eval.samples))] if config.eval.every else []
     pipeline = Pipeline(

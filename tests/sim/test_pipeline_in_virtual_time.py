@@ -95,7 +95,6 @@ TROUBLES: dict[str, dict[str, Any]] = {
     "one replica alone, overloaded": {"replicas": 1, "slots": 8},
     "a late acknowledgement": {"acknowledges_late_s": {2: 20.0}},
     "updates longer than a step": {"update_s": 30.0},
-    "one update after the other": {"update_s": 3.0, "max_updating": 1},
     "a trainer that waits for nobody": {"train_s": 0.0, "publish_s": 0.0},
     "a slow trainer": {"train_s": 200.0},
     "streaming, two substeps": {"substeps": 2, "minibatches": 2},
@@ -156,12 +155,7 @@ LOSSES: dict[str, dict[str, Any]] = {
     "all die at once": {"dies_at_s": dict.fromkeys(range(4), 15.0), "restart_s": 20.0, "patience_s": 60.0},
     "the only one dies": {"replicas": 1, "dies_at_s": {0: 15.0}, "restart_s": 20.0, "patience_s": 60.0},
     "the only one dies in an update": {"replicas": 1, "dies_at_s": {0: 0.2}, "restart_s": 20.0, "patience_s": 60.0},
-    "one dies while updates take turns": {
-        "update_s": 3.0,
-        "max_updating": 1,
-        "dies_at_s": {2: 1.0, 0: 30.0},
-        "restart_s": 5.0,
-    },
+    "one dies in its first update": {"update_s": 3.0, "dies_at_s": {2: 1.0, 0: 30.0}, "restart_s": 5.0},
 }
 
 

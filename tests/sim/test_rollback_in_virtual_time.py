@@ -63,7 +63,6 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         "says_state": st.booleans(),
         "tool_s": st.sampled_from([0.0, 4.0, 60.0]),
         "update_s": st.sampled_from([0.5, 12.0]),
-        "max_updating": st.sampled_from([None, 1]),
         "train_s": st.sampled_from([0.0, 8.0, 100.0]),
         "slower": st.dictionaries(st.integers(0, 3), st.floats(1.0, 8.0), max_size=2),
         "acknowledges_late_s": st.dictionaries(st.integers(0, 3), st.floats(0.0, 60.0), max_size=2),

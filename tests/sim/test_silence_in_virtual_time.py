@@ -3,13 +3,13 @@ replica, and the monitor of the driver, in virtual time. The engine is a script 
 
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
+from config_support import small
 
 from inference import engine_stats, stalls
+from inference.actor import ReplicaActor
 from inference.engine_stats import EngineStats
-from inference.sampling import SamplingEngine
 from trireme.core.errors import RoomFailed, TriremeError
 from trireme.core.sampler import Heartbeat
 from trireme.supervision import heartbeats
@@ -41,7 +41,7 @@ PLANTED = {
 }
 
 
-class Busy(SamplingEngine):
+class Busy(ReplicaActor):
     """A replica that always has requests, and whose engine has used so many CPU seconds."""
 
     _has_requests = True
@@ -53,7 +53,7 @@ class Busy(SamplingEngine):
     def kill_engine(self) -> None:
         """There is no process."""
 
-    def heartbeat(self) -> Heartbeat | RoomFailed:
+    def beat(self) -> Heartbeat | RoomFailed:
         try:
             return Heartbeat((1, 2), "node", *self.behind())
         except RoomFailed as failure:
@@ -75,10 +75,7 @@ class Simulated:
         self.roster.set(NAME, PartHealth.HEALTHY)
         self.monitor = HeartbeatMonitor(self.roster, 60.0, self._lost)
         self.monitor.add(NAME, object)
-        config: Any = SimpleNamespace(
-            timeouts=SimpleNamespace(update_s=UPDATE_S), inference=SimpleNamespace(on_update="recompute_kv")
-        )
-        self.replica = Busy(config, "inference replica 0")
+        self.replica = Busy(small(timeouts={"update_s": UPDATE_S}), 0, None)
         self.replica.engine_stats = EngineStats(None)
         self.replica.engine_stats.answered = self.replica.note_step
 
@@ -105,7 +102,7 @@ class Simulated:
             heartbeats.kill(silent)
             self.monitor.end(silent)
         for ref in self.monitor.refs():
-            self.monitor.arrived(ref, self.replica.heartbeat())
+            self.monitor.arrived(ref, self.replica.beat())
         if part := self.roster.part(NAME):
             self.health.add(part.health)
 

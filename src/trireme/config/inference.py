@@ -62,8 +62,6 @@ class InferenceConfig(Section):
     """How requests in flight take new weights: recompute_kv computes their KV cache again under the new weights;
     keep_kv keeps it (a shorter pause, but the tokens after it come from no policy exactly, and are marked mixed);
     drain finishes them first, while new ones wait."""
-    max_updating: PositiveInt | None = None
-    """Replicas that take new weights at the same time; none = all, 1 = one after the other."""
     sampling: SamplingConfig
     max_model_len: PositiveInt | None = None
     """Context of the engine; none = model.max_seq_len."""

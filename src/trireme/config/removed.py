@@ -11,6 +11,7 @@ REMOVED: dict[str, str] = {
     "trireme sweep --knob": "give the key of the horizontal axis in the first --grid",
     "env.args.variables": "name the variables, without patterns, in env.variables",
     "orchestrator.max_requeues": "leave it out: orchestrator.stale_policy = wait, the default, samples nothing again",
+    "inference.max_updating": "leave it out: all replicas take new weights at the same time, while they sample",
     "inference.spare": "leave it out: a new process succeeds a replica whose actor is lost",
     "cluster.model_cache": "give model.name as an id of the hub, which each node fetches, or as a path that all have",
     "trainer.lora.together": "leave it out: adapters take turns in the trainer, each computes what it would alone",

@@ -47,6 +47,8 @@ from trireme.core.normalization import Normalization
 from trireme.core.tokenizer import looks_like_path
 from trireme.core.types import AdamParams
 
+ANSWER_S = 60.0
+"""Added to the deadlines of replicas, so that their message, which says what was late, comes first."""
 MOST_MINIBATCHES, ROLLOUTS_OF_A_SHARD = 8, 16
 """`trainer.num_minibatches = auto`: the most parts of a substep, and the least that a part has for each shard."""
 
@@ -278,6 +280,12 @@ class Config(CommonConfig):
         """Seconds for which requests and updates wait when no replica is left: until a lost one is found to be dead,
         has a successor, and that one has taken the newest weights."""
         return self.timeouts.heartbeat_s + self.timeouts.start_s + self.timeouts.update_s
+
+    @property
+    def update_deadline_s(self) -> float:
+        """Seconds for an update of the replicas: each has its own deadline, one may still take the version before, and
+        the last one may be lost and have a successor."""
+        return 2 * self.timeouts.update_s + self.patience_s + ANSWER_S
 
     @property
     def batch_deadline_s(self) -> float:

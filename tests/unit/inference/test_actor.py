@@ -24,11 +24,10 @@ from config_support import small
 from vllm.logprobs import FlatLogprobs
 
 from inference import actor as replica_module
-from inference.actor import ReplicaActor
+from inference.actor import FETCH, ReplicaActor
 from inference.engine_stats import EngineStats
 from inference.loaded import Following, LoadedSums
 from inference.messages import Reply, pack_requests
-from inference.updating import FETCH
 from inference.wrong_answers import wrong_answer
 from trireme.config import Config
 from trireme.core.deadline import LearnedDeadline
@@ -96,7 +95,7 @@ class Stalling(ReplicaActor):
 def test_an_engine_that_makes_no_progress_in_a_call_is_found_before_the_deadline_of_the_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("inference.sampling.HEALTH_TICK_S", 0.01)
+    monkeypatch.setattr("inference.actor.HEALTH_TICK_S", 0.01)
     monkeypatch.setattr("inference.stalls.QUIET_S", 0.05)
     made = replica(kind=Stalling)
     call = partial(made._guarded, "update step 'take'", timeout_s=3600, usual=LearnedDeadline(0.3))
@@ -111,7 +110,7 @@ def test_an_engine_that_makes_no_progress_in_a_call_is_found_before_the_deadline
 
 
 def test_a_slow_fetch_is_not_the_engines_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference.sampling.HEALTH_TICK_S", 0.01)
+    monkeypatch.setattr("inference.actor.HEALTH_TICK_S", 0.01)
     monkeypatch.setattr("inference.stalls.QUIET_S", 0.05)
     made = replica(kind=Stalling)
     made.call_deadline = LearnedDeadline(0.1)
@@ -370,7 +369,7 @@ async def test_an_exception_about_one_request_is_its_own_while_the_engine_answer
 async def test_an_exception_after_which_the_engine_does_not_answer_is_a_lost_replica(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("inference.sampling.HEALTH_TICK_S", 0.01)
+    monkeypatch.setattr("inference.actor.HEALTH_TICK_S", 0.01)
     made = SamplingReplica(deterministic=False, update_s=0.1)
     made.engine.dies = True
     (answer,), failure = await exchanged(made, requests_of(name))
@@ -458,7 +457,7 @@ async def test_an_update_of_a_lost_engine_does_not_judge_its_successor(
 ) -> None:
     """The start of an engine blocks the actor for longer than an engine may stand still, and a call to the lost one is
     still pending: whether vLLM saw its death (`seen`) or not, the next engine is not the one that did not answer."""
-    monkeypatch.setattr("inference.sampling.HEALTH_TICK_S", 0.01)
+    monkeypatch.setattr("inference.actor.HEALTH_TICK_S", 0.01)
     monkeypatch.setattr("inference.stalls.QUIET_S", 0.02)
     info = SimpleNamespace()
 

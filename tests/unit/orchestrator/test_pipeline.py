@@ -302,7 +302,7 @@ async def test_the_next_update_waits_for_the_one_before() -> None:
 
 
 async def test_an_update_that_does_not_end_names_the_replicas_that_lack_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchestrator.update.ANSWER_S", 0.0)
+    monkeypatch.setattr("trireme.config.schema.ANSWER_S", 0.0)
     monkeypatch.setattr("trireme.config.Config.patience_s", 0.0)
     async with Run(small_config(2, 5, update_s=0.05)) as run:
         run.sampler.hold_update(1)

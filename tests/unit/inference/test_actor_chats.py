@@ -15,9 +15,9 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-import inference.sampling
+import inference.actor
+from inference.actor import CHATS_LATER_S, ReplicaActor
 from inference.coalescing import CoalescingScheduler
-from inference.sampling import CHATS_LATER_S, SamplingEngine
 from trireme.core import types
 
 PLACES, BLOCK, BLOCKS = 4, 16, 64
@@ -113,7 +113,7 @@ def test_a_chat_loses_its_cache_before_the_runs_requests(scheduler_of: Callable[
 async def test_a_chat_enters_the_engine_as_if_it_had_come_later(
     chat: bool, arrival: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inference.sampling, "time", SimpleNamespace(time=lambda: NOW, monotonic=lambda: 0.0))
+    monkeypatch.setattr(inference.actor, "time", SimpleNamespace(time=lambda: NOW, monotonic=lambda: 0.0))
     entered: list[Any] = []
 
     class Engine:
@@ -123,7 +123,7 @@ async def test_a_chat_enters_the_engine_as_if_it_had_come_later(
         def get_num_unfinished_requests(self) -> int:
             return 1
 
-    engine = SamplingEngine(small_config(), "a replica")
+    engine = ReplicaActor(small_config(), 0, None)
     engine.engine, engine.end_ids = cast(Any, Engine()), []
     request = types.SampleRequest("r", np.ones(2, np.int32), types.SamplingParams(), "r", chat=chat)
     await engine._submit(request, "salt")
