@@ -493,7 +493,7 @@ def test_what_a_lost_replica_has_begun_is_finished_by_the_other(
         assert told[1:-1] in ([], [(newest, True)]), "on the keys and values of the version before"
 
     async def is_drained() -> list[Any]:
-        successor = get(group.replace(0), who="the successor", timeout_s=START_S)
+        successor = get(group.replace(0, same_actor=True), who="the successor", timeout_s=START_S)
         pids = get(group.heartbeat_ref(0), who="the successor", timeout_s=60).pids
         assert pids == (actor, successor.engine_pid), "the same actor has another engine"
         assert successor.engine_pid != room.engine_pid

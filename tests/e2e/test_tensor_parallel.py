@@ -57,7 +57,7 @@ def assert_gone(pids: Sequence[int]) -> None:
 
 
 def replace(room: Room) -> tuple[int, ...]:
-    get(room.group.replace(0), who="the successor", timeout_s=START_S)
+    get(room.group.replace(0, same_actor=True), who="the successor", timeout_s=START_S)
     return processes(room)
 
 
