@@ -70,13 +70,13 @@ class Body(BaseModel):
         surrogates. (One function for both: it is called for each message of a conversation.)"""
         few(value)
         for name, part in value.items() if isinstance(value, dict) else ():
-            for text in part if isinstance(part, list) else (part,):
-                if isinstance(text, str) and not text.isascii():
-                    try:
-                        text.encode()
-                    except UnicodeEncodeError:
-                        why = f"`{name}` with half a pair of surrogates, which UTF-8 cannot hold"
-                        raise ValueError(why) from None
+            if isinstance(part, str) and part.isascii():
+                continue
+            texts = [text for text in (part if isinstance(part, list) else (part,)) if isinstance(text, str)]
+            try:
+                "".join(texts).encode()
+            except UnicodeEncodeError:
+                raise ValueError(f"`{name}` with half a pair of surrogates, which UTF-8 cannot hold") from None
         return value
 
 
