@@ -92,6 +92,9 @@ class ArithmeticEnv(MessageEnv):
         logs = {"problem": self.expression, "answer": message["content"]}
         return MessageStep(success, True, metrics={"success": success}, logs=logs)
 
+    def known_answer(self):
+        return str(calculate(self.expression))
+
     def state_dict(self):
         return {"turns": self.turns}
 

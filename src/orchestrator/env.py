@@ -14,11 +14,13 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import runpy
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -57,10 +59,14 @@ MOVED = {
 }
 """Environments that were built in: the file of the example that replaces them, and the id with its folder on Python's
 path."""
-VERIFIERS, TASKSETS = "verifiers:", "orchestrator.envs.verifiers:TasksetDataset"
-"""The prefix of ids that name a taskset of the package verifiers, and the dataset that plays it."""
-AGENT, AGENTS = "agent:", "orchestrator.envs.agent:AgentDataset"
-"""The prefix of ids that name an agent, and the dataset that it plays."""
+AGENT = "agent:"
+PREFIXES = {
+    "verifiers:": "orchestrator.envs.verifiers:TasksetDataset",
+    AGENT: "orchestrator.envs.agent:AgentDataset",
+    "reward:": "orchestrator.envs.reward:RewardDataset",
+}
+"""The prefixes of ids that name a taskset of the package verifiers, an agent, or reward functions, and the datasets to
+which the rest of the id is given first."""
 PROGRAM, PROGRAMS = "agent:command", "orchestrator.envs.program:ProgramDataset"
 """The id of agents that are programs, and the dataset that they play."""
 URLS, SERVED = ("http://", "https://"), "orchestrator.envs.http:HttpDataset"
@@ -133,6 +139,11 @@ class Env(Resumable, ABC):
     async def step(self, action: Sequence[int]) -> StepResult:
         """Takes the sampled tokens, including the stop token if one ended them."""
 
+    def known_answer(self) -> str | None:
+        """Returns the text that answers the newest prompt well, where the environment knows it: `trireme env try` can
+        play it. Unless overridden, None."""
+        return None
+
     async def truncated(self, reason: Truncation) -> StepResult | None:
         """Called once when a limit of the run ends the episode that `step` would have continued. The result's reward is
         added to that of the last step, its metrics and logs too, and `in_loss` holds for the last action. Unless
@@ -200,6 +211,11 @@ class EnvGroupBuilder:
         this problem may score them. Where `compute_group_rewards` is overridden this is False, unless this is
         overridden too: it must need nothing but the trajectories."""
         return type(self).compute_group_rewards is EnvGroupBuilder.compute_group_rewards
+
+    async def try_rewards(self) -> None:
+        """Called for the first problem of a dataset before a run starts. Raises BadInput for answers that could not be
+        scored. Unless overridden, tries nothing."""
+        return
 
     async def cleanup(self) -> None:
         """Called once when the group has ended, for whatever reason."""
@@ -312,13 +328,24 @@ def load_dataset(env: EnvConfig, context: EnvContext, section: str = "env") -> R
     return dataset
 
 
+@asynccontextmanager
+async def first_env(problem: EnvGroupBuilder) -> AsyncIterator[Env | AgentEnv]:
+    """Yields the first environment of a problem. The end of the block gives back what the problem holds."""
+    envs = [await problem.make_env(0)] if problem.makes_one else await problem.make_envs()
+    try:
+        yield envs[0]
+    finally:
+        for made in envs:
+            await made.close()
+        await problem.cleanup()
+
+
 def _find_class(env_id: str, section: str) -> Callable[..., RLDataset]:
-    if env_id.startswith(VERIFIERS):
-        return partial(_find_class(TASKSETS, section), env_id.removeprefix(VERIFIERS))
     if env_id == PROGRAM:
         env_id = PROGRAMS
-    if env_id.startswith(AGENT):
-        return partial(_find_class(AGENTS, section), env_id.removeprefix(AGENT))
+    for prefix, dataset in PREFIXES.items():
+        if env_id.startswith(prefix):
+            return partial(_find_class(dataset, section), env_id.removeprefix(prefix))
     if env_id.startswith(URLS):
         return partial(_find_class(SERVED, section), url=env_id)
     if env_id in MOVED:
@@ -330,9 +357,9 @@ def _find_class(env_id: str, section: str) -> Callable[..., RLDataset]:
         ).error()
     built_in = ", ".join(BUILT_IN)
     expected = (
-        f"expected a built-in name ({built_in}), `{VERIFIERS}<taskset>`, `{AGENT}<module>:<function>`, `{PROGRAM}`, "
+        f"expected a built-in name ({built_in}), `reward:<file>:<function>`, `verifiers:<taskset>`, "
+        f"`{AGENT}<module>:<function>`, `{PROGRAM}`, a URL or `package.module:Class`"
     )
-    expected += "a URL or `package.module:Class`"
     module_name, _, class_name = BUILT_IN.get(env_id, env_id).partition(":")
     if not module_name or not class_name:
         raise BadInput(f"{section}.id = {env_id!r} names no environment; {expected}")
@@ -353,6 +380,24 @@ def _find_class(env_id: str, section: str) -> Callable[..., RLDataset]:
     if not _is_dataset(found):
         raise BadInput(f"{section}.id = {env_id!r} is {found!r}; expected a subclass of orchestrator.env.RLDataset")
     return cast(Callable[..., RLDataset], found)
+
+
+def named_function(env_id: str, source: str, name: str) -> Callable[..., Any]:
+    """Returns a function of a file, if `source` ends with .py, or of a module. Raises BadInput."""
+    try:
+        names = run_file(source) if source.endswith(".py") else vars(importlib.import_module(source))
+        function: Callable[..., Any] = names[name]
+    except Exception as error:
+        raise Refusal(
+            f"env.id = {env_id}, where {source or 'no module'} has no function {name or '(none is named)'}: "
+            f"{in_short(error)}",
+            "reward:FILE.py:FUNCTION (or several, with commas), or agent:MODULE:FUNCTION beside a function `problems`",
+            "correct the name, or what it names; let PYTHONPATH have the directory of a module",
+        ).error() from error
+    return function
+
+
+run_file = cache(runpy.run_path)
 
 
 def _is_dataset(found: object) -> bool:

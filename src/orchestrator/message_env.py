@@ -68,6 +68,10 @@ class MessageEnv(Resumable, ABC):
         that it has. Unless overridden, ends the episode with reward 0."""
         return MessageStep(0.0, True)
 
+    def known_answer(self) -> str | None:
+        """Returns the text that answers the newest prompt well, as `Env.known_answer`."""
+        return None
+
     async def truncated(self, reason: Truncation) -> MessageStep | None:
         """Called once when a limit of the run ends the episode, as `Env.truncated`. Unless overridden, the rewards stay
         as they are."""
@@ -102,6 +106,9 @@ class RenderedEnv(Env):
         observation = self._next_prompt({**message, "tokens": array("i", action)}, result.next_messages)
         stop = self._renderer.stop_condition()
         return StepResult(result.reward, False, observation, stop, metrics, result.logs, result.in_loss)
+
+    def known_answer(self) -> str | None:
+        return self._env.known_answer()
 
     async def truncated(self, reason: Truncation) -> StepResult | None:
         last = await self._env.truncated(reason)

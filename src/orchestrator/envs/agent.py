@@ -12,16 +12,15 @@ another function for them, and further arguments are given to it by name.
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from orchestrator.env import AgentEnv, EnvContext, EnvGroupBuilder, RLDataset
+from orchestrator.env import AgentEnv, EnvContext, EnvGroupBuilder, named_function
+from orchestrator.envs.rows import ListedDataset
 from trireme.core.agents import AgentAccess
-from trireme.core.errors import BadInput
 from trireme.core.refusals import Refusal
 
 
@@ -62,52 +61,20 @@ class AgentProblem(EnvGroupBuilder):
         return FunctionEnv(self.function, self.problem, sample)
 
 
-class AgentDataset(RLDataset):
+class AgentDataset(ListedDataset[Any]):
     """The problems of an agent, in an order that follows from the seed."""
 
     def __init__(
         self, name: str, context: EnvContext, problems: str = "problems", batch_size: int = 16, **args: Any
     ) -> None:
         """Raises BadInput for a function that is not there, or is no coroutine."""
-        module, _, function = name.partition(":")
-        if batch_size < 1:
-            raise ValueError(f"batch_size = {batch_size}; expected at least 1")
-        self._function: Play = _found(module, function, name)
-        if not inspect.iscoroutinefunction(self._function):
+        module, _, function_name = name.partition(":")
+        function: Play = named_function(f"agent:{name}", module, function_name)
+        if not inspect.iscoroutinefunction(function):
             raise Refusal(
-                f"the agent {name}, which is {self._function!r}",
+                f"the agent {name}, which is {function!r}",
                 "a coroutine that takes one AgentRun: `async def play(run)`",
                 "write `async def`, or name another function",
             ).error()
-        found: Sequence[Any] = _found(module, problems, name)(context.split, context.seed, **args)
-        self._problems = list(found)
-        random.Random(f"agent:{context.seed}").shuffle(self._problems)
-        self._batch_size = batch_size
-
-    def get_batch(self, index: int) -> list[EnvGroupBuilder]:
-        first = index * self._batch_size
-        return [AgentProblem(self._function, each) for each in self._problems[first : first + self._batch_size]]
-
-    def __len__(self) -> int:
-        return -(-len(self._problems) // self._batch_size)
-
-
-def _found(module: str, function: str, name: str) -> Any:
-    """Returns a function of a module. Raises BadInput."""
-    try:
-        found = getattr(importlib.import_module(module), function or "", None) if module else None
-    except ImportError as error:
-        why = f"whose module {module} cannot be imported: {error}"
-    else:
-        if callable(found):
-            return found
-        why = f"where {module or 'no module'} has no function {function or '(none is named)'}"
-    raise BadInput(
-        str(
-            Refusal(
-                f"the agent {name}, {why}",
-                "env.id = agent:<module>:<function>, and in the same module a function `problems(split, seed)`",
-                "correct the name; let PYTHONPATH have the module's directory",
-            )
-        )
-    )
+        values = list(named_function(f"agent:{name}", module, problems)(context.split, context.seed, **args))
+        super().__init__(partial(AgentProblem, function), values, f"agent:{context.seed}", batch_size)

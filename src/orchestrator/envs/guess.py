@@ -54,6 +54,9 @@ class GuessEnv(Env):
         said = self.hints[hint(self.secret, answer.text if answer.finished else "")]
         return StepResult(0.0, episode_done=False, next_observation=Continuation(said), logs={"guess": answer.text})
 
+    def known_answer(self) -> str:
+        return self.secret
+
     def state_dict(self) -> Mapping[str, Any]:
         return {"guesses": self._guesses}
 

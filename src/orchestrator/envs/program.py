@@ -13,17 +13,18 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import random
 import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from orchestrator.env import AgentEnv, EnvContext, EnvGroupBuilder, RLDataset
+from orchestrator.env import AgentEnv, EnvContext, EnvGroupBuilder
+from orchestrator.envs.rows import ListedDataset, read_rows
 from orchestrator.lifetimes import uninterrupted
 from orchestrator.untrusted import end_starter
 from orchestrator.workers import passed_on
@@ -173,7 +174,7 @@ class ProgramProblem(EnvGroupBuilder):
         return ProgramEnv(self.program, self.problem, sample)
 
 
-class ProgramDataset(RLDataset):
+class ProgramDataset(ListedDataset[Any]):
     """The problems of a program, in an order that follows from the seed."""
 
     def __init__(
@@ -187,11 +188,10 @@ class ProgramDataset(RLDataset):
         batch_size: int = 16,
     ) -> None:
         """`problems`: a file with a JSON value in each line; `eval_problems` for evaluations (None: the same). Raises
-        ValueError for limits that are not above 0, and BadInput for a program or a file that is not there."""
-        if min(limit_s, memory_gb, batch_size) <= 0:
-            raise ValueError(
-                f"limit_s = {limit_s}, memory_gb = {memory_gb}, batch_size = {batch_size}; expected above 0"
-            )
+        ValueError for limits that are not above 0 and files that are no such data, BadInput for a program that is not
+        there."""
+        if min(limit_s, memory_gb) <= 0:
+            raise ValueError(f"limit_s = {limit_s}, memory_gb = {memory_gb}; expected above 0")
         if isinstance(command, str) or not command or not all(isinstance(word, str) for word in command):
             raise ValueError(f'command = {command!r}; expected a list of words, such as ["node", "agent.mjs"]')
         if shutil.which(command[0]) is None:
@@ -200,31 +200,7 @@ class ProgramDataset(RLDataset):
                 "a program that can be started: a name that is on PATH, or a path",
                 "install it on the node where the orchestrator runs, or correct the name",
             ).error()
-        self._program = AgentProgram(tuple(command), limit_s, int(memory_gb * 2**30), context.variables)
-        self._problems = _read(Path(problems if context.split == "train" else eval_problems or problems))
-        random.Random(f"agent:{context.seed}").shuffle(self._problems)
-        self._batch_size = batch_size
-
-    def get_batch(self, index: int) -> list[EnvGroupBuilder]:
-        first = index * self._batch_size
-        return [ProgramProblem(self._program, each) for each in self._problems[first : first + self._batch_size]]
-
-    def __len__(self) -> int:
-        return -(-len(self._problems) // self._batch_size)
-
-
-def _read(path: Path) -> list[Any]:
-    """Returns the values of a file of JSON lines. Raises BadInput."""
-    place, problems = str(path), []
-    try:
-        for number, line in enumerate(path.read_text().splitlines(), start=1):
-            if line.strip():
-                place = f"line {number} of {path}"
-                problems.append(json.loads(line))
-    except (OSError, ValueError) as error:
-        raise Refusal(
-            f"{place}, the problems of env.args: {error}",
-            "a file with one problem, any JSON value, in each line",
-            "correct the file, or name another one",
-        ).error() from error
-    return problems
+        program = AgentProgram(tuple(command), limit_s, int(memory_gb * 2**30), context.variables)
+        path = problems if context.split == "train" else eval_problems or problems
+        values = [value for _, value in read_rows(path)]
+        super().__init__(partial(ProgramProblem, program), values, f"agent:{context.seed}", batch_size)

@@ -1,4 +1,4 @@
-"""Questions with known answers, such as GSM8K's, from a JSONL or parquet file: one chat message, graded by its result.
+"""Questions with known answers, such as GSM8K's, from files (`rows`): one chat message, graded by its result.
 
     {"question": "Tom has 3 apples and buys 4 more. How many has he?", "answer": "3 + 4 = 7\\n#### 7"}
 
@@ -9,20 +9,19 @@ limit, beyond which the rollout fails. `grading = "exact"` compares the text.
 
 from __future__ import annotations
 
-import json
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
-from orchestrator.env import EnvContext, EnvGroupBuilder, RLDataset
-from orchestrator.envs.text import is_held_out
-from orchestrator.message_env import MessageEnv, MessageEnvGroup, MessageStep
-from orchestrator.workers import run_in_worker
+from orchestrator.env import EnvContext
+from orchestrator.envs.reward import RewardProblem, RewardRow
+from orchestrator.envs.rows import ListedDataset, problems_of_split
 from trireme.core.extras import require
 from trireme.renderers import Message
+
+with suppress(ImportError):  # the extra `math`; a worker process imports it before the time of a call begins
+    from math_verify import parse, verify
 
 MARK = "####"
 INSTRUCTION = f"Put the final answer alone at the end, behind {MARK}."
@@ -44,8 +43,6 @@ def final_answer(text: str) -> str:
 def same_number(target: str, given: str) -> bool:
     """True if math-verify takes `given` for `target`. May take any time. Raises ValueError for a target that it cannot
     read."""
-    from math_verify import parse, verify
-
     gold = parse(target if "\\" not in target else f"${target}$", parsing_timeout=None)
     if not gold:
         raise ValueError(f"math-verify cannot read the answer {target!r} of the data; expected a number or LaTeX")
@@ -58,39 +55,18 @@ def same_text(target: str, given: str) -> bool:
     return one == other
 
 
-@dataclass
-class QuestionAnswerEnv(MessageEnv):
-    """One answer to one question."""
-
-    question: str
-    target: str
-    grading: Grading
-    limit_s: float
-
-    async def initial_messages(self) -> Sequence[Message]:
-        return [{"role": "user", "content": f"{self.question}\n{INSTRUCTION}"}]
-
-    async def step(self, message: Message) -> MessageStep:
-        given = final_answer(message["content"][-LOOKED_AT:])
-        if self.grading == "exact":
-            right = same_text(self.target, given)
-        else:
-            right = bool(given) and await run_in_worker(same_number, self.target, given, timeout_s=self.limit_s)
-        return self._over(right, given)
-
-    async def unreadable(self, message: Message, cut_off: bool) -> MessageStep:
-        return self._over(False, message["content"][-LOOKED_AT:])
-
-    def _over(self, right: bool, given: str) -> MessageStep:
-        logs = {"problem": self.question, "answer": given, "target": self.target}
-        return MessageStep(float(right), episode_done=True, metrics={"success": float(right)}, logs=logs)
+def success(answer: str, target: str, grading: Grading, finished: bool) -> bool:
+    """Scores an answer; one that is cut off is wrong."""
+    given = final_answer(answer[-LOOKED_AT:])
+    same = same_text if grading == "exact" else same_number
+    return finished and bool(given) and same(target, given)
 
 
-class QuestionAnswerDataset(RLDataset):
+class QuestionAnswerDataset(ListedDataset[RewardRow]):
     """The questions of `path`, in an order that follows from the seed, `batch_size` to a batch.
 
     `eval_path` has those of evaluations; without one, an eighth of `path` is kept for them and never trained on.
-    `question` and `answer` name the entries of a line. Raises ValueError for files that are no such data.
+    `question` and `answer` name the entries of a row. Raises ValueError for files that are no such data.
     """
 
     def __init__(
@@ -105,57 +81,26 @@ class QuestionAnswerDataset(RLDataset):
         grading_limit_s: float = 10.0,
         batch_size: int = 16,
     ) -> None:
-        if grading not in ("math", "exact") or grading_limit_s <= 0 or batch_size < 1:
+        if grading not in ("math", "exact") or grading_limit_s <= 0:
             raise ValueError(
-                f"grading = {grading!r}, grading_limit_s = {grading_limit_s}, batch_size = {batch_size}; expected "
-                "'math' or 'exact', more than 0, at least 1"
+                f"grading = {grading!r}, grading_limit_s = {grading_limit_s}; expected 'math' or 'exact', more than 0"
             )
         if grading == "math":
             require("math_verify", extra="math", what_for='an environment with grading = "math"')
-        file = Path(eval_path if eval_path and context.split == "eval" else path).expanduser()
-        found = list(read_questions(file, question, answer))
-        if eval_path is None:
-            found = [pair for pair in found if is_held_out(pair[0]) == (context.split == "eval")]
-        if not found:
-            raise ValueError(f"{file.absolute()} has no question for the split {context.split!r}")
-        random.Random(f"question_answer:{context.seed}").shuffle(found)
-        self._context, self._batch_size, self._questions = context, batch_size, found
-        self._make: Callable[..., MessageEnv] = partial(QuestionAnswerEnv, grading=grading, limit_s=grading_limit_s)
-
-    def get_batch(self, index: int) -> list[EnvGroupBuilder]:
-        context, first = self._context, index * self._batch_size
-        return [
-            MessageEnvGroup(partial(self._make, question, target), context.renderer, context.group_size)
-            for question, target in self._questions[first : first + self._batch_size]
-        ]
-
-    def __len__(self) -> int:
-        return -(-len(self._questions) // self._batch_size)
+        read = partial(question_of, question=question, answer=answer, grading=grading)
+        super().__init__(
+            partial(RewardProblem, context, __file__, {"success": 1.0}, grading_limit_s),
+            problems_of_split(context, path, eval_path, read),
+            f"question_answer:{context.seed}",
+            batch_size,
+        )
 
 
-def read_questions(file: Path, question: str, answer: str) -> Iterator[tuple[str, str]]:
-    """Yields question and final answer of each row. Raises ValueError that names file and row."""
-    if not file.is_file():
-        raise ValueError(f"there is no file {file.absolute()}")
-    rows = _json_rows(file)
-    if file.suffix == ".parquet":
-        parquet = require("pyarrow.parquet", extra="parquet", what_for=f"the parquet file {file}")
-        rows = parquet.read_table(file).to_pylist()
-    for number, row in enumerate(rows, 1):
-        values = [row.get(name) for name in (question, answer)] if isinstance(row, Mapping) else [None]
-        texts = [str(value) for value in values if isinstance(value, str | int | float)]
-        if len(texts) < 2 or not final_answer(texts[1]):
-            raise ValueError(
-                f"{file}, row {number}: expected {question!r} and {answer!r}, both text; found {str(row)[:200]}"
-            )
-        yield texts[0], final_answer(texts[1])
-
-
-def _json_rows(file: Path) -> Iterator[Any]:
-    with file.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                if line.strip():
-                    yield json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{file}, line {number} is no JSON: {error}") from None
+def question_of(place: str, row: Any, question: str, answer: str, grading: Grading) -> tuple[str, RewardRow]:
+    """Returns the question of a row, and the row as rewards take it. Raises ValueError that names the place."""
+    values = [row.get(name) for name in (question, answer)] if isinstance(row, Mapping) else []
+    texts = [str(value) for value in values if isinstance(value, str | int | float)]
+    if len(texts) < 2 or not final_answer(texts[1]):
+        raise ValueError(f"{place}: expected {question!r} and {answer!r}, both text; found {str(row)[:200]}")
+    target, prompt = final_answer(texts[1]), Message(role="user", content=f"{texts[0]}\n{INSTRUCTION}")
+    return texts[0], RewardRow(place, {"target": target, "grading": grading}, [prompt], f"{MARK} {target}")

@@ -139,6 +139,9 @@ class QuestionEnv(Env):
         logs = {"problem": self.question.prompt, "answer": answer.text, "target": self.question.target}
         return StepResult(reward, episode_done=True, metrics={"success": success}, logs=logs)
 
+    def known_answer(self) -> str:
+        return self.question.target
+
 
 @dataclass
 class QuestionDataset(GeneratedDataset):

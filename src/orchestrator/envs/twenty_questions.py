@@ -71,6 +71,9 @@ class TwentyQuestionsEnv(MessageEnv):
         said = TOO_LONG if len(question) > LONGEST else await self._ask(question)
         return MessageStep(0.0, False, [{"role": "user", "content": said}], logs={"question": question, "answer": said})
 
+    def known_answer(self) -> str:
+        return f"Is it a {self.secret}?"
+
     def state_dict(self) -> Mapping[str, Any]:
         return {"asked": self._asked}
 

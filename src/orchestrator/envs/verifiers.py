@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
@@ -29,7 +28,8 @@ from typing import Any, Literal, get_args
 
 from pydantic import ValidationError
 
-from orchestrator.env import Env, EnvContext, EnvGroup, EnvGroupBuilder, RLDataset, StepResult, StopCondition
+from orchestrator.env import Env, EnvContext, EnvGroup, StepResult, StopCondition
+from orchestrator.envs.rows import ListedDataset
 from orchestrator.envs.text import is_held_out
 from orchestrator.workers import run_in_worker
 from trireme.core.errors import BadInput
@@ -188,7 +188,7 @@ def _named(data: Any) -> str:
 # ---- tasksets
 
 
-class TasksetDataset(RLDataset):
+class TasksetDataset(ListedDataset[Any]):
     """The tasks of a taskset, in an order that follows from the seed.
 
     `args` are the taskset's own; `select` picks among its tasks as verifiers' SelectConfig says (`limit`, `include`,
@@ -224,17 +224,9 @@ class TasksetDataset(RLDataset):
                 f"none of the {len(found)} tasks of {taskset_id!r} belongs to the split {context.split!r}; with "
                 "hold_out = false all do, and eval.env.args may choose others for evaluations"
             )
-        random.Random(f"verifiers:{context.seed}").shuffle(tasks)
-        self._groups = [
-            EnvGroup(partial(TaskEnv, task, context.renderer, scoring, scoring_limit_s), context.group_size)
-            for task in tasks
-        ]
-
-    def get_batch(self, index: int) -> list[EnvGroupBuilder]:
-        return list(self._groups[index * BATCH_SIZE : (index + 1) * BATCH_SIZE])
-
-    def __len__(self) -> int:
-        return -(-len(self._groups) // BATCH_SIZE)
+        make = partial(TaskEnv, renderer=context.renderer, scoring=scoring, limit_s=scoring_limit_s)
+        group = partial(EnvGroup, size=context.group_size)
+        super().__init__(lambda task: group(partial(make, task)), tasks, f"verifiers:{context.seed}", BATCH_SIZE)
 
 
 def load_tasks(taskset_id: str, args: Mapping[str, Any], select: Mapping[str, Any]) -> list[Any]:

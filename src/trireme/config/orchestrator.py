@@ -57,8 +57,8 @@ def _directories(given: Any) -> Any:
 
 class EnvConfig(Section):
     id: str = Field(json_schema_extra=NAMES_CODE)
-    """Environment: a built-in name (`sort`), `verifiers:<taskset>`, `agent:<module>:<function>`, `agent:command` (a
-    program), the URL of a server, or `package.module:Dataset`."""
+    """Environment: a built-in name (`sort`), `reward:FILE.py:FUNCTION`, `verifiers:<taskset>`,
+    `agent:<module>:<function>`, `agent:command` (a program), the URL of a server, or `package.module:Dataset`."""
     path: Annotated[list[str], BeforeValidator(_directories)] = Field([], json_schema_extra=NAMES_CODE)
     """Directories that are searched for `package.module:Dataset`, before what is installed; packages of this project
     come first."""

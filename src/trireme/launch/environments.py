@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from orchestrator.env import Env, RLDataset, in_short, load_datasets
+from orchestrator.env import Env, RLDataset, first_env, in_short, load_datasets
 from orchestrator.rollout import RolloutError, RolloutKey, RolloutLimits, checked_prompt
 from orchestrator.workers import workers
 from trireme.config import Config
@@ -76,10 +76,10 @@ def main() -> None:
 async def _try_first_problems(config: Config, datasets: Sequence[RLDataset], limits: RolloutLimits) -> None:
     async with workers(config.orchestrator.workers, config.env_variables):
         for env, dataset in zip(config.env, datasets, strict=True):
-            await _try_first_problem(env, dataset, limits, config.orchestrator.retries + 1)
+            await try_first_problem(env, dataset, limits, config.orchestrator.retries + 1)
 
 
-async def _try_first_problem(env: EnvConfig, dataset: RLDataset, limits: RolloutLimits, tries: int) -> None:
+async def try_first_problem(env: EnvConfig, dataset: RLDataset, limits: RolloutLimits, tries: int) -> None:
     """Builds the first problem of a dataset, up to its first prompt, and closes it. An agent is not asked to play.
     Raises BadInput if it fails `tries` times."""
     for left in reversed(range(tries)):
@@ -100,15 +100,11 @@ async def _try_first_problem(env: EnvConfig, dataset: RLDataset, limits: Rollout
 
 async def _build_first(env_id: str, dataset: RLDataset, limits: RolloutLimits) -> None:
     problem = dataset.get_batch(0)[0]
-    envs = [await problem.make_env(0)] if problem.makes_one else await problem.make_envs()
-    try:
-        if isinstance(envs[0], Env):
-            observation, stop = await envs[0].initial_observation()
+    async with first_env(problem) as env:
+        if isinstance(env, Env):
+            observation, stop = await env.initial_observation()
             checked_prompt(observation, stop, RolloutKey(env_id, "0.0.0", 0, 0, ""), limits, begun=False)
-    finally:
-        for made in envs:
-            await made.close()
-        await problem.cleanup()
+        await problem.try_rewards()
 
 
 if __name__ == "__main__":

@@ -274,7 +274,7 @@ def test_the_example_asks_helpers_and_shortens_its_history(monkeypatch: pytest.M
         ("agent:calculator", r"has no function \(none is named\)"),
         ("agent:calculator:nothing", "has no function nothing"),
         ("agent:delegating:user", "a coroutine that takes one AgentRun"),
-        ("agent:not_there:play", "cannot be imported"),
+        ("agent:not_there:play", "has no function play: ModuleNotFoundError: No module named 'not_there'"),
         ("agent:", "no module"),
     ],
 )

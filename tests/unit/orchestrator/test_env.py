@@ -69,7 +69,7 @@ def test_a_dataset_is_found_and_given_its_arguments() -> None:
         ("no.such.module:X", {}, r"cannot be imported: ModuleNotFoundError: No module named 'no'; .*--env.path"),
         (f"{HERE}:Missing", {}, "has no Missing; .*Its datasets: Ragged"),
         (f"{HERE}:NOT_A_DATASET", {}, "expected a subclass of orchestrator.env.RLDataset"),
-        (f"{HERE}:Ragged", {"bathces": 1}, "'bathces'.*Its arguments: batches: 'int' = 2, loud: 'bool' = False"),
+        (f"{HERE}:Ragged", {"bathces": 1}, "'bathces'.*Its arguments: batches: int = 2, loud: bool = False"),
         (f"{HERE}:Ragged", {"batches": -1}, "must not be negative"),
         (f"{HERE}:Ragged", {"batches": 0}, "at least one batch"),
     ],

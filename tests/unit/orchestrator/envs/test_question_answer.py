@@ -12,10 +12,8 @@ import pytest
 
 from orchestrator import workers
 from orchestrator.env import EnvContext, load_dataset
-from orchestrator.envs.question_answer import QuestionAnswerDataset, QuestionAnswerEnv, same_number, same_text
+from orchestrator.envs.question_answer import INSTRUCTION, QuestionAnswerDataset, same_number, same_text
 from orchestrator.envs.text import is_held_out
-from orchestrator.message_env import MessageStep
-from orchestrator.workers import WorkerTimeout
 from trireme.config.schema import EnvConfig
 from trireme.core.errors import BadInput
 
@@ -34,12 +32,12 @@ def dataset(tokenizer: Any, split: Any = "train", seed: int = 0, **args: Any) ->
     return load_dataset(EnvConfig(id="question_answer", args=args), context)  # type: ignore[return-value]
 
 
-def env_of(builder: Any) -> QuestionAnswerEnv:
-    return builder.make()
+def question_of(builder: Any) -> str:
+    return builder.row.prompt[0]["content"].removesuffix(f"\n{INSTRUCTION}")
 
 
 def questions(of: QuestionAnswerDataset) -> list[str]:
-    return [env_of(builder).question for i in range(len(of)) for builder in of.get_batch(i)]
+    return [question_of(builder) for i in range(len(of)) for builder in of.get_batch(i)]
 
 
 def test_the_splits_share_no_question_and_have_all(tokenizer: Any, jsonl: str) -> None:
@@ -68,16 +66,17 @@ def test_parquet_is_read_alike(tokenizer: Any, jsonl: str, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("text", "args", "said"),
     [
-        ("{", {}, r"line 1 is no JSON"),
-        ('{"question": "What?"}', {}, r"row 1: expected 'question' and 'answer'"),
-        ('{"question": "What?", "answer": "#### "}', {}, r"row 1: expected"),
-        ("[1]", {}, r"row 1: expected 'question' and 'answer', both text; found \[1\]"),
+        ("{", {}, r"line 1 of .*data\.jsonl is no JSON"),
+        ('{"question": "What?"}', {}, r"line 1 of .*data\.jsonl: expected 'question' and 'answer'"),
+        ('{"question": "What?", "answer": "#### "}', {}, r"line 1 of .*data\.jsonl: expected"),
+        ("[1]", {}, r"line 1 of .*data\.jsonl: expected 'question' and 'answer', both text; found \[1\]"),
         ("", {}, r"has no question for the split 'train'"),
         ('{"question": "What?", "answer": 1}', {"grading": "maths"}, r"'math' or 'exact'"),
+        ('{"question": "What?", "answer": 1}', {"grading": "exact", "batch_size": 0}, r"batch_size = 0; expected"),
     ],
 )
 def test_what_is_no_such_data_is_bad_input(
-    tokenizer: Any, tmp_path: Path, text: str, args: dict[str, str], said: str
+    tokenizer: Any, tmp_path: Path, text: str, args: dict[str, Any], said: str
 ) -> None:
     (tmp_path / "data.jsonl").write_text(text)
     with pytest.raises(BadInput, match=said):
@@ -99,21 +98,22 @@ def in_worker(work: Callable[[], Awaitable[Any]]) -> Any:
 
 def test_an_episode_over_the_renderer(tokenizer: Any, jsonl: str) -> None:
     builder = dataset(tokenizer, path=jsonl).get_batch(0)[0]
-    target = env_of(builder).target
+    target = builder.row.columns["target"]  # type: ignore[attr-defined]
 
     async def play() -> Any:
-        first, second = await builder.make_envs()
+        first, second = [await builder.make_env(sample) for sample in range(2)]
         prompt, stop = await first.initial_observation()
         await second.initial_observation()
         right = [*tokenizer.encode(f" It is #### {target}"), tokenizer.eos_token_id]
         wrong = [*tokenizer.encode(f" It is #### {target}1"), tokenizer.eos_token_id]
-        return tokenizer.decode(prompt), stop, await first.step(right), await second.step(wrong)
+        steps = [await first.step(right), await second.step(wrong), await second.step(right[:-1])]
+        return tokenizer.decode(prompt), stop, *steps
 
-    prompt, stop, right, wrong = in_worker(play)
-    assert env_of(builder).question in prompt
+    prompt, stop, right, wrong, cut_off = in_worker(play)
+    assert question_of(builder) in prompt
     assert stop
-    assert (right.reward, right.metrics["success"], wrong.reward) == (1.0, 1.0, 0.0)
-    assert right.logs["target"] == target
+    assert (right.reward, right.metrics["success"], wrong.reward, cut_off.reward) == (1.0, 1.0, 0.0, 0.0)
+    assert right.logs["known_answer"] == f"#### {target}"
 
 
 @pytest.mark.parametrize(
@@ -157,20 +157,26 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("given", HOSTILE.values(), ids=HOSTILE.keys())
-def test_hostile_answers_end_within_their_limit(given: str) -> None:
+def test_hostile_answers_end_within_their_limit(tokenizer: Any, tmp_path: Path, given: str) -> None:
     """Wrong, or over the limit, which ends it: never right, and never without an end."""
-    env = QuestionAnswerEnv("What?", "18", "math", limit_s=1.0)
+    (tmp_path / "data.jsonl").write_text('{"question": "What?", "answer": "18"}\n' * 2)
+    (builder,) = dataset(tokenizer, path=str(tmp_path / "data.jsonl"), grading_limit_s=1.0, batch_size=1).get_batch(0)
 
-    async def grade() -> MessageStep | WorkerTimeout | Exception:
+    async def grade() -> Any:
+        env = await builder.make_env(0)
         try:
-            return await env.step({"role": "assistant", "content": f"#### ${given}$"})
-        except (WorkerTimeout, MemoryError, workers.WorkerDied) as error:
+            return await env.step([*tokenizer.encode(f"#### ${given}$"), tokenizer.eos_token_id])  # type: ignore[union-attr]
+        except (workers.WorkerTimeout, workers.WorkerError, workers.WorkerDied) as error:
             return error
 
     outcome = in_worker(grade)
     assert isinstance(outcome, Exception) or outcome.reward == 0.0
 
 
-def test_an_answer_that_was_cut_off_is_wrong() -> None:
-    env = QuestionAnswerEnv("What?", "18", "math", limit_s=3.0)
-    assert asyncio.run(env.unreadable({"role": "assistant", "content": "18"}, True)).reward == 0.0
+def test_an_answer_of_the_data_that_math_verify_cannot_read_is_refused_before_a_run(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "data.jsonl").write_text('{"question": "What?", "answer": "a dog"}')
+    builder = dataset(tokenizer, path=str(tmp_path / "data.jsonl")).get_batch(0)[0]
+    with pytest.raises(BadInput, match=r"line 1 of .*data\.jsonl(.|\n)*math-verify cannot read the answer 'a dog'"):
+        in_worker(builder.try_rewards)

@@ -1,0 +1,286 @@
+"""Rewards in one file: `env.id = "reward:my_rewards.py:score"`, with prompts from the rows of a file (`rows`).
+
+    def score(answer, target):                      the text of an answer, and the columns of its row that are named
+        return float(answer.strip() == target)      (`**row`: all of them)
+
+    def brief(completions, **columns):              the answers of a group, and lists of columns, as TRL calls it
+        return [-len(text) / 100 for text in completions]
+
+Either may be `async`. All run in worker processes, with a time limit. A function that takes one answer and computes is
+called when the answer is there, so that its failure is that of one rollout. One that takes `completions`, or is a
+coroutine function and so waits, is called once for all answers of a group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from inspect import isawaitable, iscoroutinefunction, signature
+from typing import Any
+
+from orchestrator.env import (
+    Env,
+    EnvContext,
+    EnvGroupBuilder,
+    StepResult,
+    StopCondition,
+    Trajectory,
+    in_short,
+    named_function,
+    run_file,
+)
+from orchestrator.envs.rows import ListedDataset, problems_of_split
+from orchestrator.rollout import RolloutError, check_report
+from orchestrator.workers import run_in_worker
+from trireme.core.errors import BadInput
+from trireme.core.finite_json import to_json
+from trireme.core.refusals import Refusal
+from trireme.core.tokenizer import encode_text
+from trireme.renderers import Message
+from trireme.sft.reading import BadExample, check_messages
+
+OF_TRL = ("prompts", "completions", "completion_ids")
+"""Lists that a function of completions may take beside those of columns."""
+SHOWN = 300
+"""Characters of the answers, or of a row, that an error shows."""
+
+Answer = Mapping[str, Any]
+"""One answer: its `text`, of a chat without thinking; whether it is `finished`, and not cut off or malformed;
+`parse_error`, 1 for a malformed one; and `prompts`, `completions` and `completion_ids` as TRL has each."""
+Scored = tuple[float, dict[str, float]]
+"""The weighted sum of the scores of one answer, and each function's score."""
+
+
+class RewardFailed(RolloutError):
+    """A reward function raised an exception, or returned another number of scores than there are answers."""
+
+
+@dataclass(frozen=True)
+class RewardRow:
+    """One row of the data."""
+
+    place: str
+    """Its file, and its number there."""
+    columns: Mapping[str, Any]
+    prompt: str | list[Message]
+    known_answer: str | None
+
+
+class RewardFile:
+    """A file of reward functions. A worker process runs it when it reads a call, before the time of the call begins."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        run_file(source)
+
+    def __reduce__(self) -> tuple[type[RewardFile], tuple[str]]:
+        return RewardFile, (self.source,)
+
+
+@dataclass(frozen=True)
+class RewardProblem(EnvGroupBuilder):
+    """One prompt, and the functions that score its answers."""
+
+    context: EnvContext
+    source: str
+    """The file of the functions."""
+    weights: Mapping[str, float]
+    """The weight of each function in the reward."""
+    limit_s: float
+    """Seconds for the calls for one answer, or one group."""
+    row: RewardRow
+
+    async def make_env(self, sample: int) -> RewardEnv:
+        return RewardEnv(self)
+
+    async def try_rewards(self) -> None:
+        """Scores the known answer, if there is one, and an empty one."""
+        end = () if isinstance(self.row.prompt, str) else self.context.renderer.stop_tokens()[:1]
+        texts = (self.row.known_answer or "", "")
+        answers = [self.answer([*encode_text(self.context.tokenizer, text), *end]) for text in texts]
+        try:
+            await self._scored(list(self.weights), answers)
+        except Exception as error:
+            raise BadInput(
+                f"{', '.join(self.weights)} of {self.source}, tried with {self.row.place}: {error}; expected a finite "
+                "number for each answer, whatever a model writes, in env.args.limit_s: correct the function"
+            ) from error
+
+    async def score_alone(self, answer: Answer) -> Scored:
+        """Scores an answer by the functions that need no other one. Raises what `run_in_worker` does."""
+        return (await self._scored([name for name in self.weights if not self._waits(name)], [answer]))[0]
+
+    async def compute_group_rewards(self, trajectories_G: Sequence[Trajectory]) -> list[Scored]:
+        answers = [self.answer(trajectory.transitions[-1].action.tolist()) for trajectory in trajectories_G]
+        return await self._scored(list(filter(self._waits, self.weights)), answers)
+
+    @property
+    def scores_in_any_process(self) -> bool:
+        return True
+
+    def answer(self, tokens: list[int]) -> Answer:
+        """Reads an answer that was sampled as `tokens`."""
+        prompt, context = self.row.prompt, self.context
+        text = str(context.tokenizer.decode(tokens, skip_special_tokens=True))
+        answer: dict[str, Any] = {"prompts": prompt, "completions": text, "completion_ids": tokens}
+        if isinstance(prompt, str):
+            return {**answer, "text": text, "finished": context.tokenizer.eos_token_id in tokens, "parse_error": 0.0}
+        message, whole = context.renderer.parse_response(tokens)
+        answer["completions"] = [{"role": "assistant", "content": text}]
+        malformed = not whole and context.renderer.ended(tokens)
+        return {**answer, "text": message["content"], "finished": whole, "parse_error": float(malformed)}
+
+    def _waits(self, name: str) -> bool:
+        """True for a function that is called once the whole group is there."""
+        function = reward_function(self.source, name)
+        return takes_completions(function) or iscoroutinefunction(function)
+
+    async def _scored(self, names: list[str], answers: list[Answer]) -> list[Scored]:
+        if not names:
+            return [(0.0, {}) for _ in answers]
+        call = (RewardFile(self.source), names, self.row, answers)
+        scores_G = await run_in_worker(score, *call, timeout_s=self.limit_s)
+        return [(sum(self.weights[name] * value for name, value in scores.items()), scores) for scores in scores_G]
+
+
+@dataclass(frozen=True)
+class RewardEnv(Env):
+    """One answer to one prompt. A prompt that is text is tokenised as it is; messages are a chat."""
+
+    problem: RewardProblem
+
+    async def initial_observation(self) -> tuple[Sequence[int], StopCondition]:
+        prompt, context = self.problem.row.prompt, self.problem.context
+        if isinstance(prompt, str):
+            return context.tokenizer.encode(prompt), ()
+        return context.renderer.generation_prompt(prompt), context.renderer.stop_condition()
+
+    async def step(self, action: Sequence[int]) -> StepResult:
+        answer = self.problem.answer(list(action))
+        reward, metrics = await self.problem.score_alone(answer)
+        row = self.problem.row
+        logs = {"row": row.place, "answer": answer["text"], "known_answer": row.known_answer}
+        return StepResult(reward, True, metrics={"parse_error": answer["parse_error"], **metrics}, logs=logs)
+
+    def known_answer(self) -> str | None:
+        return self.problem.row.known_answer
+
+
+class RewardDataset(ListedDataset[RewardRow]):
+    """The prompts of `path` (and `eval_path`, as for `question_answer`), scored by the functions that `rewards` names:
+    `FILE.py:FUNCTION`, or several with commas, with `weights` by their names (1 where it has none).
+
+    `prompt` names the column of prompts, each a text or a list of messages; with `chat`, a text is a user's message.
+    `answer` names the column of known answers, if there are any. Raises BadInput for functions that cannot be called
+    with the columns of a row, ValueError for other wrong arguments and for files that are no such data.
+    """
+
+    def __init__(
+        self,
+        rewards: str,
+        context: EnvContext,
+        *,
+        path: str,
+        eval_path: str | None = None,
+        prompt: str = "prompt",
+        answer: str = "answer",
+        weights: Mapping[str, float] | None = None,
+        chat: bool = False,
+        limit_s: float = 10.0,
+        batch_size: int = 16,
+    ) -> None:
+        source, _, functions = rewards.rpartition(":")
+        all_weights = {**dict.fromkeys(functions.split(","), 1.0), **(weights or {})}
+        read = partial(row_of, prompt=prompt, answer=answer, chat=chat)
+        rows = problems_of_split(context, path, eval_path, read)
+        for row in {tuple(row.columns): row for row in rows}.values():
+            for name in all_weights:
+                _refuse_columns(source, name, row)
+        make = partial(RewardProblem, context, source, all_weights, limit_s)
+        super().__init__(make, rows, f"reward:{context.seed}", batch_size)
+
+
+def row_of(place: str, row: Any, prompt: str, answer: str, chat: bool) -> tuple[str, RewardRow]:
+    """Returns the prompt of a row as text, and the row. Raises ValueError that names the place."""
+    if not isinstance(row, Mapping) or not row.get(prompt):
+        raise ValueError(f"{place} has no {prompt!r}, which env.args.prompt names; it is {str(row)[:SHOWN]}")
+    asked, known = row[prompt], row.get(answer)
+    if chat and isinstance(asked, str):
+        asked = [{"role": "user", "content": asked}]
+    if not isinstance(asked, str):
+        try:
+            check_messages(asked)
+        except BadExample as error:
+            raise ValueError(f"{place}, {prompt}: {error.args[0]}; expected a text, or {error.args[1]}") from None
+    return to_json(asked), RewardRow(place, row, asked, None if known is None else str(known))
+
+
+def _refuse_columns(source: str, name: str, row: RewardRow) -> None:
+    """Raises BadInput for a function that is not there, or cannot be called with the columns of a row."""
+    function = reward_function(source, name)
+    try:
+        for call in _calls(function, row, [dict.fromkeys(("text", "finished", *OF_TRL), "")]):
+            signature(function).bind(*call.args, **call.keywords)
+    except TypeError as error:
+        raise Refusal(
+            f"the reward function {name} of {source}, for {row.place} with {', '.join(row.columns)}: {error}",
+            "a function of an answer, or of `completions`, whose other parameters are `prompts` or columns of each row",
+            "add the column, give the parameter a default, or rename the first one where `**` takes its column",
+        ).error() from None
+
+
+# ---- in a worker process
+
+
+def score(file: RewardFile, names: list[str], row: RewardRow, answers: list[Answer]) -> list[dict[str, float]]:
+    """Returns each function's score for each answer. Raises RolloutError that names function and row."""
+    columns = {name: _scores(file.source, name, row, answers) for name in names}
+    return [{name: scores[n] for name, scores in columns.items()} for n in range(len(answers))]
+
+
+def _scores(source: str, name: str, row: RewardRow, answers: list[Answer]) -> list[float]:
+    texts = str([answer["text"] for answer in answers])[:SHOWN]
+    place = f"{name} of {source}, {row.place}, answers {texts}"
+    function = reward_function(source, name)
+    try:
+        returned = asyncio.run(_awaited([call() for call in _calls(function, row, answers)]))
+        scores = list(returned[0]) if takes_completions(function) else returned
+    except Exception as error:
+        raise RewardFailed(f"{place}: {in_short(error)}") from error
+    if len(scores) != len(answers):
+        raise RewardFailed(f"{place}: returned {len(scores)} scores; expected {len(answers)}, one for each answer")
+    for value in scores:
+        check_report(value, {}, place)
+    return [float(value) for value in scores]
+
+
+async def _awaited(returned: list[Any]) -> list[Any]:
+    """Waits for all results at the same time, if they are awaitable."""
+    return list(await asyncio.gather(*returned)) if isawaitable(returned[0]) else returned
+
+
+def _calls(function: Callable[..., Any], row: RewardRow, answers: list[Answer]) -> list[partial[Any]]:
+    """Returns the calls of a function: one for all answers, or one for each."""
+    parameters, columns = signature(function).parameters, dict(row.columns)
+    if takes_completions(function):
+        columns = {name: [value] * len(answers) for name, value in columns.items()}
+        columns |= {name: [answer[name] for answer in answers] for name in OF_TRL}
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        named = list(parameters)[not takes_completions(function) :]
+        columns = {name: value for name, value in columns.items() if name in named}
+    if takes_completions(function):
+        return [partial(function, **columns)]
+    own = {"finished"} & parameters.keys() - columns.keys()
+    return [partial(function, answer["text"], **columns, **{name: answer[name] for name in own}) for answer in answers]
+
+
+def takes_completions(function: Callable[..., Any]) -> bool:
+    """True for a function of lists of answers."""
+    return "completions" in signature(function).parameters
+
+
+def reward_function(source: str, name: str) -> Callable[..., Any]:
+    """Returns a function of a file. Raises BadInput."""
+    return named_function(f"reward:{source}:{name}", source, name)
