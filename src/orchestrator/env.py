@@ -382,15 +382,15 @@ def _find_class(env_id: str, section: str) -> Callable[..., RLDataset]:
     return cast(Callable[..., RLDataset], found)
 
 
-def named_function(env_id: str, source: str, name: str) -> Callable[..., Any]:
+def named_function(kind: str, source: str, name: str) -> Callable[..., Any]:
     """Returns a function of a file, if `source` ends with .py, or of a module. Raises BadInput."""
     try:
         names = run_file(source) if source.endswith(".py") else vars(importlib.import_module(source))
         function: Callable[..., Any] = names[name]
     except Exception as error:
         raise Refusal(
-            f"env.id = {env_id}, where {source or 'no module'} has no function {name or '(none is named)'}: "
-            f"{in_short(error)}",
+            f"env.id = {kind}:{source}:{name}, where {source or 'no module'} has no function "
+            f"{name or '(none is named)'}: {in_short(error)}",
             "reward:FILE.py:FUNCTION (or several, with commas), or agent:MODULE:FUNCTION beside a function `problems`",
             "correct the name, or what it names; let PYTHONPATH have the directory of a module",
         ).error() from error

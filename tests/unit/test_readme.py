@@ -27,7 +27,7 @@ from pydantic import TypeAdapter
 
 from service.keys import read as read_keys
 from service.routes import ROUTES
-from trireme.cli import distill, doctor, eval, inference, rl, serve, sweep, trireme
+from trireme.cli import distill, doctor, env, eval, inference, rl, serve, sweep, trireme
 from trireme.config import Config
 from trireme.config.load import load, load_as
 from trireme.config.sft import SftConfig
@@ -141,6 +141,8 @@ def try_tool(tool: str, *arguments: str) -> None:
         given, keys = eval._parser().parse_known_args(arguments)
         assert Path(given.checkpoint).is_dir() or given.checkpoint.startswith("outputs/")
         load([*REQUIRED, *keys], {})
+    elif tool == "env":
+        assert env.parse(arguments)[1].env[0].id
     elif tool == "serve":
         assert load(["@", str(serve.UNREAD), *arguments], {})
     elif tool == "doctor":

@@ -69,12 +69,12 @@ class AgentDataset(ListedDataset[Any]):
     ) -> None:
         """Raises BadInput for a function that is not there, or is no coroutine."""
         module, _, function_name = name.partition(":")
-        function: Play = named_function(f"agent:{name}", module, function_name)
+        function: Play = named_function("agent", module, function_name)
         if not inspect.iscoroutinefunction(function):
             raise Refusal(
                 f"the agent {name}, which is {function!r}",
                 "a coroutine that takes one AgentRun: `async def play(run)`",
                 "write `async def`, or name another function",
             ).error()
-        values = list(named_function(f"agent:{name}", module, problems)(context.split, context.seed, **args))
+        values = list(named_function("agent", module, problems)(context.split, context.seed, **args))
         super().__init__(partial(AgentProblem, function), values, f"agent:{context.seed}", batch_size)

@@ -134,7 +134,7 @@ class RewardProblem(EnvGroupBuilder):
 
     def _waits(self, name: str) -> bool:
         """True for a function that is called once the whole group is there."""
-        function = reward_function(self.source, name)
+        function = named_function("reward", self.source, name)
         return takes_completions(function) or iscoroutinefunction(function)
 
     async def _scored(self, names: list[str], answers: list[Answer]) -> list[Scored]:
@@ -219,7 +219,7 @@ def row_of(place: str, row: Any, prompt: str, answer: str, chat: bool) -> tuple[
 
 def _refuse_columns(source: str, name: str, row: RewardRow) -> None:
     """Raises BadInput for a function that is not there, or cannot be called with the columns of a row."""
-    function = reward_function(source, name)
+    function = named_function("reward", source, name)
     try:
         for call in _calls(function, row, [dict.fromkeys(("text", "finished", *OF_TRL), "")]):
             signature(function).bind(*call.args, **call.keywords)
@@ -243,7 +243,7 @@ def score(file: RewardFile, names: list[str], row: RewardRow, answers: list[Answ
 def _scores(source: str, name: str, row: RewardRow, answers: list[Answer]) -> list[float]:
     texts = str([answer["text"] for answer in answers])[:SHOWN]
     place = f"{name} of {source}, {row.place}, answers {texts}"
-    function = reward_function(source, name)
+    function = named_function("reward", source, name)
     try:
         returned = asyncio.run(_awaited([call() for call in _calls(function, row, answers)]))
         scores = list(returned[0]) if takes_completions(function) else returned
@@ -279,8 +279,3 @@ def _calls(function: Callable[..., Any], row: RewardRow, answers: list[Answer]) 
 def takes_completions(function: Callable[..., Any]) -> bool:
     """True for a function of lists of answers."""
     return "completions" in signature(function).parameters
-
-
-def reward_function(source: str, name: str) -> Callable[..., Any]:
-    """Returns a function of a file. Raises BadInput."""
-    return named_function(f"reward:{source}:{name}", source, name)

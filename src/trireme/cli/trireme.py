@@ -61,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return sweep(words)
             case "distill":
                 return distill(words)
+            case "env":
+                return import_module("trireme.cli.env").main(words)  # which imports the orchestrator
         options = _parser().parse_args(given)
         options.command(options)
     except TriremeError as error:
@@ -112,6 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     scaling.add_argument("--no-wait", action="store_true", help="return once the driver has accepted it")
     scaling.set_defaults(command=_scale)
 
+    commands.add_parser("env", help="`env try ENV`: an episode in the terminal, without a model", add_help=False)
     commands.add_parser("eval", help="how good a model is, by the evaluations of a run", add_help=False)
 
     commands.add_parser("doctor", help="what is wrong with the nodes of a cluster, before a run", add_help=False)
