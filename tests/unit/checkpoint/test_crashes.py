@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint_support import FIXED, PARTS, Crash, append_rows, crash_at, fill, flip, manifest, read_json_lines, steps
+from config_support import REQUIRED
 from hypothesis import HealthCheck, note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -30,9 +31,7 @@ crash_points = st.none() | st.integers(1, 60)
 
 
 def config(output_dir: Path, *flags: str) -> Config:
-    required = ["--model.name", "./m", "--env.id", "sort", "--orchestrator.batch-size", "2"]
-    place = ["--inference.sampling.max-tokens", "3", "--run.output-dir", str(output_dir), "--run.name", "r"]
-    return load([*required, *place, *flags], {}).config
+    return load([*REQUIRED, "--run.output-dir", str(output_dir), "--run.name", "r", *flags], {}).config
 
 
 @dataclass

@@ -1,7 +1,6 @@
 """Drafts, publication, retention and the way back; and that no crash in one of them loses a commit or a row."""
 
 import errno
-import itertools
 import json
 import os
 import shutil
@@ -14,7 +13,6 @@ from checkpoint_support import (
     PARTS,
     append_rows,
     commit,
-    crashes,
     fill,
     flip,
     manifest,
@@ -420,16 +418,6 @@ class TestCheckout:
         assert_checked_out(store, 4)
 
 
-def everything(root: Path) -> tuple[list[str], list[str]]:
-    """Commits (name and lineage) and rows of metrics and trained, wherever they lie; sorted, with repetitions."""
-    manifests = [Manifest.verified(path.parent) for path in root.rglob(MANIFEST) if ".removed" not in str(path)]
-    commits = sorted(f"{each.step} {each.lineage}" for each in manifests)
-    lines = [
-        f"{name} {line}" for name in ROW_FILES for file in root.rglob(name) for line in file.read_text().splitlines()
-    ]
-    return commits, sorted(lines)
-
-
 def assert_checked_out(store: CheckpointStore, step: int) -> None:
     """Checks what follows from the rules for `a_run`, whatever happened before."""
     assert steps(store) == list(range(2, step + 1, 2))
@@ -441,28 +429,3 @@ def assert_checked_out(store: CheckpointStore, step: int) -> None:
     assert head is not None
     assert not store.branch(head.lineage).exists()
     assert head.base == CommitRef("aaaaaaaa", step)
-
-
-class TestCrashes:
-    """At every single change of the file system, and at the named points."""
-
-    def test_in_a_checkout(self, store: CheckpointStore) -> None:
-        """Done again with the same step or another one, it ends as if nothing had happened."""
-        a_run(store)
-        before = everything(store.root)
-        for change in itertools.count(1):
-            copy = CheckpointStore(store.root.parent / "copy")
-            shutil.copytree(store.root, copy.root)
-            crashed = crashes(change, lambda: copy.checkout(4))  # noqa: B023
-            newest, passed_over = copy.newest()
-            assert newest is not None
-            assert newest.manifest.step >= 4
-            assert not passed_over
-            step = 4 if change % 2 else newest.manifest.step  # another step: the user asks for the newest
-            copy.checkout(step)
-            assert_checked_out(copy, step)
-            assert everything(copy.root) == before
-            shutil.rmtree(copy.root)
-            if not crashed:
-                break
-        assert change > 30

@@ -6,26 +6,17 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from config_support import REQUIRED
+from waiting import wait_for
 
 from trireme.cli import sweep as sweeps
 from trireme.cli.sweep import Sweep, main, name_of, parse, run_all
 from trireme.core.errors import EXIT_FAILED, EXIT_OK, EXIT_SIGTERM, BadInput
 
 HERE = Path(__file__).parents[1] / "support"
-BASE = [
-    "--model.name",
-    "m",
-    "--env.id",
-    "sort",
-    "--orchestrator.batch-size",
-    "2",
-    "--inference.sampling.max-tokens",
-    "3",
-]
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +27,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def words(tmp_path: Path, *more: str) -> list[str]:
-    return [*BASE, "--run.output-dir", str(tmp_path), "--name", "s", "--metric", "reward/total", *more]
+    return [*REQUIRED, "--run.output-dir", str(tmp_path), "--name", "s", "--metric", "reward/total", *more]
 
 
 def opened(given: list[str]) -> Sweep:
@@ -193,9 +184,7 @@ def test_a_signal_is_passed_on_and_the_sweep_goes_on_later(tmp_path: Path) -> No
         "sys.exit(sweep.main(['rl', *sys.argv[1:]]))"
     )
     process = subprocess.Popen([sys.executable, "-c", script, *given], env=os.environ, stdout=subprocess.PIPE)
-    deadline = time.monotonic() + 120
-    while not list(tmp_path.glob("s-*/trainer.learning_rate=4/ready")) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_for(lambda: list(tmp_path.glob("s-*/trainer.learning_rate=4/ready")), "the first run", 120)
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=120)
     assert process.returncode == EXIT_SIGTERM, out

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from config_support import REQUIRED
 from rich.console import Console
 
 from trireme.config.load import load
@@ -83,8 +84,7 @@ class TestServices:
     """Ray's services end in some of the times that a cluster is started."""
 
     def launched(self, monkeypatch: pytest.MonkeyPatch, place: Path, lost: int, limit: int) -> list[int]:
-        flags = ["--model.name", "./m", "--env.id", "sort", "--orchestrator.batch-size", "2", "--run.name", "r"]
-        flags += ["--inference.sampling.max-tokens", "3", "--run.output-dir", str(place)]
+        flags = [*REQUIRED, "--run.name", "r", "--run.output-dir", str(place)]
         config = load([*flags, "--cluster.max-restarts", str(limit)], {}).config
         begun: list[int] = []
 
@@ -121,11 +121,10 @@ def test_other_errors_end_the_run() -> None:
 
 
 def test_the_file_of_an_attempt_is_its_own(tmp_path: Path) -> None:
-    flags = ["--model.name", "./m", "--env.id", "sort", "--orchestrator.batch-size", "2"]
-    place = ["--inference.sampling.max-tokens", "3", "--run.output-dir", str(tmp_path), "--run.name", "r"]
-    with RunDir.open(load([*flags, *place], {}).config, {}) as first:
+    flags = [*REQUIRED, "--run.output-dir", str(tmp_path), "--run.name", "r"]
+    with RunDir.open(load(flags, {}).config, {}) as first:
         one = first.nonce.read_text()
-    with RunDir.open(load([*flags, *place, "--resume"], {}).config, {}) as second:
+    with RunDir.open(load([*flags, "--resume"], {}).config, {}) as second:
         assert second.nonce.read_text() not in ("", one)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from checkpoint_support import FIXED, names, read_json_lines, snapshot
 from commit_support import Room, weights
+from config_support import REQUIRED
 
 from trireme.checkpoint import store as store_module
 from trireme.checkpoint.manifest import Manifest
@@ -32,10 +33,8 @@ def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config(output_dir: Path, *flags: str) -> Config:
-    required = ["--model.name", "./m", "--env.id", "sort", "--orchestrator.batch-size", "2"]
     every = ["--checkpoint.every", "2", "--checkpoint.keep-last", "1", "--max-steps", "100"]
-    place = ["--inference.sampling.max-tokens", "3", "--run.output-dir", str(output_dir), "--run.name", "r"]
-    return load([*required, *every, *place, *flags], {}).config
+    return load([*REQUIRED, *every, "--run.output-dir", str(output_dir), "--run.name", "r", *flags], {}).config
 
 
 class Driver:
