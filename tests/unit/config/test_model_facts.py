@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from config_support import refused, small
+from model_support import SMALL
 
 from trireme.config import Config, model_facts
 from trireme.config.model_facts import ModelFacts
@@ -49,17 +50,7 @@ def test_count_is_that_of_the_real_model(model_type: str, tied: bool) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    sizes = {
-        "hidden_size": 64,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "intermediate_size": 96,
-        "vocab_size": 50,
-        "tie_word_embeddings": tied,
-        "max_position_embeddings": 64,
-    }
+    sizes = SMALL | {"tie_word_embeddings": tied}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes))
     facts = ModelFacts.from_json("m", json.dumps({**sizes, "model_type": model_type}))
@@ -71,23 +62,14 @@ def test_count_with_experts_is_that_of_the_real_model(sparse: dict) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    sizes = {
-        **{
-            "hidden_size": 64,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 32,
-        },
-        **{"intermediate_size": 96, "vocab_size": 50, "tie_word_embeddings": False, "max_position_embeddings": 64},
-        **{"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40, **sparse},
-    }
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40, **sparse}
+    sizes = SMALL | {"tie_word_embeddings": False} | experts
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **sizes))
     facts = ModelFacts.from_json("m", json.dumps({**sizes, "model_type": "qwen3_moe"}))
     assert facts.num_parameters == model.num_parameters()
-    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
-    assert facts.multiplied_parameters == model.num_parameters() - experts * 6 // 8 - 50 * 64
+    of_experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    assert facts.multiplied_parameters == model.num_parameters() - of_experts * 6 // 8 - 50 * 64
     assert facts.num_chosen == 2
     assert facts.mlp_size == pytest.approx(80, rel=0.2), "a mean, with dense layers and routers"
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from model_support import FACTS
+from model_support import FACTS, SMALL
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -15,15 +15,7 @@ from trireme.config.trainer import LoraConfig, TrainerConfig
 from trireme.plan.memory import GIB, SHARD_BASE_GIB, ModelMemory, chunk_logits
 
 TOKENS = 64
-SIZES = {
-    "hidden_size": 128,
-    "intermediate_size": 384,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "vocab_size": 50,
-    "max_position_embeddings": 128,
-}
+SIZES = SMALL | {"hidden_size": 128, "intermediate_size": 384, "head_dim": 64, "max_position_embeddings": 128}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 192, "norm_topk_prob": True}
 
 

@@ -1,6 +1,18 @@
-"""A model that exists only as its sizes."""
+"""Models that exist only as their sizes."""
 
 from trireme.config.model_facts import ModelFacts
+
+SMALL = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 96,
+    "vocab_size": 50,
+    "max_position_embeddings": 64,
+}
+"""Sizes as a `config.json` has them."""
 
 FACTS = ModelFacts(
     name="m",

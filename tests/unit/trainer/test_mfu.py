@@ -6,23 +6,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from model_support import SMALL
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.mfu import peak_flops, train_flops
 from trireme.config.model_facts import ModelFacts
 
-SIZES = {
-    "hidden_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "intermediate_size": 96,
-    "vocab_size": 50,
-    "tie_word_embeddings": False,
-    "max_position_embeddings": 1024,
-}
+SIZES = SMALL | {"tie_word_embeddings": False, "max_position_embeddings": 1024}
 
 
 @pytest.mark.parametrize("length", [16, 512])

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp_group
 
 # The tiny models and batches are the end-to-end tests' too.
-from trainer_support import VOCAB, make_batch, make_config, make_model
+from trainer_support import EXPERTS, VOCAB, make_batch, make_config, make_model
 from transformers import AutoModelForCausalLM
 
 from trainer.batching import ShardOutput, scatter_outputs
@@ -357,3 +357,10 @@ def test_only_passes_over_many_tokens_are_computed_again(tokens, times):
     Sharding.again_if_large(forward, 10, hidden).sum().backward()
     assert len(passes) == times
     assert torch.equal(hidden.grad, hidden.cos())
+
+
+def test_gate_and_up_of_an_expert_share_a_bucket(shard, models):
+    place = {e.name: e.bucket for e in shard(models["qwen3_moe"]).publish_weights(0).manifest.entries}
+    for layer, expert in itertools.product(range(2), range(EXPERTS["num_experts"])):
+        prefix = f"model.layers.{layer}.mlp.experts.{expert}."
+        assert place[prefix + "gate_proj.weight"] == place[prefix + "up_proj.weight"]

@@ -4,6 +4,7 @@ free changes no bit, or is kept over resumes."""
 import numpy as np
 import pytest
 import torch
+from model_support import SMALL
 from trainer_support import make_batch
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -13,21 +14,12 @@ from trireme.core.types import AdamParams
 from trireme.plan import memory
 
 LENGTHS = (5, 9, 1, 7, 9)
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "vocab_size": 50,
-}
 
 
 def stored(path, family, dtype, wide=()):
     """A model of this family in files of this dtype; parameters whose names end with one of `wide` in float32."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SMALL), dtype=torch.float32)
     for name, parameter in model.named_parameters():
         if not name.endswith(tuple(wide) or "none"):
             parameter.data = parameter.data.to(dtype)
@@ -80,14 +72,10 @@ def trained(one):
     return out.logprobs, gradient
 
 
-def room_of(monkeypatch, room):
-    monkeypatch.setattr(mesh, "host_room", lambda _memory, _config: room)
-
-
 def test_layers_that_are_computed_twice_give_the_same_bits(shard, monkeypatch):
     """So an attempt with another amount of free memory continues as the one before."""
     once = shard()
-    room_of(monkeypatch, 0)
+    monkeypatch.setattr(mesh, "host_room", lambda _memory, _config: 0)
     twice = shard()
     assert (once._sharding.memory.kept_tokens > 9, twice._sharding.memory.kept_tokens) == (True, 0)
     (p, gradient), (other_p, other_gradient) = trained(once), trained(twice)

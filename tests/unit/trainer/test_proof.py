@@ -21,6 +21,7 @@ from trainer.twin import make_twin
 from trireme.core.class_tensors import persistent_buffers
 from trireme.core.errors import BadInput
 from trireme.core.types import AdamParams
+from trireme.core.weights import check_received, weights_digest
 from trireme.transports.packing import tensor_of
 
 LENGTHS = (5, 9, 1, 7, 9)
@@ -190,11 +191,13 @@ def test_buffers_return_with_the_state(shard, tmp_path):
         assert torch.equal(buffer, buffers[name]), name
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "gpt_neox", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_neox", "gpt_oss", "qwen3_moe"])
 def test_tensors_are_published_under_their_names_in_the_files(shard, tmp_path, kind):
     """In memory they have other names, or several are one."""
     source = saved(kind, tmp_path)
     stored, published = load_file(Path(source) / "model.safetensors"), shard(source).publish_weights(0)
+    check_received(published.manifest, published.source)
+    assert published.identity.digest == weights_digest(published.manifest.entries)
     assert {e.name: e.shape for e in published.manifest.entries} == {n: tuple(t.shape) for n, t in stored.items()}
     for entry in published.manifest.entries:
         assert torch.equal(tensor_of(entry, published.source), stored[entry.name]), entry.name
