@@ -45,32 +45,6 @@ def test_a_run_takes_as_long_as_without_sessions(update_s: float, bound: int) ->
         assert fetches == 0, "all have taken the version before"
 
 
-def test_one_that_hangs_at_offers_costs_the_time_of_one_and_samples_as_before() -> None:
-    """Its answer never comes, and nobody finds it dead."""
-    hanging = replace(SENT, hangs_at_offers_from_s={1: 60.0}, offer_s=200.0)
-    outcome, plain = check_sessions(simulate(hanging)), simulate(SENT)
-    assert set(members(outcome)) == {ALL, (0, 2, 3)}
-    assert outcome.seconds <= plain.seconds + 20.0 + 1.0
-    assert outcome.replicas[1].fetches > 5
-    assert outcome.replicas[1].tokens > 0.5 * outcome.replicas[2].tokens
-
-
-def test_when_all_hang_at_offers_all_fetch() -> None:
-    outcome = check_sessions(simulate(replace(SENT, hangs_at_offers_from_s=dict.fromkeys(ALL, 60.0))))
-    assert members(outcome)[-1] == ()
-    assert all(replica.fetches > 5 for replica in outcome.replicas)
-
-
-def test_replicas_that_join_are_in_the_next_session_and_each_begins_an_epoch() -> None:
-    joins = {index: 30.0 + 20.0 * index for index in range(4, 8)}
-    outcome = check_sessions(simulate(replace(SENT, joins_at_s=joins, fetch_s=1.0)))
-    assert members(outcome)[0] == ALL
-    assert members(outcome)[-1] == tuple(range(8))
-    assert [replica.fetches for replica in outcome.replicas[:4]] == [0] * 4
-    assert all(replica.fetches <= 2 for replica in outcome.replicas[4:])
-    assert outcome.trainer.sessions[-1][0].epoch - outcome.trainer.sessions[0][0].epoch == len(joins)
-
-
 @pytest.mark.parametrize("fetch_s", [12.0, 20.0])
 def test_a_joiner_that_fetches_for_longer_than_a_step_is_in_a_session_in_the_end(fetch_s: float) -> None:
     """Else it would have to fetch each version, and each update would last as long as that."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from waiting import wait_for
 
 START_S = 60.0
 ADDRESS = "address"
@@ -46,10 +47,7 @@ class ServerProcess:
         """Kills it, if it still runs, and waits for that."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
-        until = time.monotonic() + START_S
-        while self.lives:
-            assert time.monotonic() < until, "the server did not end"
-            time.sleep(0.005)
+        wait_for(lambda: not self.lives, "the end of the server")
 
     @property
     def lives(self) -> bool:

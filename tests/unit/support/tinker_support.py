@@ -7,7 +7,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from waiting import wait_for
 
 from service.asked import ServedModels
 from service.guard import Limits
@@ -312,14 +313,6 @@ def end_clients() -> None:
     for task in asyncio.all_tasks(loop):
         if "_session_heartbeat" in repr(task.get_coro()):
             loop.call_soon_threadsafe(task.cancel)
-
-
-def wait_for(is_so: Callable[[], bool], what: str) -> None:
-    """Waits until something is so; fails after DEADLINE_S."""
-    until = time.monotonic() + DEADLINE_S
-    while not is_so():
-        assert time.monotonic() < until, f"waited for {what}"
-        time.sleep(0.01)
 
 
 def serve_in_process(directory: Path, port: int) -> None:

@@ -8,7 +8,7 @@ import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from registry_agents import ask, ended, sampled, trained
+from registry_agents import ask
 from renderer_support import QWEN3, bpe
 from service_support import served
 from session_agents import QUESTION, exported, of, opened
@@ -76,17 +76,6 @@ def test_a_text_has_the_tokens_that_were_sampled_and_reads_as_its_client_wrote_i
 
 
 class TestTexts:
-    async def test_what_a_text_leaves_out_is_not_in_the_prompt_and_is_trained(self, tmp_path: Path) -> None:
-        sampler = ScriptedSampler()
-        service = registry(tmp_path, sampler)
-        service.open("s", floor=3)
-        await ask(service, TurnRequest(text="p"))
-        await ask(service, TurnRequest(text="pa0q"))
-        assert sampler.requests[1].prompt.tolist() == [*rendered("p"), *spoken("a0")[:-1], *rendered("q")]
-        export = await ended(service)
-        assert trained(export) == sampled([answer for _, answer in sampler.record])
-        assert [turn.follows for turn in export.turns] == [False, False]
-
     async def test_a_retry_gets_its_answer_also_when_its_text_would_have_another_place_now(
         self, tmp_path: Path
     ) -> None:

@@ -11,7 +11,8 @@ from manual_clock import ManualClock
 from tinker import types
 from tinker.lib.retryable_exception import RetryableException
 from tinker_posts import accepted, begun, passing, post, result, sampler_of, sampling
-from tinker_support import BASE_MODEL, DEADLINE_S, KEY, Served, tinker_server, wait_for
+from tinker_support import BASE_MODEL, DEADLINE_S, KEY, Served, tinker_server
+from waiting import wait_for
 
 from service.asked import RequestRefused
 from service.tinker.owners import Caller

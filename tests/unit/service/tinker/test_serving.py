@@ -1,9 +1,9 @@
 """Rooms are lost under a server of Tinker's clients, which goes on with others: what each request is told then."""
 
 import threading
-import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ from tinker_support import (
     UnigramTrainer,
     Written,
     tinker_server,
-    wait_for,
 )
+from waiting import wait_for
 
 from service.tinker.catalog import Catalog
 from trireme.checkpoint.files import FileRecord, write_bytes
@@ -251,25 +251,21 @@ def test_a_save_that_the_disk_has_no_room_for_leaves_nothing(
 
 def test_a_repeated_sample_has_its_promise_though_its_weights_are_gone(tmp_path: Path) -> None:
     with tinker_server(tmp_path, snapshots=1) as served:
-        ask_again(served)
+        session, model = begun(served.url)
 
+        def saved(number: int) -> str:
+            body = {"model_id": model, "seq_id": number + 1, "path": f"w{number}"}
+            return str(result(served.url, accepted(served.url, "save_weights_for_sampler", body))["path"])
 
-def ask_again(served: Served) -> None:
-    session, model = begun(served.url)
-
-    def saved(number: int) -> str:
-        body = {"model_id": model, "seq_id": number + 1, "path": f"w{number}"}
-        return str(result(served.url, accepted(served.url, "save_weights_for_sampler", body))["path"])
-
-    sampler = sampler_of(served.url, session, 0, model_path=saved(0))
-    request = accepted(served.url, "asample", sampling(sampler, 0))
-    assert isinstance(result(served.url, request), bytes)
-    base = sampler_of(served.url, session, 1, base_model=BASE_MODEL)
-    assert isinstance(result(served.url, accepted(served.url, "asample", sampling(base, 0))), bytes)
-    for number in range(1, 3):
-        saved(number)
-    assert accepted(served.url, "asample", sampling(sampler, 0)) == request
-    assert post(served.url, "asample", sampling(sampler, 1)).status_code == 400
+        sampler = sampler_of(served.url, session, 0, model_path=saved(0))
+        request = accepted(served.url, "asample", sampling(sampler, 0))
+        assert isinstance(result(served.url, request), bytes)
+        base = sampler_of(served.url, session, 1, base_model=BASE_MODEL)
+        assert isinstance(result(served.url, accepted(served.url, "asample", sampling(base, 0))), bytes)
+        for number in range(1, 3):
+            saved(number)
+        assert accepted(served.url, "asample", sampling(sampler, 0)) == request
+        assert post(served.url, "asample", sampling(sampler, 1)).status_code == 400
 
 
 def test_deletions_that_fail_do_not_end_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,10 +278,7 @@ def test_deletions_that_fail_do_not_end_the_server(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("service.tinker.serving.LOOK_S", 0.01)
     monkeypatch.setattr(Catalog, "expire", broken)
     with tinker_server(tmp_path) as served:
-        until = time.monotonic() + DEADLINE_S
-        while len(tries) < 3:
-            assert time.monotonic() < until, "it was not tried again"
-            time.sleep(0.01)
+        wait_for(lambda: len(tries) >= 3, "another try")
         begun(served.url)
 
 
@@ -298,3 +291,57 @@ def test_what_a_killed_server_left_is_removed(tmp_path: Path) -> None:
     assert not left[0].parent.exists()
     assert not left[1].exists()
     assert kept.exists()
+
+
+MACHINE = "the machine was started again"
+
+
+def refused(served: Served, path: str, body: Any) -> None:
+    """Asserts that a request is refused for ever, and by name."""
+    answer = post(served.url, path, body)
+    assert answer.status_code == 410, f"{path}: {answer.text}"
+    assert MACHINE in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_after_another_boot_sessions_end_by_name_and_states_stay(tmp_path: Path, finished: bool) -> None:
+    """Also that of a client who had finished it, as its samplers may be used by others."""
+    with suppress(CancelledError), tinker_server(tmp_path, boot="first") as served:
+        session, model = begun(served.url)
+        result(served.url, accepted(served.url, "forward_backward", passing(model, 1)))
+        step = {"model_id": model, "seq_id": 2, "adam_params": {"learning_rate": 0.1}}
+        stepped = accepted(served.url, "optim_step", step)
+        result(served.url, stepped)
+        path = result(served.url, accepted(served.url, "save_weights", {"model_id": model, "seq_id": 3, "path": "s"}))
+        sampler = sampler_of(served.url, session, 0, base_model=BASE_MODEL)
+        served.working.cancel()  # nothing is done any more
+        wait_for(lambda: not served.server.ready, "the end of the rooms")
+        promised = [accepted(served.url, "asample", sampling(sampler, 0))]
+        if finished:
+            assert post(served.url, f"sessions/{session}/finish", {}).status_code == 204
+        else:
+            promised.append(accepted(served.url, "forward_backward", passing(model, 4)))
+        theta = served.trainer.theta.copy()
+    for _ in range(2):  # it stays so while that boot lasts
+        with tinker_server(tmp_path, UnigramTrainer(), boot="second") as served:
+            refused(served, "session_heartbeat", {"session_id": session})
+            refused(served, "create_model", {"session_id": session, "model_seq_id": 1, "base_model": BASE_MODEL})
+            refused(served, "create_sampling_session", {"session_id": session, "sampling_session_seq_id": 1})
+            refused(served, "asample", sampling(sampler, 1))
+            refused(served, "join_sampling_session", {"sampling_session_id": sampler})
+            refused(served, "retrieve_futures", {"target": {"sampling_session_id": sampler}})
+            for lost in (f"{model}/9", f"{sampler}/9"):  # it may have been accepted, and its row be missing
+                refused(served, "retrieve_future", {"request_id": lost})
+            for request in promised:
+                told = result(served.url, request)
+                assert (told["category"], MACHINE in told["error"]) == ("server", True)
+                assert "continue from a saved state" in told["error"]
+            assert result(served.url, stepped)["metrics"]["grad_norm"] > 0, "what it was told stays as it was told"
+            assert served.trainer.calls == [], "nothing is done again"
+            own = post(served.url, "create_session", {"sdk_version": "0.38.0"}).json()["session_id"]
+            loading = {"session_id": own, "model_seq_id": 0, "path": path["path"], "optimizer": True}
+            assert result(served.url, accepted(served.url, "load_weights", loading))["path"] == path["path"]
+            np.testing.assert_array_equal(served.trainer.theta, theta)
+            again = sampler_of(served.url, own, 0, base_model=BASE_MODEL)
+            assert isinstance(result(served.url, accepted(served.url, "asample", sampling(again, 0))), bytes)
+            assert post(served.url, f"sessions/{own}/finish", {}).status_code == 204

@@ -54,10 +54,6 @@ def learn(model: Any, token: int, steps: int = 3) -> list[float]:
     return losses
 
 
-def base_table() -> np.ndarray:
-    return UnigramTrainer().logprobs()
-
-
 def trained(model: Any) -> np.ndarray:
     return np.asarray(
         model.forward([datum(2, 3)], "cross_entropy").result(DEADLINE_S).loss_fn_outputs[0]["logprobs"].data
@@ -82,10 +78,8 @@ def test_two_clients_at_once_learn_what_each_alone_learns(tmp_path: Path) -> Non
 def test_snapshots_of_two_adapters_and_the_base_are_sampled_side_by_side(served: Served) -> None:
     """More of them than replicas have slots: those that are idle make room, and come back on demand."""
     with client_of(served) as one, client_of(served) as other:
-        samplers, expected = (
-            [one.create_sampling_client(base_model=BASE_MODEL).result(DEADLINE_S)],
-            [base_table()[[2, 3]]],
-        )
+        samplers = [one.create_sampling_client(base_model=BASE_MODEL).result(DEADLINE_S)]
+        expected = [UnigramTrainer().logprobs()[[2, 3]]]
         models = [model_of(one), model_of(other)]
         np.testing.assert_allclose(trained(models[1]), expected[0], rtol=1e-6)
         for step in range(2):

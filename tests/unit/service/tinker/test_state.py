@@ -69,17 +69,6 @@ def test_a_model_is_trained_in_the_order_of_its_numbers_and_once(data: st.DataOb
     assert set(settled) == {f"{s}:train:0/{n}" for s in "st" for n in range(count + 1)}
 
 
-def test_a_request_waits_for_its_predecessor() -> None:
-    """The client sends the first part of a batch last, on purpose."""
-    state = new_state("s")
-    state.create_model("s", 0, WORK)
-    state.train("s:train:0", 3, WORK)
-    state.train("s:train:0", 2, WORK)
-    assert run_all(state) == ["s:train:0/0"]
-    state.train("s:train:0", 1, WORK)
-    assert run_all(state) == [f"s:train:0/{seq}" for seq in (1, 2, 3)]
-
-
 def test_who_waits_for_the_trainer_is_told_so() -> None:
     state = new_state("s", "t", "u")
     first, second, third = (state.create_model(name, 0, WORK) for name in "stu")
