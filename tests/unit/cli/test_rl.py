@@ -72,8 +72,9 @@ def test_the_command_that_asks_the_model_has_a_prompt_of_the_run(tmp_path: Path,
     turns = [{"observation_text": prompt, "action_text": "1", "versions": []}]
     group = {"rewards": [1.0], "rollouts": [{"turns": turns, "stop_reason": "stop"}]}
     write_records(tmp_path / "rollouts", 3, [json.dumps(group)])
+    (tmp_path / "config.json").write_text("{}")
     config = load(["@", "configs/quickstart.toml"], {}).config
-    (line,) = [line for line in _next_steps(config, make_root(tmp_path), 1.0).splitlines() if "pipeline" in line]
+    (line,) = [line for line in _next_steps(config, tmp_path, 1.0).splitlines() if "pipeline" in line]
     printed = ["bash", "-c", f"printf '%s\\0' {line}"]
     *_, flag, code = subprocess.run(printed, capture_output=True, text=True, check=True).stdout.split("\0")[:-1]
     assert flag == "-c"
@@ -81,8 +82,3 @@ def test_the_command_that_asks_the_model_has_a_prompt_of_the_run(tmp_path: Path,
     (call,) = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call) and node.keywords]
     assert ast.literal_eval(call.args[0]) == prompt
     assert [(each.arg, ast.literal_eval(each.value)) for each in call.keywords] == [("max_new_tokens", 10)]
-
-
-def make_root(tmp_path: Path) -> Path:
-    (tmp_path / "config.json").write_text("{}")
-    return tmp_path

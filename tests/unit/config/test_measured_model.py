@@ -27,10 +27,6 @@ def facts_of(model_type: str, **options: Any) -> ModelFacts:
     return ModelFacts.from_json("m", json.dumps({**described, "model_type": model_type}))
 
 
-def refusal(described: dict[str, Any]) -> str:
-    return refused(lambda: ModelFacts.from_json("m", json.dumps(described)))
-
-
 @pytest.mark.parametrize("model_type", PUBLISHED)
 def test_parameters_and_layers_with_attention(model_type: str) -> None:
     """That a token is multiplied with: without those of its embedding, and of experts the chosen ones."""
@@ -83,7 +79,7 @@ def test_the_text_part_of_a_model_that_also_sees() -> None:
     ],
 )
 def test_what_cannot_be_read_is_named(described: dict[str, Any], said: str) -> None:
-    assert said in refusal(described)
+    assert said in refused(lambda: ModelFacts.from_json("m", json.dumps(described)))
 
 
 def test_infinity_in_a_config_json_is_read() -> None:

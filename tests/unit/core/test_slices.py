@@ -18,11 +18,6 @@ FUSED = torch.arange(4 * 6 * 5, dtype=torch.float32).reshape(4, 6, 5)
 ROTATED = ["q_proj.weight", "k_proj.weight"]
 
 
-def only(change):
-    """A conversion that publishes what `change` makes of the tensor `p`."""
-    return lambda tensors: {"t": change(tensors["p"])}
-
-
 def experts(tensors):
     """Splits [experts, gate and up, hidden] as transformers' reversed conversions do."""
     names = ["experts.*.gate", "experts.*.up"]
@@ -61,7 +56,7 @@ CHANGES = {
 
 @pytest.mark.parametrize(("change", "expected"), CHANGES.values(), ids=CHANGES)
 def test_what_a_published_tensor_is_of_a_parameter(change, expected):
-    (found,) = find_slices({"p": FUSED}, only(change)).values()
+    (found,) = find_slices({"p": FUSED}, lambda tensors: {"t": change(tensors["p"])}).values()
     assert found == (expected and Slice(FUSED, *expected))
     if found:
         assert torch.equal(FUSED.as_strided(*expected), change(FUSED))

@@ -14,6 +14,7 @@ import openai
 import pytest
 from agents_support import KEY, MAX_LEN, Plays, ask, open_sessions, rollout, trained, user
 from renderer_support import QWEN3, bpe
+from waiting import wait_for_tasks
 
 from orchestrator.agents import NoAnswer
 from orchestrator.env import AgentEnv, EnvContext, load_dataset
@@ -205,8 +206,7 @@ async def test_a_cancelled_rollout_ends_what_is_sampled_and_its_session() -> Non
     async with rollout("one") as run:
         run.sampler.hold = asyncio.Event()
         task = asyncio.ensure_future(run.play(lambda client: ask(client, user("q"))))
-        while not run.sampler.requests:  # noqa: ASYNC110  the task makes it true
-            await asyncio.sleep(0.001)
+        await wait_for_tasks(lambda: run.sampler.requests, "the sample")
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

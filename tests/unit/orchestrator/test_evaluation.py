@@ -328,24 +328,20 @@ async def test_a_killed_one_is_done_again_and_a_finished_one_is_not(tmp_path: Pa
     }
 
 
-def test_one_given_up_lets_the_update_go_and_is_due_after_the_resume(tmp_path: Path) -> None:
+async def test_one_given_up_lets_the_update_go_and_is_due_after_the_resume(tmp_path: Path) -> None:
     cleaned = HeldOut()
-
-    async def scenario() -> EvalRun:
-        run = EvalRun(with_evaluation(small_config(2, 6), 4), cleaned)
-        run.sampler.hold(FIRST + 3)
-        async with run:
-            waiting = asyncio.create_task(run.step(0))
-            await quiesce()
-            assert not waiting.done()
-            run.pipeline.evaluator.give_up()
-            await waiting
-            assert run.evaluated == {}
-            assert cleaned.cleaned[FIRST + 3] == 1
-            again = run.resumed(tmp_path / "o", start=1)
-        return await whole_run(again)  # type: ignore[return-value]
-
-    assert asyncio.run(scenario()).evaluated == {1: 1, 4: 4, 5: 6}
+    run = EvalRun(with_evaluation(small_config(2, 6), 4), cleaned)
+    run.sampler.hold(FIRST + 3)
+    async with run:
+        waiting = asyncio.create_task(run.step(0))
+        await quiesce()
+        assert not waiting.done()
+        run.pipeline.evaluator.give_up()
+        await waiting
+        assert run.evaluated == {}
+        assert cleaned.cleaned[FIRST + 3] == 1
+        again = run.resumed(tmp_path / "o", start=1)
+    assert (await whole_run(again)).evaluated == {1: 1, 4: 4, 5: 6}
 
 
 # ---- deterministic mode
@@ -375,23 +371,20 @@ def test_nothing_depends_on_who_is_faster() -> None:
 
 
 @pytest.mark.parametrize("turns", [0, 60, 120, 180, 240, 400])
-def test_a_resume_repeats_what_was_under_way(turns: int, tmp_path: Path) -> None:
-    async def scenario() -> tuple[Run, Run]:
-        interrupted = EvalGames(1)
-        async with interrupted:
-            await interrupted.step(0)
-            doing = asyncio.create_task(interrupted.step(1))
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            doing.cancel()
-            interrupted.pipeline.snapshot().write(tmp_path / "o")
-        del interrupted.batches[len(interrupted.rows) :]
-        resumed = EvalGames(2, start=len(interrupted.rows))
-        resumed.pipeline.load(OrchestratorState.read(tmp_path / "o"))
-        return interrupted, await whole_run(resumed)
-
-    interrupted, resumed = asyncio.run(scenario())
-    assert outcome(interrupted) + outcome(resumed) == outcome(asyncio.run(whole_run(EvalGames(3))))
+async def test_a_resume_repeats_what_was_under_way(turns: int, tmp_path: Path) -> None:
+    interrupted = EvalGames(1)
+    async with interrupted:
+        await interrupted.step(0)
+        doing = asyncio.create_task(interrupted.step(1))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        doing.cancel()
+        interrupted.pipeline.snapshot().write(tmp_path / "o")
+    del interrupted.batches[len(interrupted.rows) :]
+    resumed = EvalGames(2, start=len(interrupted.rows))
+    resumed.pipeline.load(OrchestratorState.read(tmp_path / "o"))
+    await whole_run(resumed)
+    assert outcome(interrupted) + outcome(resumed) == outcome(await whole_run(EvalGames(3)))
 
 
 async def test_weights_that_are_there_can_be_evaluated_without_training() -> None:

@@ -11,7 +11,7 @@ from orchestrator.layout import LayoutThread, build_here
 from trireme.core.types import Minibatch
 
 
-def test_the_loop_turns_while_a_minibatch_is_built():
+async def test_the_loop_turns_while_a_minibatch_is_built():
     """The thread waits for what only the loop can give it: laid out on the loop, it would wait for ever."""
     turned, threads = threading.Event(), []
 
@@ -20,18 +20,15 @@ def test_the_loop_turns_while_a_minibatch_is_built():
         assert turned.wait(30), "the loop stood still"
         return keep
 
-    async def main():
-        layout = LayoutThread("where tokens are kept")
-        building = asyncio.create_task(layout(build))
-        for _ in range(3):
-            await asyncio.sleep(0)
-        turned.set()
-        built = await building
-        second = await layout(build)
-        layout.close()
-        return built, second
-
-    assert asyncio.run(main()) == ("where tokens are kept",) * 2
+    layout = LayoutThread("where tokens are kept")
+    building = asyncio.create_task(layout(build))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    turned.set()
+    built = await building
+    second = await layout(build)
+    layout.close()
+    assert (built, second) == ("where tokens are kept",) * 2
     assert threads[0] is threads[1] is not threading.main_thread()
 
 

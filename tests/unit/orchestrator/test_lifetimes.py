@@ -37,10 +37,6 @@ def played(
     return virtual_time.run(whole_run(Run(config_of(size, **options), dataset))), dataset
 
 
-def of_problem(dataset: WatchedProblems, problem: int) -> int:
-    return sum(made for (number, _), made in dataset.made_for.items() if number == problem)
-
-
 @pytest.mark.parametrize(
     ("builder", "failing", "made"),
     [
@@ -55,7 +51,8 @@ def test_a_retry_makes_one_environment_or_takes_one_that_was_made_with_others(
 ) -> None:
     act = at("initial_observation", raises, problem=0, **failing)
     _, dataset = played(act, 16, builder, retries=2, max_failure_rate=1.0)
-    assert of_problem(dataset, 0) == made, "16 rollouts of problem 0; not 528"
+    made_for_problem = sum(count for (problem, _), count in dataset.made_for.items() if problem == 0)
+    assert made_for_problem == made, "16 rollouts of problem 0; not 528"
     dataset.assert_each_closed_once()
 
 
@@ -128,7 +125,8 @@ def test_a_close_that_does_not_let_itself_be_cancelled_holds_nothing_up() -> Non
 
 @pytest.mark.parametrize("builder", BUILDERS)
 @pytest.mark.parametrize("method", ["initial_observation", "step", "close"])
-def test_a_stop_closes_all_and_waits_for_it(builder: Any, method: str) -> None:
+@pytest.mark.virtual_time
+async def test_a_stop_closes_all_and_waits_for_it(builder: Any, method: str) -> None:
     async def slowly() -> None:
         await asyncio.sleep(3)
 
@@ -138,31 +136,26 @@ def test_a_stop_closes_all_and_waits_for_it(builder: Any, method: str) -> None:
         elif called == "close":
             await slowly()
 
-    async def scenario() -> WatchedProblems:
-        dataset = WatchedProblems(act, builder=builder)
-        run = Run(config_of(), dataset)
-        async with run:
-            await asyncio.sleep(1)
-        assert dataset.whole_closes == dataset.made, "the stop waited until they were closed"
-        return dataset
-
-    virtual_time.run(scenario()).assert_each_closed_once()
+    dataset = WatchedProblems(act, builder=builder)
+    run = Run(config_of(), dataset)
+    async with run:
+        await asyncio.sleep(1)
+    assert dataset.whole_closes == dataset.made, "the stop waited until they were closed"
+    dataset.assert_each_closed_once()
 
 
-def test_a_stop_is_over_in_time_though_nothing_can_be_closed_or_cleaned_up() -> None:
+@pytest.mark.virtual_time
+async def test_a_stop_is_over_in_time_though_nothing_can_be_closed_or_cleaned_up() -> None:
     class Hanging(WatchedProblem):
         async def cleanup(self) -> None:
             await hangs()
 
-    async def scenario() -> float:
-        run = Run(config_of(close_s=5), WatchedProblems(at("close", hangs), builder=Hanging))
-        run.sampler.hold(0)
-        async with run:
-            await quiesce()
-            before = asyncio.get_running_loop().time()
-        return asyncio.get_running_loop().time() - before
-
-    assert virtual_time.run(scenario()) <= 10, "once for environments, once for cleanup()"
+    run = Run(config_of(close_s=5), WatchedProblems(at("close", hangs), builder=Hanging))
+    run.sampler.hold(0)
+    async with run:
+        await quiesce()
+        before = asyncio.get_running_loop().time()
+    assert asyncio.get_running_loop().time() - before <= 10, "once for environments, once for cleanup()"
 
 
 @pytest.mark.virtual_time

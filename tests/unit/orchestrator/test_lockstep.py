@@ -101,25 +101,21 @@ async def test_a_request_after_the_end_of_its_rollout_changes_no_deadline() -> N
 
 @pytest.mark.parametrize("boundary", [0, 1, 3])
 @pytest.mark.parametrize("turns", [0, 30, 300])
-def test_a_resume_repeats_the_step_that_was_under_way(boundary: int, turns: int, tmp_path: Path) -> None:
+async def test_a_resume_repeats_the_step_that_was_under_way(boundary: int, turns: int, tmp_path: Path) -> None:
     config = game_config(minibatches=2)
-
-    async def scenario() -> tuple[Run, Run]:
-        interrupted = GameRun(config, 1)
-        async with interrupted:
-            for step in range(boundary):
-                await interrupted.step(step)
-            doing = asyncio.create_task(interrupted.pipeline.next_minibatch(boundary, 0))
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            interrupted.pipeline.snapshot().write(tmp_path / "o")
-            doing.cancel()
-        resumed = GameRun(config, 2, start=boundary)
-        resumed.pipeline.load(OrchestratorState.read(tmp_path / "o"))
-        return interrupted, await whole_run(resumed)
-
-    interrupted, resumed = asyncio.run(scenario())
-    reference = asyncio.run(whole_run(GameRun(config, 3)))
+    interrupted = GameRun(config, 1)
+    async with interrupted:
+        for step in range(boundary):
+            await interrupted.step(step)
+        doing = asyncio.create_task(interrupted.pipeline.next_minibatch(boundary, 0))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        interrupted.pipeline.snapshot().write(tmp_path / "o")
+        doing.cancel()
+    resumed = GameRun(config, 2, start=boundary)
+    resumed.pipeline.load(OrchestratorState.read(tmp_path / "o"))
+    await whole_run(resumed)
+    reference = await whole_run(GameRun(config, 3))
     assert outcome(interrupted) + outcome(resumed) == outcome(reference)
     assert waves(resumed) == waves(reference)[-len(waves(resumed)) :]
 

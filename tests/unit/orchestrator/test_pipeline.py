@@ -428,11 +428,10 @@ def test_a_refused_prompt_is_counted_once_and_not_held_against_the_environment()
     assert sum(row.get("rollout_errors/PromptTooLong", 0) for row in run.rows) == 2 * failed
 
 
-async def equal_for_odd(problem: Problem, sample: int) -> float:
-    return 4.0 if problem.number % 2 else float(sample)
-
-
 def test_groups_of_equal_rewards_are_replaced_and_counted() -> None:
+    async def equal_for_odd(problem: Problem, sample: int) -> float:
+        return 4.0 if problem.number % 2 else float(sample)
+
     config = small_config(2, 2, remove_constant_reward_groups=True, max_steps_off_policy=0, max_filtered_batches=1)
     run = asyncio.run(whole_run(Run(config, Problems(equal_for_odd))))  # never two in a row: the limit is not reached
     assert [sorted(set(problems_of(batch))) for batch in run.batches] == [[0, 2], [4, 6]]

@@ -50,10 +50,6 @@ def records(recorder: Recorder, step: int, groups: list[ScoredGroup]) -> list[di
     return [json.loads(line) for line in recorder.lines(step, groups)]
 
 
-def letters(tokens: Any) -> str:
-    return "".join(chr(ord("a") + token) for token in tokens)
-
-
 GROUPS = [group(i, [mean - 0.1, mean + 0.1]) for i, mean in enumerate([0.5, 0.9, 0.1, 0.6, 0.4, 0.3])]
 
 
@@ -89,7 +85,8 @@ def test_a_record_tells_each_turn_once_with_its_versions() -> None:
         turn([1, 2, 3, 4, 6], [7, 8, 9], [5, 6, 6], metrics={"found": np.float32(1)}, logs={"what": object}),
         turn([1, 9], [2], in_loss=False),
     ]
-    (record,) = records(Recorder(small_config(), letters), 0, [group(0, [0.25, 0.75], turns)])
+    recorder = Recorder(small_config(), lambda tokens: "".join(chr(ord("a") + token) for token in tokens))
+    (record,) = records(recorder, 0, [group(0, [0.25, 0.75], turns)])
     assert record["rewards"] == [0.25, 0.75]
     assert record["advantages"] == [-0.25, 0.25]
     first, second, third = record["rollouts"][1]["turns"]

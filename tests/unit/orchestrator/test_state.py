@@ -251,15 +251,12 @@ async def test_every_problem_ends_once_however_often_the_run_is_interrupted(
     assert sum(row[f"ledger/{end}"] for end in ENDS) + len(ledger["groups"]) == len(begun)
 
 
-def test_the_order_of_the_data_is_that_of_a_run_that_was_never_interrupted(tmp_path: Path) -> None:
-    async def scenario() -> list[list[str]]:
-        run = Run(small_config(2, 3))
-        await whole_run(run)
-        longer = resumed(run, tmp_path / "o", small_config(2, 6))
-        await whole_run(longer)
-        return trained(run) + trained(longer)
-
-    assert asyncio.run(scenario()) == trained(asyncio.run(whole_run(Run(small_config(2, 6)))))
+async def test_the_order_of_the_data_is_that_of_a_run_that_was_never_interrupted(tmp_path: Path) -> None:
+    run = Run(small_config(2, 3))
+    await whole_run(run)
+    longer = resumed(run, tmp_path / "o", small_config(2, 6))
+    await whole_run(longer)
+    assert trained(run) + trained(longer) == trained(await whole_run(Run(small_config(2, 6))))
 
 
 def test_the_row_of_the_next_step_misses_nothing(tmp_path: Path) -> None:
@@ -295,16 +292,13 @@ def test_the_row_of_the_next_step_misses_nothing(tmp_path: Path) -> None:
     assert row["env/even/by_group/frac_all_good"] > 0
 
 
-def test_kept_groups_keep_the_temperature_they_were_sampled_at(tmp_path: Path) -> None:
-    async def scenario() -> dict[int, float]:
-        async with Run(small_config(2, 2)) as run:
-            run.sampler.hold(1)
-            await quiesce()
-            again = await whole_run(resumed(run, tmp_path / "o", small_config(2, 2, temperature=0.5)))
-        data_D = [m.batch.datum(d) for batch in again.batches for m in batch for d in range(len(m.batch))]
-        return {int(datum.model_input.tokens[0]): datum.temperature for datum in data_D}
-
-    assert asyncio.run(scenario()) == {0: 1.0, 1: 0.5, 2: 1.0, 3: 1.0}
+async def test_kept_groups_keep_the_temperature_they_were_sampled_at(tmp_path: Path) -> None:
+    async with Run(small_config(2, 2)) as run:
+        run.sampler.hold(1)
+        await quiesce()
+        again = await whole_run(resumed(run, tmp_path / "o", small_config(2, 2, temperature=0.5)))
+    data_D = [m.batch.datum(d) for batch in again.batches for m in batch for d in range(len(m.batch))]
+    assert {int(datum.model_input.tokens[0]): datum.temperature for datum in data_D} == {0: 1.0, 1: 0.5, 2: 1.0, 3: 1.0}
 
 
 async def always_fails(problem: Problem, sample: int) -> float:
@@ -355,18 +349,15 @@ async def test_no_snapshot_between_two_versions() -> None:
         assert run.pipeline.snapshot().ledger["released"] == 1, "not all replicas are there yet"
 
 
-def test_a_boundary_whose_update_has_not_ended_is_gone_on_from_like_any_other(tmp_path: Path) -> None:
-    async def scenario() -> Run:
-        async with Run(small_config(2, 6, max_steps_off_policy=2)) as run:
-            await run.step(0)
-            run.sampler.hold(7)
-            run.sampler.hold_update(2)
-            await run.step(1)
-            await run.pipeline.next_minibatch(2, 0)
-            await quiesce()
-            again = resumed(run, tmp_path / "o")
-        return await whole_run(again)
-
-    run = asyncio.run(scenario())
+async def test_a_boundary_whose_update_has_not_ended_is_gone_on_from_like_any_other(tmp_path: Path) -> None:
+    async with Run(small_config(2, 6, max_steps_off_policy=2)) as run:
+        await run.step(0)
+        run.sampler.hold(7)
+        run.sampler.hold_update(2)
+        await run.step(1)
+        await run.pipeline.next_minibatch(2, 0)
+        await quiesce()
+        again = resumed(run, tmp_path / "o")
+    run = await whole_run(again)
     assert trained(run) == [["0.1.1", "0.1.2"], ["0.2.0", "0.2.1"], ["0.2.2", "0.3.0"], ["0.3.1", "0.3.2"]]
     assert [row["off_policy/max"] for row in run.rows] == [2, 2, 2, 2]

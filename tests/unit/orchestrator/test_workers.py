@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
+from waiting import wait_for
 
 from orchestrator import workers
 from orchestrator.worker_process import HEADER
@@ -284,15 +285,11 @@ def test_programs_that_a_function_starts_have_no_socket() -> None:
     assert in_workers(scenario) == 0
 
 
-def test_variables_are_given_by_name_and_a_proxy_without_its_password(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_variables_are_given_by_name_and_a_proxy_without_its_password(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_API_KEY", "of the judge")
     monkeypatch.setenv("https_proxy", "http://user:password@proxy")
-
-    async def scenario() -> dict[str, str]:
-        async with workers.workers(1, ["JUDGE_API_KEY", "NOT_SET"]):
-            return await run_in_worker(environment, timeout_s=60)
-
-    seen = asyncio.run(scenario())
+    async with workers.workers(1, ["JUDGE_API_KEY", "NOT_SET"]):
+        seen = await run_in_worker(environment, timeout_s=60)
     assert seen["JUDGE_API_KEY"] == "of the judge"
     assert not {"NOT_SET", "https_proxy"} & seen.keys()
 
@@ -326,10 +323,7 @@ def test_a_worker_does_not_outlive_whoever_started_it() -> None:
     worker = int(caller.stdout.readline())
     caller.kill()
     caller.wait(60)
-    deadline = time.monotonic() + 60
-    while not gone(worker) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert gone(worker)
+    wait_for(lambda: gone(worker), "the end of the worker")
 
 
 def test_outside_a_run_it_says_what_to_write() -> None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -47,17 +48,13 @@ def test_a_gpu_that_torch_can_use_is_enough(monkeypatch: pytest.MonkeyPatch) -> 
     assert find_device(config_on("gpu"), "trainer shard 0") == "gpu"
 
 
-def too_old() -> None:
-    raise RuntimeError(OLD)
-
-
 @pytest.mark.parametrize("text", [TEXT, OPEN])
 def test_a_driver_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str) -> None:
     (tmp_path / "version").write_text(text)
     monkeypatch.setattr(device, "DRIVER", tmp_path / "version")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "init", too_old)
+    monkeypatch.setattr(torch.cuda, "init", Mock(side_effect=RuntimeError(OLD)))
     monkeypatch.setenv(VISIBLE, "3")
     with pytest.raises(BadInput) as refused:
         find_device(config_on("gpu"), "inference replica 1")
@@ -73,16 +70,14 @@ def test_a_driver_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch, tmp_
         assert part in said
 
 
-def not_compiled() -> None:
-    raise AssertionError("Torch not compiled with CUDA enabled")
-
-
 def test_a_torch_without_cuda_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The installed one, or one built for CUDA that says what such a one does."""
     if torch.version.cuda is not None:
         monkeypatch.setattr(torch.version, "cuda", None)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        monkeypatch.setattr(torch.cuda, "init", not_compiled)
+        monkeypatch.setattr(
+            torch.cuda, "init", Mock(side_effect=AssertionError("Torch not compiled with CUDA enabled"))
+        )
     monkeypatch.setattr(device, "DRIVER", tmp_path / "none")
     monkeypatch.delenv(VISIBLE, raising=False)
     found = "no NVIDIA driver is loaded; PyTorch is built without CUDA; CUDA_VISIBLE_DEVICES is not set; torch.cuda"

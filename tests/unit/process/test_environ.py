@@ -3,11 +3,11 @@
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from waiting import wait_for
 
 from trireme.process.environ import (
     DRIVER_MARK,
@@ -34,14 +34,6 @@ in_a_collective()
 """
 
 
-def until(log: Path, text: str) -> str:
-    deadline = time.monotonic() + DEADLINE_S
-    while not log.exists() or text not in log.read_text():
-        assert time.monotonic() < deadline, f"{log} has no {text!r}"
-        time.sleep(0.02)
-    return log.read_text()
-
-
 @pytest.fixture
 def hanging(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     process = subprocess.Popen([sys.executable, "-c", HANGS, str(tmp_path)], stdout=subprocess.PIPE)
@@ -51,20 +43,20 @@ def hanging(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_what_it_and_its_children_print_goes_to_its_log(tmp_path: Path, hanging: subprocess.Popen[bytes]) -> None:
-    assert until(tmp_path / "room_0.log", "error\n").split("\n")[:3] == ["a child", "out", "error"]
+    log = tmp_path / "room_0.log"
+    wait_for(lambda: log.exists() and "error\n" in log.read_text(), "its output")
+    assert log.read_text().split("\n")[:3] == ["a child", "out", "error"]
     hanging.kill()
     assert hanging.stdout is not None
     assert hanging.stdout.read() == b""
 
 
 def test_one_that_hangs_writes_where_and_lives(tmp_path: Path, hanging: subprocess.Popen[bytes]) -> None:
-    until(tmp_path / "room_0.log", "error\n")
-    for asked in (1, 2):
+    log = tmp_path / "room_0.log"
+    wait_for(lambda: log.exists() and "error\n" in log.read_text(), "its output")
+    for count in (1, 2):
         os.kill(hanging.pid, STACKS)
-        deadline = time.monotonic() + DEADLINE_S
-        while (tmp_path / "room_0.log").read_text().count("in in_a_collective") < asked:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_for(lambda: log.read_text().count("in in_a_collective") >= count, "its stacks")  # noqa: B023
     assert hanging.poll() is None
 
 

@@ -4,11 +4,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from waiting import wait_for
 
 from trireme.process import faults
 from trireme.process.faults import InjectedFault, fault_point, number_process
@@ -105,10 +105,6 @@ def test_a_stopped_process_goes_on_when_it_is_told() -> None:
 def test_a_frozen_one_goes_on_when_its_file_is_removed(tmp_path: Path) -> None:
     reached = tmp_path / "reached"
     process = start(FREEZES, TRIREME_FAULTS="here=freeze", TRIREME_FAULT_REACHED=str(reached))
-    deadline = time.monotonic() + DEADLINE_S
-    while not reached.exists():
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for(reached.exists, "the process to freeze")
     reached.unlink()
     assert ends(process) == (0, ["before", "after"])

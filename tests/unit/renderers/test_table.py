@@ -62,14 +62,6 @@ def test_with_thinking_switched_off_tokens_are_the_templates_too(
         assert bpe(QWEN3).decode(made).endswith("<think>\n\n</think>\n\n") is not enable_thinking
 
 
-@pytest.mark.parametrize("conversation", ["one question", "unicode", "several turns", "system prompt", "newlines"])
-def test_another_template_is_followed_too(conversation: str) -> None:
-    messages, _ = CONVERSATIONS[conversation]
-    tokenizer = bpe(SAYS)
-    made = make_renderer("chat_template", tokenizer).generation_prompt(messages)
-    assert made == expected(tokenizer, messages, (), True)
-
-
 def test_role_colon_parts_messages_by_an_empty_line() -> None:
     messages = [said("system", "Be brief."), said("user", "2 + 2?"), said("assistant", "4"), said("user", "3 + 3?")]
     tokenizer = characters()

@@ -10,6 +10,7 @@ from typing import BinaryIO
 import pytest
 from far_support import FarRun, puts
 from store_support import FIXED, Double, Driver, objects, stored
+from waiting import wait_for
 
 from trireme.checkpoint.bucket import Bucket
 from trireme.checkpoint.manifest import Manifest
@@ -24,20 +25,12 @@ from trireme.run.mirror import Mirror
 from trireme.run.rundir import RunDir
 
 pytestmark = pytest.mark.usefixtures("instant_disk")
-DEADLINE_S = 30.0
 
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mirror, "LOOK_S", 0.02)
     monkeypatch.setattr(mirror, "RETRY_S", 0.05)
-
-
-def until(true: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not true():
-        assert time.monotonic() < deadline, f"waited {DEADLINE_S:g} s until {what}"
-        time.sleep(0.01)
 
 
 def prune(driver: Driver, keep_last: int = 3, keep_every: int | None = None) -> None:
@@ -51,7 +44,7 @@ def test_a_commit_is_brought_when_it_is_there(url: str, tmp_path: Path) -> None:
         assert run.mirror
         run.checkout()
         driver.step(1, committed=True)
-        until(lambda: stored(url).of_branch(), "the commit is in the store")
+        wait_for(lambda: stored(url).of_branch(), "the commit in the store")
         run.store.check_owner()
         driver.step(2)
     files = stored(url).files
@@ -184,7 +177,7 @@ def test_a_thread_that_ends_early_is_told(url: str, tmp_path: Path, monkeypatch:
 
     def work(run: RunDir) -> None:
         monkeypatch.setattr(Mirror, "_new_commits", broken)
-        until(stops(run), "the run stops")
+        wait_for(stops(run), "the end of the run")
 
     with pytest.raises(OSError, match="stale file handle"):
         kept(driver, work)
@@ -220,13 +213,13 @@ def test_a_failed_upload_is_an_incident_and_tried_again(url: str, server: Double
         run.checkout()
         server.refuses = lambda request: request.startswith("PUT") and "commits" in request
         driver.step(1, committed=True)
-        until(lambda: notes, "the failure is told")
+        wait_for(lambda: notes, "a note of the failure")
         run.store.check_owner()  # checkpoint.max_missed = 3 are allowed
         time.sleep(0.3)
         assert len(notes) == 1, "once, not at each try"
         assert "1 commits among it" in notes[0]
         server.refuses = lambda _request: False
-        until(lambda: len(notes) == 2, "it is told that everything is there")
+        wait_for(lambda: len(notes) == 2, "a note that everything is there")
     assert "has everything again" in notes[1]
     assert list(stored(url).of_branch()) == [1]
 
@@ -255,7 +248,7 @@ def test_too_many_that_are_only_here_stop_the_run(url: str, server: Double, tmp_
         server.refuses = lambda request: request.startswith("PUT") and "commits" in request
         driver.step(1, committed=True)
         driver.step(2, committed=True)
-        until(stops(run), "the run stops")
+        wait_for(stops(run), "the end of the run")
 
     with pytest.raises(StorageFailed, match=r"2 commits among it .*max_missed = 1"):
         kept(driver, work)
@@ -290,10 +283,10 @@ def test_a_superseded_driver_loses_its_right_to_write(url: str, tmp_path: Path) 
 
     def work(run: RunDir) -> None:
         first.step(1, committed=True)
-        until(lambda: stored(url).of_branch(), "the commit is in the store")
+        wait_for(lambda: stored(url).of_branch(), "the commit in the store")
         Driver(url, tmp_path / "two", "--resume").claim()
         first.step(2, committed=True)
-        until(stops(run), "it is refused")
+        wait_for(stops(run), "the refusal")
 
     with pytest.raises(LockLost, match="was put by"):
         kept(first, work)

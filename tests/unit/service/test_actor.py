@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import wait_for_tasks
 
 from service import actor
 from service.actor import ServiceActor
@@ -61,16 +62,14 @@ async def test_a_replica_that_failed_a_chat_comes_back_unless_another_client_joi
     await own.join(0, "first", [])
     task = asyncio.create_task(own._bring_back())
     replicas.failures.put_nowait((0, "it failed"))
-    while replicas.looks < 2:  # noqa: ASYNC110  the task makes it true
-        await asyncio.sleep(0.001)
+    await wait_for_tasks(lambda: replicas.looks >= 2, "a second look")
     assert replicas.told == [("join", 0, "first")] * 2
     replicas.failures.put_nowait((0, "it died"))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     await own.leave(0, "dead")
     await own.join(0, "successor", [])
-    while replicas.looks < 3:  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
+    await wait_for_tasks(lambda: replicas.looks >= 3, "a third look")
     assert replicas.told[2:] == [("leave", 0), ("join", 0, "successor")]
     task.cancel()
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -14,6 +13,7 @@ from openai.types.chat import ChatCompletionMessage
 from openai.types.chat.chat_completion import Choice
 from renderer_support import CALCULATOR, CALL
 from service_support import ADMIN, CLIENT, LIMITS, MAX_LEN, VERSION, Served, served
+from waiting import wait_for_tasks
 
 from service.guard import Limits
 from service.places import Places
@@ -51,11 +51,6 @@ async def whole_choice(stream: Any) -> Any:
         finish = choice.finish_reason or finish
     parsed = ChatCompletionMessage.model_validate(message)
     return Choice.model_construct(index=0, message=parsed, finish_reason=finish)
-
-
-async def until(true: Callable[[], bool]) -> None:
-    while not true():  # noqa: ASYNC110  other tasks of this loop make it true
-        await asyncio.sleep(0.001)
 
 
 async def test_models() -> None:
@@ -395,7 +390,7 @@ async def test_what_is_being_answered_when_the_service_ends_is_told_so() -> None
         whole = asyncio.create_task(ask(service))
         stream = await ask(service, stream=True)
         await anext(stream)
-        await until(lambda: len(service.sampler.requests) == 2)
+        await wait_for_tasks(lambda: len(service.sampler.requests) == 2, "both samples")
         await service.front.close("the run has ended")
         with pytest.raises(openai.APIError, match="the run has ended"):
             await text_of(stream)
@@ -414,7 +409,7 @@ async def test_an_error_of_the_service_within_a_stream_ends_it_with_an_error(mon
         monkeypatch.setattr(MessageReader, "read", broken)
         service.sampler.hold = asyncio.Event()
         asked = asyncio.create_task(ask(service, stream=True))
-        await until(lambda: bool(service.sampler.requests))
+        await wait_for_tasks(lambda: service.sampler.requests, "the sample")
         service.sampler.hold.set()
         with pytest.raises(openai.InternalServerError, match="an error of the service"):
             await asked
@@ -433,7 +428,7 @@ async def test_a_full_queue_refuses_before_prompts_are_made(monkeypatch: pytest.
     async with served("4", places=Places(places=1, waiting=0, wait_s=30.0)) as service:
         service.sampler.hold = asyncio.Event()
         first = asyncio.create_task(ask(service))
-        await until(lambda: bool(service.sampler.requests))
+        await wait_for_tasks(lambda: service.sampler.requests, "the sample")
 
         def rendered(*_: object) -> None:
             raise AssertionError
@@ -452,9 +447,9 @@ async def test_a_client_that_leaves_ends_the_sampling() -> None:
         await anext(stream)
         await stream.close()
         waiting = asyncio.create_task(ask(service))
-        await until(lambda: len(service.sampler.requests) == 2)
+        await wait_for_tasks(lambda: len(service.sampler.requests) == 2, "both samples")
         waiting.cancel()
-        await until(lambda: service.sampler.cancelled == 2)
+        await wait_for_tasks(lambda: service.sampler.cancelled == 2, "the ends of both")
         assert service.front.turns.places.taken == 0
 
 
@@ -534,7 +529,7 @@ async def test_chats_wait_for_their_share_of_the_engine() -> None:
     async with served("4", places=places) as service:
         service.sampler.hold = asyncio.Event()
         first, second = (asyncio.create_task(ask(service)) for _ in range(2))
-        await until(lambda: places.waiting == 1 and bool(service.sampler.requests))
+        await wait_for_tasks(lambda: places.waiting == 1 and service.sampler.requests, "one that waits for a place")
         assert (places.taken, len(service.sampler.requests)) == (1, 1)
         with pytest.raises(openai.RateLimitError, match=r"service\.max_waiting") as full:
             await ask(service)

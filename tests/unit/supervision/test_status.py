@@ -8,12 +8,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from supervision_support import DEADLINE_S, driven, roster_of
+from waiting import wait_for
 
 from trireme.checkpoint.store import LOCK
 from trireme.core.errors import LimitReached
@@ -40,13 +40,6 @@ def roster() -> Roster:
     return roster_of(PartHealth.HEALTHY, PartHealth.STARTING)
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it never came to be"
-        time.sleep(0.01)
-
-
 def said(root: Path) -> Status:
     status = Status.read(root)
     assert status is not None
@@ -68,7 +61,7 @@ class TestStatus:
         roster.at_step(5)
         roster.note("inference_1", "its engine died")
         with StatusWriter(tmp_path, roster):
-            until((tmp_path / STATUS).exists)
+            wait_for((tmp_path / STATUS).exists, "the status")
             status = said(tmp_path)
             assert (status.pid, status.node) == (os.getpid(), os.uname().nodename)
             assert (status.attempt, status.step, status.incidents_total, status.ended) == (2, 5, 1, None)
@@ -83,7 +76,7 @@ class TestStatus:
         for n in range(200):
             roster.set(f"trainer_{n}", PartHealth.HEALTHY)
         with StatusWriter(tmp_path, roster):
-            until((tmp_path / STATUS).exists)
+            wait_for((tmp_path / STATUS).exists, "the status")
             for step in range(200):
                 roster.at_step(step)
                 assert len(json.loads((tmp_path / STATUS).read_bytes())["parts"]) == 202

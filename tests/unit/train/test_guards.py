@@ -1,6 +1,7 @@
 """Steps that are refused and a sampler that drifts: what is said, and when the run stops."""
 
 import math
+from unittest.mock import Mock
 
 import pytest
 from config_support import small
@@ -15,10 +16,6 @@ def config(**trainer) -> Config:
     return small(inference={"sampling": {"max_tokens": 8, "temperature": 0.7}}, trainer=trainer)
 
 
-def refuse() -> OptimStepResponse:
-    raise NonFiniteGradient("the gradient norm is nan.")
-
-
 def step() -> OptimStepResponse:
     return OptimStepResponse({"lr": 0.1, "grad_norm": 2.0})
 
@@ -30,6 +27,7 @@ def row(step=0, refused=0.0, kl=0.0):
 def test_a_refused_step_names_its_problems_and_the_run_goes_on():
     said: list[str] = []
     guard = Guard(config(), said.append)
+    refuse = Mock(side_effect=NonFiniteGradient("the gradient norm is nan."))
     assert math.isnan(guard.update(refuse, "step 1, update 2", ["7", "7", "3"]))
     assert said[0].startswith("step 1, update 2 was refused")
     assert "gradient norm is nan" in said[0]

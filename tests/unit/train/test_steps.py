@@ -10,11 +10,6 @@ from trireme.core.types import ForwardBackwardOutput
 from trireme.train.steps import StepRecord
 
 
-def output(loss: float, tokens: float) -> ForwardBackwardOutput:
-    metrics = {"loss:sum": loss, "loss_tokens:sum": tokens, "entropy:sum": 2 * tokens}
-    return ForwardBackwardOutput(np.zeros(1, np.float32), np.arange(2), metrics)
-
-
 @pytest.mark.parametrize(("divisors", "normalizers", "loss"), [((4, 2, 3), [6, 3], 2.0), ((0, 0, 0), [1, 1], 18.0)])
 def test_each_substep_is_divided_by_its_own_minibatches_and_the_loss_as_its_gradient(
     divisors: tuple[float, ...], normalizers: list[float], loss: float
@@ -22,7 +17,8 @@ def test_each_substep_is_divided_by_its_own_minibatches_and_the_loss_as_its_grad
     record, given = StepRecord(0), []
     guard: Any = SimpleNamespace(update=lambda step, *_: step() or 1.0)
     for number, divisor in enumerate(divisors):
-        record.add(output(6.0, tokens=10.0), divisor, ("p",))
+        metrics = {"loss:sum": 6.0, "loss_tokens:sum": 10.0, "entropy:sum": 20.0}
+        record.add(ForwardBackwardOutput(np.zeros(1, np.float32), np.arange(2), metrics), divisor, ("p",))
         if number:
             record.update(guard, given.append)
     assert given == normalizers

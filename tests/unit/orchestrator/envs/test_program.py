@@ -5,13 +5,13 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from renderer_support import QWEN3, bpe
+from waiting import wait_for, wait_for_tasks
 
 from orchestrator.env import EnvContext, load_dataset
 from orchestrator.envs.program import STARTER, BadProgramOutput, ProgramFailed, ProgramTimeout
@@ -22,17 +22,14 @@ from trireme.core.errors import BadInput
 ACCESS = AgentAccess("http://127.0.0.1:1/sessions/s/v1", "http://127.0.0.1:1/sessions/s", "tr-session-s")
 
 
-def context(split: Any = "train", seed: int = 0) -> EnvContext:
-    return EnvContext(bpe(QWEN3), seed, 2, split, RendererConfig())
-
-
 def dataset(directory: Path, code: str = "", split: Any = "train", seed: int = 0, **args: Any) -> Any:
     problems = directory / "problems.jsonl"
     if not problems.exists():
         problems.write_text('"first"\n\n{"second": 2}\n3\n')
     args = {"command": [sys.executable, "-c", code], "problems": str(problems)} | args
     variables = [name for name in ("TASK_LEVEL", "MARK") if name in os.environ]
-    return load_dataset(EnvConfig(id="agent:command", args=args, variables=variables), context(split, seed))
+    context = EnvContext(bpe(QWEN3), seed, 2, split, RendererConfig())
+    return load_dataset(EnvConfig(id="agent:command", args=args, variables=variables), context)
 
 
 def play(directory: Path, code: str, problem: int = 0, **args: Any) -> tuple[float, Any]:
@@ -152,8 +149,7 @@ async def test_one_whose_rollout_is_given_up_is_killed(tmp_path: Path, monkeypat
     env = await dataset(tmp_path, code).get_batch(0)[0].make_env(0)
     playing = asyncio.ensure_future(env.play(ACCESS))
     async with asyncio.timeout(30):
-        while not begun.exists():  # noqa: ASYNC110  another process makes the file
-            await asyncio.sleep(0.01)
+        await wait_for_tasks(begun.exists, "the program to begin")
     playing.cancel()
     await asyncio.wait([playing])
     assert playing.cancelled()
@@ -170,10 +166,7 @@ def test_a_program_does_not_outlive_the_one_who_plays(tmp_path: Path, monkeypatc
     plays = subprocess.Popen(
         [sys.executable, "-c", f"import os, subprocess, time; subprocess.Popen({start}); time.sleep(600)"]
     )
-    deadline = time.monotonic() + 30
-    while not begun.exists():
-        assert time.monotonic() < deadline, "the program did not begin"
-        time.sleep(0.01)
+    wait_for(begun.exists, "the program to begin")
     plays.kill()
     plays.wait(30)
     assert left_of(tmp_path) == []

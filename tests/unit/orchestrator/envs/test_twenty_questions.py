@@ -51,16 +51,11 @@ def play(env: TwentyQuestionsEnv, *questions: str) -> list[MessageStep]:
     return asyncio.run(main())
 
 
-def said(step: MessageStep) -> str:
-    (message,) = step.next_messages
-    return message["content"]
-
-
 def test_a_game() -> None:
     answerer = Knowing("Yes.", "no, it does not", "Maybe")
     env = TwentyQuestionsEnv("dog", 20, answerer)
     *asked, last = play(env, "Is it alive?", "Does it fly?", "Is it big?", "x" * 200, "Is it a DOG?")
-    assert [said(step) for step in asked] == [
+    assert [message["content"] for step in asked for message in step.next_messages] == [
         "yes",
         "no",
         "I can not say.",

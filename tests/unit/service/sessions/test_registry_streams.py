@@ -2,7 +2,6 @@
 without its end counts for nothing."""
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -10,6 +9,7 @@ import openai
 import pytest
 from service_support import VERSION, Served, served
 from session_agents import QUESTION, ask, bearer, exported, of, opened, refused, sampled, trained
+from waiting import wait_for_tasks
 
 from service.sessions.records import TurnAnswered
 from service.store import Row, Store
@@ -22,11 +22,6 @@ BODIES: dict[str, Any] = {
     "responses": {"input": "a"},
     "messages": {"messages": [QUESTION], "max_tokens": 300},
 }
-
-
-async def until(true: Callable[[], bool]) -> None:
-    while not true():  # noqa: ASYNC110  other tasks of this loop make it true
-        await asyncio.sleep(0.001)
 
 
 def turns_of(service: Served, session: Any) -> int:
@@ -64,10 +59,10 @@ async def test_a_client_that_leaves_a_stream_finds_the_whole_answer_by_its_retry
             await anext(stream)
             await stream.close()
             (running,) = service.front.registry.book.sessions[session["session"]].running
-            await until(lambda: not running.callers)
+            await wait_for_tasks(lambda: not running.callers, "its client to leave")
             retry: Any = {"extra_headers": {"x-stainless-retry-count": "1"}, "stream": True}
             joined = asyncio.create_task(ask(agent, QUESTION, **retry))
-            await until(lambda: bool(running.callers))
+            await wait_for_tasks(lambda: running.callers, "the retry")
             service.sampler.hold_within.set()
             assert await text_of(await joined) == TEXT, "it joins the turn that is being sampled"
             assert await text_of(await ask(agent, QUESTION, **retry)) == TEXT, "it is stored"
@@ -84,9 +79,9 @@ async def test_an_answer_whose_client_left_its_stream_is_stored_and_not_trained(
             await anext(stream)
             await stream.close()
         (running,) = service.front.registry.book.sessions[session["session"]].running
-        await until(lambda: not running.callers)
+        await wait_for_tasks(lambda: not running.callers, "its client to leave")
         service.sampler.hold_within.set()
-        await until(lambda: turns_of(service, session) == 1)
+        await wait_for_tasks(lambda: turns_of(service, session) == 1, "the turn")
         export = await exported(service, session)
         assert [turn["in_loss"] for turn in export["turns"]] == [False]
         assert export["metrics"]["session/undelivered"] == 1

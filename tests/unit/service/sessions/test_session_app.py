@@ -13,6 +13,7 @@ import pytest
 from renderer_support import CALCULATOR
 from service_support import ADMIN, CLIENT, VERSION, Served, served
 from session_agents import QUESTION, admin, ask, bearer, exported, of, opened, refused, sampled, trained
+from waiting import wait_for_tasks
 
 from service import front as fronts
 from service.sessions.turns import SessionClosed
@@ -158,8 +159,8 @@ async def test_an_answer_that_could_not_be_delivered_is_masked_and_counted() -> 
         service.sampler.hold.set()
         async with of(session) as agent:
             await ask(agent, QUESTION)
-        while any(each.running for each in service.front.registry.book.sessions.values()):  # noqa: ASYNC110  the first answer is kept for a retry
-            await asyncio.sleep(0.001)
+        sessions = service.front.registry.book.sessions.values()
+        await wait_for_tasks(lambda: not any(each.running for each in sessions), "the first answer")
         export = await exported(service, session)
         assert [turn["in_loss"] for turn in export["turns"]].count(True) == 1
         assert export["metrics"]["session/undelivered"] == 1
@@ -210,8 +211,7 @@ async def test_a_turn_that_runs_when_the_session_ends_is_gone_too() -> None:
         service.sampler.hold = asyncio.Event()
         async with of(session) as agent:
             call = asyncio.ensure_future(refused(agent))
-            while not service.sampler.requests:  # noqa: ASYNC110  the call makes it true
-                await asyncio.sleep(0.001)
+            await wait_for_tasks(lambda: service.sampler.requests, "the sample")
             export = await exported(service, session)
             assert (await call).status_code == 410
         assert export["turns"] == []
@@ -335,7 +335,6 @@ async def test_sessions_are_swept_for_ever(monkeypatch: pytest.MonkeyPatch) -> N
 
         monkeypatch.setattr(registry, "sweep", sweep)
         sweeper = asyncio.create_task(service.front.keep_swept())
-        while looks < 3 and not sweeper.done():  # noqa: ASYNC110  the task makes it true
-            await asyncio.sleep(0.001)
+        await wait_for_tasks(lambda: looks >= 3 or sweeper.done(), "three sweeps")
         assert not sweeper.done()
         sweeper.cancel()
