@@ -33,10 +33,8 @@ SHM = Path("/dev/shm")
 class Questions:
     """Questions that all nodes answer."""
 
-    output_dir: str = ""
-    """The directory of runs, run.output_dir; "" if there is none to look at."""
-    nonce: str = ""
-    """The name of a file that the driver has written there."""
+    trial: str = ""
+    """The path of a file that the driver has written where run.output_dir is; "" if there is none to look for."""
     model: str = ""
     """The model, a directory or a name on the hub; "" if there is none to look at."""
 
@@ -57,7 +55,7 @@ class NodeFacts:
     shm_free: int
     """Free bytes in /dev/shm."""
     shares_run_directory: bool
-    """True: it sees the file that the driver has written in run.output_dir, or there is none to look at."""
+    """True: it sees the driver's trial file, or there is none to look for."""
     model: Mapping[str, str] | None
     """The model's files with a digest for each; None if the node has no such model."""
     offline: bool
@@ -73,7 +71,7 @@ def collect(questions: Questions) -> NodeFacts:
         machine=this_machine(),
         available_bytes=psutil.virtual_memory().available,
         shm_free=shutil.disk_usage(SHM).free if SHM.is_dir() else 0,
-        shares_run_directory=not questions.nonce or Path(questions.output_dir, questions.nonce).is_file(),
+        shares_run_directory=not questions.trial or Path(questions.trial).is_file(),
         model=file_digests(directory) if directory else None,
         offline=os.environ.get("HF_HUB_OFFLINE") == "1",
     )

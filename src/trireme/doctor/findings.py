@@ -173,7 +173,7 @@ def _run_directory(name: str, facts: NodeFacts, expected: Expected) -> Iterator[
         yield Finding(
             name,
             "run directory",
-            f"it does not see the file that the driver has written in run.output_dir = {expected.output_dir}",
+            f"it does not see the file that the driver has written for run.output_dir = {expected.output_dir}",
             "one directory for all nodes with a trainer shard or the orchestrator, which write to it",
             f"mount it on {name}, or put --run.output-dir on a file system that the nodes share, or in object storage "
             "(s3://bucket/prefix), which needs no shared file system",

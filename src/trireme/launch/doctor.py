@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import ray
@@ -97,8 +97,8 @@ def examine(config: CommonConfig | None, among: Collection[str] = (), trainer: s
     nodes = joined_nodes(among)
     alive = {node.name: node for node in nodes if node.alive}
     token = secrets.token_bytes(TOKEN_BYTES)
-    with nonce_in(output_dir) as nonce, _examiners(alive, token) as calls:
-        questions = Questions(output_dir, nonce, config.model.name if config else "")
+    with trial_file(output_dir) as trial, _examiners(alive, token) as calls:
+        questions = Questions(trial, config.model.name if config else "")
         reports: dict[str, Report] = calls.all(
             lambda name, handle: handle.report.remote(questions, alive[name].address, ports), REPORT_S
         )
@@ -143,31 +143,24 @@ def _examiners(nodes: Mapping[str, Declared], token: bytes) -> Iterator[Calls]:
 
 
 @contextmanager
-def nonce_in(output_dir: str) -> Iterator[str]:
-    """Writes a file into a directory, which is made, and yields the file's name; "" without a directory. Removes the
-    file after the block, and the directories that it made. Raises BadInput."""
+def trial_file(output_dir: str) -> Iterator[str]:
+    """Writes a file into a directory, or into its nearest parent that exists, and yields the file's path; "" without a
+    directory. Removes the file after the block. Raises BadInput."""
     if not output_dir:
         yield ""
         return
     directory = Path(output_dir)
-    new = [place for place in (directory, *directory.parents) if not place.exists()]
-    name = f".doctor-{os.getpid()}-{secrets.token_hex(4)}"
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / name).touch()
-    except OSError as error:
-        raise Refusal(
-            f"run.output_dir = {directory}, where nothing can be written: {error.strerror}",
-            "a directory for the files of runs, with room for them",
-            f"`df -h {directory}`, or choose another --run.output-dir",
-        ).error() from None
-    try:
-        yield name
-    finally:
-        (directory / name).unlink(missing_ok=True)
-        for place in new:
-            with suppress(OSError):  # a run has written there meanwhile
-                place.rmdir()
+    place = next(place for place in (directory, *directory.parents) if place.exists())
+    with ExitStack() as ending:
+        try:
+            trial = ending.enter_context(NamedTemporaryFile(prefix=".doctor-", dir=place))
+        except OSError as error:
+            raise Refusal(
+                f"run.output_dir = {directory}; nothing can be written in {place}: {error.strerror}",
+                "a directory for the files of runs, with room for them",
+                f"`df -h {place}`, or choose another --run.output-dir",
+            ).error() from None
+        yield trial.name
 
 
 def check_nodes(plan: Plan, rooms: Mapping[str, Sequence[str]], console: Console) -> None:

@@ -27,7 +27,7 @@ def test_an_address_where_it_cannot_listen_is_an_error() -> None:
 
 
 def test_it_looks_for_the_file_of_the_driver(tmp_path: Path) -> None:
-    (tmp_path / "nonce").touch()
+    (tmp_path / "trial").touch()
     examiner = Examiner("one", TOKEN)
-    assert examiner.report(Questions(str(tmp_path), "nonce"), "127.0.0.1", ()).facts.shares_run_directory
-    assert not examiner.report(Questions(str(tmp_path), "another"), "127.0.0.1", ()).facts.shares_run_directory
+    assert examiner.report(Questions(str(tmp_path / "trial")), "127.0.0.1", ()).facts.shares_run_directory
+    assert not examiner.report(Questions(str(tmp_path / "another")), "127.0.0.1", ()).facts.shares_run_directory

@@ -1,4 +1,4 @@
-"""Calls to all nodes at once name the one that does not answer; the nonce leaves nothing behind."""
+"""Calls to all nodes at once name the one that does not answer; the trial file leaves nothing behind."""
 
 import io
 from dataclasses import replace
@@ -15,7 +15,7 @@ from trireme.config import CommonConfig
 from trireme.core.errors import BadInput, RoomFailed
 from trireme.doctor.examination import Examination
 from trireme.launch import doctor
-from trireme.launch.doctor import Calls, nonce_in
+from trireme.launch.doctor import Calls, trial_file
 
 
 class Answers:
@@ -60,25 +60,21 @@ def test_the_node_of_the_trainer_sends() -> None:
     assert doctor._sender([], "") == ""
 
 
-def test_the_nonce_leaves_nothing(tmp_path: Path) -> None:
-    new = tmp_path / "a" / "b"
-    with nonce_in(str(new)) as name:
-        assert (new / name).is_file()
+@pytest.mark.parametrize("below", ["", "a", "a/b"])
+def test_the_trial_file_lies_in_the_nearest_directory_that_exists_and_leaves_nothing(
+    below: str, tmp_path: Path
+) -> None:
+    with trial_file(str(tmp_path / below)) as file:
+        assert Path(file).parent == tmp_path
+        assert [str(path) for path in tmp_path.iterdir()] == [file]
     assert list(tmp_path.iterdir()) == []
-    with nonce_in("") as name:
-        assert name == ""
-
-
-def test_a_directory_that_others_use_stays(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    with nonce_in(str(tmp_path)):
-        pass
-    assert [file.name for file in tmp_path.iterdir()] == ["run"]
+    with trial_file("") as file:
+        assert file == ""
 
 
 def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(BadInput, match=r"run.output_dir = .*/file"), nonce_in(str(tmp_path / "file")):
+    with pytest.raises(BadInput, match=r"run.output_dir = .*/file"), trial_file(str(tmp_path / "file")):
         pass
 
 
