@@ -13,7 +13,6 @@ from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import psutil
 import xxhash
 
 from trireme.config.installed import package_versions
@@ -49,9 +48,7 @@ class NodeFacts:
     """Versions of Python, of packages and of the NVIDIA driver ("" without one), and a digest of this project's
     source ("source")."""
     machine: Node
-    """Cores, memory, /dev/shm and the GPUs that the driver of the machine shows."""
-    available_bytes: int
-    """Memory that is free, or can be freed at once."""
+    """Cores, memory, what of it is free, /dev/shm and the GPUs that the driver of the machine shows."""
     shm_free: int
     """Free bytes in /dev/shm."""
     shares_run_directory: bool
@@ -69,7 +66,6 @@ def collect(questions: Questions) -> NodeFacts:
         host=os.uname().nodename,
         versions=_versions(),
         machine=this_machine(),
-        available_bytes=psutil.virtual_memory().available,
         shm_free=shutil.disk_usage(SHM).free if SHM.is_dir() else 0,
         shares_run_directory=not questions.trial or Path(questions.trial).is_file(),
         model=file_digests(directory) if directory else None,

@@ -89,11 +89,11 @@ def _gpus(node: Declared, facts: NodeFacts) -> Iterator[Finding]:
 
 def _memory(node: Declared, facts: NodeFacts, expected: Expected) -> Iterator[Finding]:
     needed = expected.memory.get(node.name, 0)
-    if facts.available_bytes < needed:
+    if facts.machine.free_bytes < needed:
         yield Finding(
             node.name,
             "memory",
-            f"{gib(facts.available_bytes)} of {gib(facts.machine.memory_bytes)} of memory are free",
+            f"{gib(facts.machine.free_bytes)} of {gib(facts.machine.memory_bytes)} of memory are free",
             f"{gib(needed)}, by the estimate of the plan (`--dry-run` shows it)",
             f"on {node.name}: `ps aux --sort=-rss | head` shows what takes it; end what is left of other runs",
             fatal=False,

@@ -50,7 +50,7 @@ def _nodes(examination: Examination) -> Table:
         if facts is None:
             table.add_row(node.name, node.host, Text("does not answer" if node.alive else "lost", style="red"))
             continue
-        free = f"{gib(facts.available_bytes)} of {gib(facts.machine.memory_bytes)}"
+        free = f"{gib(facts.machine.free_bytes)} of {gib(facts.machine.memory_bytes)}"
         cells = (str(node.cpus), str(node.gpus), free, gib(facts.machine.shm_bytes), facts.versions["python"])
         table.add_row(node.name, node.host, *cells)
     return table

@@ -24,11 +24,11 @@ from rich.console import Console
 from trireme.launch.doctor import check_nodes
 from trireme.plan.base import Plan
 from trireme.process import waits
-from trireme.process.environ import cluster_address
-from trireme.process.ray_cluster import Progress, cluster_resources, nodes_of, ray_cluster, reserve
+from trireme.process.environ import Resources, cluster_address
+from trireme.process.ray_cluster import Progress, actor_nodes, cluster_resources, nodes_of, ray_cluster, reserve
 
 NODES_S = 30.0
-"""Seconds for which nodes of a cluster are asked what they have, before more replicas start."""
+"""Seconds for which nodes of a cluster are asked what they have, before actors start there."""
 
 
 @contextmanager
@@ -41,12 +41,12 @@ def joined(plan: Plan) -> Iterator[Plan]:
         yield plan
 
 
-def check_replicas(plan: Plan, wanted: int) -> None:
-    """Raises BadInput where the machines that there are now cannot hold `wanted` replicas, RoomFailed for nodes of a
-    cluster that do not say what they have."""
-    if cluster_address(plan.config) is not None:
-        plan = replace(plan, resources=cluster_resources(NODES_S))
-    plan.check_replicas(wanted)
+def check_replicas(plan: Plan, wanted: int, added: int) -> None:
+    """Raises BadInput where the machines that there are now cannot hold `wanted` replicas, or what is free there the
+    `added` ones; RoomFailed for nodes of a cluster that do not say what they have."""
+    joined = cluster_address(plan.config) is not None
+    now = cluster_resources(NODES_S) if joined else Resources.of_this_machine()
+    replace(plan, resources=now).check_replicas(wanted, added)
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,14 @@ class ReservedPlaces:
 
 def reserve_places(plan: Plan, progress: Progress, console: Console, ending: ExitStack) -> ReservedPlaces:
     """Reserves a place for each actor of `plan`, and examines the nodes with places in a cluster that was joined.
-    `ending` gives the places back. Raises BadInput where the nodes cannot work together, RoomFailed after
-    `timeouts.place_s`."""
+    `ending` gives the places back. Raises BadInput where other runs leave too little memory on these nodes, or where
+    they cannot work together; RoomFailed after `timeouts.place_s`."""
     group, options = reserve(plan.options, plan.config.timeouts.place_s, progress, ending, plan.blocks)
     places = ReservedPlaces(group, plan.by_room(options))
     if cluster_address(plan.config):
+        nodes = zip(plan.actor_names, actor_nodes(options), strict=True)
+        placed = {name: node for name, node in nodes if node}  # none where its node was lost meanwhile
+        replace(plan, resources=cluster_resources(NODES_S), placed=placed).check_resources()
         check_nodes(plan, nodes_of(places.rooms), console)
     return places
 

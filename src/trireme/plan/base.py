@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -18,7 +18,15 @@ from trireme.config.model_facts import ModelFacts
 from trireme.config.run import READ_BYTES_PER_S
 from trireme.config.schema import CommonConfig
 from trireme.core.refusals import Refusal
-from trireme.plan.needs import GPU_TOLERANCE, HOST_TOLERANCE, NodeNeeds, check_shm, distribute, gib
+from trireme.plan.needs import (
+    GPU_TOLERANCE,
+    HOST_TOLERANCE,
+    NodeNeeds,
+    check_shm,
+    distribute,
+    gib,
+    memory_text,
+)
 from trireme.plan.part import Part
 from trireme.plan.suggestions import suggestions
 from trireme.process.environ import HUGE_PAGES, Resources, cluster_address
@@ -61,6 +69,8 @@ class Plan:
     """Warnings of the checks of the configuration."""
     verbose: bool = False
     """True: a start prints all rows."""
+    placed: Mapping[str, str] = field(default_factory=dict)
+    """Ray's id of the machine of each actor, once Ray has placed them."""
 
     @cached_property
     def parts(self) -> list[Part]:
@@ -159,8 +169,12 @@ class Plan:
         """Ray's options of a replica that is added to a run. On CPUs that this run alone uses it needs no share, as all
         may be taken."""
         own = cluster_address(self.config) is None and not self.on_gpus
-        (replica,) = (part for part in self.parts if part.room == "inference")
-        return self._options(replica) | ({"num_cpus": 0.0} if own else {})
+        return self._options(self._replicas) | ({"num_cpus": 0.0} if own else {})
+
+    @property
+    def _replicas(self) -> Part:
+        """The part of the replicas, in a run that has some."""
+        return next(part for part in self.parts if part.room == "inference")
 
     @property
     def blocks(self) -> list[int]:
@@ -180,7 +194,10 @@ class Plan:
             return []
         needs = dict(zip(self.actor_names, (need for each in found for need in each or ()), strict=True))
         sizes = [*self.blocks, *[1] * (len(needs) - sum(self.blocks))]
-        return distribute(needs, self.options, sizes, self.resources.nodes, shares_gpu=self.shares_gpu)
+        # In a cluster it is not known before which of its machines must have that much free.
+        certain = self.placed or cluster_address(self.config) is None
+        nodes = (self.resources if certain else self.resources.emptied).nodes
+        return distribute(needs, self.options, sizes, nodes, shares_gpu=self.shares_gpu, placed=self.placed)
 
     def shortages(self, *, hopeless: bool) -> list[str]:
         """Says which machines have too little memory, or with `hopeless` less than the estimates' errors explain."""
@@ -189,30 +206,42 @@ class Plan:
     def check_resources(self) -> None:
         """Raises BadInput when the run needs more GPUs than there are, has more processes than Ray can place on the
         cores, or needs far more memory, or more of /dev/shm, than there is; and when it has replicas and the installed
-        build of vLLM is not for its devices. Too few cores, and somewhat too little memory, are only warnings."""
+        build of vLLM is not for its devices. Too few cores, and somewhat too little memory, are only warnings. On this
+        machine, and in a cluster once actors are placed, it counts what other programs and runs leave free."""
         self._check_places()
         check_shm(self.machines)
         if short := self.shortages(hopeless=True):
             flags = "; or ".join(suggestions(self)[:SUGGESTIONS])
+            do = f"cheapest first: {flags}" if flags else "take a smaller model, or larger machines"
+            if not replace(self, resources=self.resources.emptied).shortages(hopeless=True):
+                do += "; or end what else runs there, or wait for its end (`ps aux --sort=-rss | head`, `nvidia-smi`)"
             raise Refusal(
                 "; ".join(short),
                 "a plan that fits. These are estimates: up to "
                 f"{GPU_TOLERANCE:g} times the memory of a GPU and {HOST_TOLERANCE:g} times that of a machine only warn",
-                f"cheapest first: {flags}" if flags else "take a smaller model, or larger machines",
+                do,
             ).error()
 
-    def check_replicas(self, wanted: int) -> None:
-        """Raises BadInput where the machines cannot hold `wanted` replicas, by the estimates of memory and by the GPUs.
-        Replicas for which only cores are missing wait for a node."""
+    def check_replicas(self, wanted: int, added: int) -> None:
+        """Raises BadInput where the machines cannot hold `wanted` replicas, by the estimates of memory and by the GPUs,
+        or have no free memory for the `added` ones among them. Replicas for which only cores are missing wait for a
+        node."""
         inference = getattr(self.config, "inference")  # noqa: B009  only runs with replicas are scaled
         config = self.config.model_copy(update={"inference": inference.model_copy(update={"replicas": wanted})})
-        larger = replace(self, config=config)
+        larger = replace(self, config=config, resources=self.resources.emptied)  # what is taken may be this run's
         larger.check_resources()
-        if short := larger.shortages(hopeless=False):
+        short, nodes = larger.shortages(hopeless=False), self.resources.nodes
+        for need in (self._replicas.needs or ())[:1]:
+            each = sum(need.host.values())
+            if added > sum(node.free_bytes // each for node in nodes):
+                has = "; ".join(map(memory_text, nodes))
+                short.append(f"{added} of them have to start, and need {gib(each)} of memory each, where {has}")
+        if short:
             raise Refusal(
                 f"{count(wanted, 'replica')}: {'; '.join(short)}",
                 f"a number that fits into the memory of {self.resources.source}, by the estimates of the plan",
-                "ask for fewer, lower --inference.memory-gb in another run, or add nodes to a cluster",
+                "ask for fewer, end what else runs there, lower --inference.memory-gb in another run, or add nodes to "
+                "a cluster",
             ).error()
 
     def _check_places(self) -> None:

@@ -5,8 +5,9 @@ All figures are estimates. `GPU_TOLERANCE` and `HOST_TOLERANCE` are the only pla
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from trireme.core.refusals import Refusal
@@ -89,8 +90,7 @@ class NodeNeeds:
         if gpu:
             share = max((need.gpu_share for need in self.actors.values()), default=0.0)
             claimed = int(share * gpu.memory_bytes)
-            of_all = f" of {gib(gpu.memory_bytes)}" if gpu.free_bytes < gpu.memory_bytes else ""
-            has = f"a GPU of {self.node.name} has {gib(gpu.free_bytes)}{of_all} free"
+            has = f"a GPU of {self.node.name} has {_free_text(gpu)} free"
             if sum(self.gpu.values()) > gpu_times * gpu.free_bytes:
                 found.append(f"{has}, {_parts_text(self.gpu)}")
             elif claimed + (0 if hopeless else self._beside) > gpu.free_bytes:
@@ -98,8 +98,8 @@ class NodeNeeds:
                     f"{has}, and vLLM starts only where {gib(claimed)} are: inference.gpu_memory_utilization = "
                     f"{share:g} of all, whatever inference.gpu_cache_gb is"
                 )
-        if sum(self.host.values()) > host_times * self.node.memory_bytes:
-            found.append(f"{self.node.name} has {gib(self.node.memory_bytes)} of memory, {_parts_text(self.host)}")
+        if sum(self.host.values()) > host_times * self.node.free_bytes:
+            found.append(f"{memory_text(self.node)}, {_parts_text(self.host)}")
         return found
 
     @property
@@ -150,6 +150,16 @@ def check_shm(machines: Sequence[NodeNeeds]) -> None:
             ).error()
 
 
+def memory_text(node: Node) -> str:
+    """Returns "A has 16.00 GiB of memory", or where something runs "A has 3.10 GiB of 16.00 GiB of memory free"."""
+    return f"{node.name} has {_free_text(node)} of memory{' free' * (node.free_bytes < node.memory_bytes)}"
+
+
+def _free_text(of: Node | Gpu) -> str:
+    of_all = f" of {gib(of.memory_bytes)}" if of.free_bytes < of.memory_bytes else ""
+    return f"{gib(of.free_bytes)}{of_all}"
+
+
 def _parts_text(parts: Mapping[str, int]) -> str:
     """Returns "15.20 GiB are needed: weights 9.00 GiB, ..."."""
     each = ", ".join(f"{what} {gib(number)}" for what, number in _largest(parts))
@@ -173,22 +183,27 @@ def distribute(
     nodes: Sequence[Node],
     *,
     shares_gpu: bool,
+    placed: Mapping[str, str],
 ) -> list[NodeNeeds]:
-    """Returns the machines that are used, each with those actors of `needs` that are probably on it: on as few machines
-    as possible, as Ray places them, though it has an order of its own. `options`: Ray's of each actor; `sizes`: how
-    many actors, one after the other, are on one machine together."""
+    """Returns the machines that are used, each with those actors of `needs` that are on it, and the GPUs that these
+    take. `options`: Ray's of each actor; `sizes`: how many actors, one after the other, are on one machine together;
+    `placed`: Ray's id of the machine of each actor. Actors that are not placed are probably on as few machines as
+    possible, as Ray places them, though it has an order of its own."""
     ends = list(accumulate(sizes))
     wanted = [
         {what: sum(each[what] for each in options[end - size : end]) for what in ("num_cpus", "num_gpus")}
         for size, end in zip(sizes, ends, strict=True)
     ]
     places = [n for size, n in zip(sizes, _place(wanted, nodes), strict=True) for _ in range(size)]
-    at = dict(zip(needs, places, strict=True))
-    return [
-        NodeNeeds(node, {name: needs[name] for name in needs if at[name] == n}, shares_gpu)
-        for n, node in enumerate(nodes)
-        if n in places
-    ]
+    ids = {node.id: n for n, node in enumerate(nodes) if node.id}
+    at = {name: ids.get(placed.get(name, ""), n) for name, n in zip(needs, places, strict=True)}
+    gpus = dict(zip(needs, (each["num_gpus"] for each in options), strict=True))
+    found = []
+    for n, node in enumerate(nodes):
+        if actors := {name: need for name, need in needs.items() if at[name] == n}:
+            taken = node.gpus[: math.ceil(sum(gpus[name] for name in actors))]
+            found.append(NodeNeeds(replace(node, gpus=taken), actors, shares_gpu))
+    return found
 
 
 def _place(wanted: Sequence[Mapping[str, float]], nodes: Sequence[Node]) -> list[int]:

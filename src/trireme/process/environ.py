@@ -9,7 +9,7 @@ import os
 import secrets
 import signal
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trireme.config import CommonConfig
@@ -58,6 +58,17 @@ class Resources:
     def memory_bytes(self) -> int:
         """Memory of all machines."""
         return sum(node.memory_bytes for node in self.nodes)
+
+    @property
+    def emptied(self) -> Resources:
+        """The machines as they are when nothing runs there."""
+        emptied = [
+            replace(
+                node, free_bytes=node.memory_bytes, gpus=tuple(replace(g, free_bytes=g.memory_bytes) for g in node.gpus)
+            )
+            for node in self.nodes
+        ]
+        return replace(self, nodes=tuple(emptied))
 
     def compute_on_gpus(self, config: CommonConfig) -> bool:
         """Returns True if the models of a run compute on GPUs here."""

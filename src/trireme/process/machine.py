@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 MIB = 2**20
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 SMI = ("nvidia-smi", "--query-gpu=index,uuid,memory.total,memory.free", "--format=csv,noheader,nounits")
@@ -43,12 +45,17 @@ class Node:
     """GPUs that the run may use."""
     memory_bytes: int
     """Memory of the machine, or what its control group allows if that is less."""
+    free_bytes: int
+    """The memory that no process has taken, by the system and by the control group."""
     shm_bytes: int
     """Size of /dev/shm."""
     store_bytes: int
     """Size of Ray's object store."""
     gpus: tuple[Gpu, ...] = ()
-    """The memory of each GPU; fewer than `num_gpus` where the driver does not tell it."""
+    """The memory of each GPU; fewer than `num_gpus` where the driver does not tell it. Of a cluster's node the one with
+    most free memory comes first: Ray gives away GPUs that no actor has."""
+    id: str = ""
+    """Ray's id of it; "" for a machine that is in no cluster."""
 
     @property
     def smallest_gpu(self) -> Gpu | None:
@@ -64,13 +71,15 @@ def this_machine() -> Node:
     gpus = _ask_driver(visible) if count else ()
     if visible is not None:
         count = min(count, len(_chosen(visible)))
-    memory = min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *_group_limits()])
+    system, groups = psutil.virtual_memory(), list(_group_memory())
+    memory = min([system.total, *(limit for limit, _ in groups)])
     shm = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0
     return Node(
         name="this machine",
         cpus=len(os.sched_getaffinity(0)),
         num_gpus=count,
         memory_bytes=memory,
+        free_bytes=max(0, min([system.available, *(left for _, left in groups)])),
         shm_bytes=shm,
         store_bytes=min(int(STORE_SHARE * memory), STORE_BYTES, max(STORE_ON_DISK, int(0.95 * shm))),
         gpus=gpus[:count],
@@ -98,21 +107,27 @@ def _ask_driver(visible: str | None) -> tuple[Gpu, ...]:
     return tuple(found)
 
 
-def _group_limits(groups: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
-    """Yields the memory limits of this process's control group and of those around it, of version 2 and of version 1.
-    In a container the mount shows the container's own group as its root."""
+def _group_memory(
+    groups: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
+) -> Iterator[tuple[int, int]]:
+    """Yields the memory limits of this process's control group and of those around it, each with what is left of it, of
+    version 2 and of version 1. Pages of files are left, as the system drops them where memory is asked for. In a
+    container the mount shows the container's own group as its root."""
     lines = groups.read_text().splitlines() if groups.is_file() else []
     for number, controllers, path in (line.split(":", 2) for line in lines):
         if number == "0" and not controllers:
-            base, file = mount, "memory.max"
+            base, most, used, pages = mount, "memory.max", "memory.current", ("active_file", "inactive_file")
         elif "memory" in controllers.split(","):
-            base, file = mount / "memory", "memory.limit_in_bytes"
+            base, most, used = mount / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            pages = ("total_active_file", "total_inactive_file")
         else:
             continue
         inner = base / path.lstrip("/")
         for directory in (inner, *inner.parents):
-            if directory.is_relative_to(base) and (limit := _read(directory / file).strip()).isdigit():
-                yield int(limit)
+            if directory.is_relative_to(base) and (limit := _read(directory / most).strip()).isdigit():
+                counts = dict(line.split() for line in _read(directory / "memory.stat").splitlines())
+                taken = int(_read(directory / used) or 0) - sum(int(counts.get(name, 0)) for name in pages)
+                yield int(limit), int(limit) - taken
 
 
 def _read(file: Path) -> str:

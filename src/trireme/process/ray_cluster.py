@@ -109,7 +109,8 @@ def _nodes(timeout_s: float) -> tuple[Node, ...]:
             cpus=int(node["Resources"].get("CPU", 0)),
             num_gpus=int(node["Resources"].get("GPU", 0)),
             store_bytes=int(node["Resources"].get("object_store_memory", 0)),
-            gpus=machine.gpus[: int(node["Resources"].get("GPU", 0))],
+            gpus=tuple(sorted(machine.gpus, key=lambda gpu: -gpu.free_bytes))[: int(node["Resources"].get("GPU", 0))],
+            id=node["NodeID"],
         )
         for name, node, machine in zip(names, alive, told, strict=True)
     )
@@ -290,7 +291,7 @@ class PlacePool:
     def are_there(options_N: Sequence[Mapping[str, Any]]) -> list[bool]:
         """Tells of each actor with these options of Ray if Ray has its place; it has none while its node is lost. Asks
         Ray once about each group."""
-        return [node is not None for node in _nodes_of(options_N)]
+        return [node is not None for node in actor_nodes(options_N)]
 
 
 def nodes_of(options: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, list[str]]:
@@ -298,12 +299,12 @@ def nodes_of(options: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, li
     Actors on lost nodes have none."""
     found: dict[str, list[str]] = {}
     for room, actors in options.items():
-        for node in {node: None for node in _nodes_of(actors) if node}:
+        for node in {node: None for node in actor_nodes(actors) if node}:
             found.setdefault(node, []).append(room)
     return found
 
 
-def _nodes_of(options_N: Sequence[Mapping[str, Any]]) -> list[str | None]:
+def actor_nodes(options_N: Sequence[Mapping[str, Any]]) -> list[str | None]:
     """Returns Ray's id of the node of each actor with these options; None for those that have no place."""
     strategies = [options["scheduling_strategy"] for options in options_N]
     groups = {each.placement_group.id: each.placement_group for each in strategies}

@@ -226,11 +226,14 @@ class ReplicaManager:
         self._asked[index] = self._since[index] + ALIVE_S
         self._monitor.wait_for(asked, _part_name(index), partial(self._succeed, index))
 
-    def most_at_once(self, wanted: int) -> int | None:
-        """Returns how many replicas there are at once while their number becomes `wanted`, with those that leave; None
-        where none is added."""
-        leaving = len(self._of(ReplicaState.DRAINING))
-        return wanted + leaving if wanted > len(self._states) - leaving else None
+    @property
+    def running(self) -> int:
+        """Number of replicas that have memory, those that leave too."""
+        return len(self._states)
+
+    def added(self, wanted: int) -> int:
+        """Returns how many replicas start if there are to be `wanted`, beside those that leave."""
+        return max(0, wanted - len(self._states) + len(self._of(ReplicaState.DRAINING)))
 
     def scale(self, wanted: int) -> str:
         """Changes the number of replicas to `wanted`; places of those that were left out serve others. Returns what

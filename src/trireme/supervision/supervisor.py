@@ -60,9 +60,9 @@ class ElasticReplicas:
     replicas: ReplicaActors
     requests: ScaleRequests  # for more or fewer replicas
     places: PlacePool  # for added replicas
-    check_number: Callable[[int], None]
-    """Raises BadInput for a number of replicas that the machines cannot hold, RoomFailed where that is unknown. It
-    may ask nodes."""
+    check_number: Callable[[int, int], None]
+    """Raises BadInput for a number of replicas, or of added ones among them, that the machines cannot hold, RoomFailed
+    where that is unknown. It may ask nodes."""
 
 
 class Supervisor:
@@ -253,9 +253,10 @@ class Supervisor:
             return
         try:
             with self._lock:
-                number = manager.most_at_once(request.replicas)
-            if number is not None:
-                elastic.check_number(number)  # without the lock: it takes seconds when nodes do not answer
+                added = manager.added(request.replicas)
+                number = manager.running + added  # at once: some may be leaving
+            if added:
+                elastic.check_number(number, added)  # without the lock: it takes seconds when nodes do not answer
             with self._lock:
                 accepted, what = True, manager.scale(request.replicas)
         except (BadInput, RoomFailed) as refusal:

@@ -12,7 +12,7 @@ from trireme.doctor.facts import Questions, collect
 def test_a_node_reports_what_it_has() -> None:
     facts = collect(Questions())
     assert {"python", "torch", "ray", "source", "driver", "numpy"} <= set(facts.versions)
-    assert facts.available_bytes <= facts.machine.memory_bytes
+    assert facts.machine.free_bytes <= facts.machine.memory_bytes
     assert facts.shm_free <= facts.machine.shm_bytes
     assert facts.model is None
     assert facts.shares_run_directory, "there is none to look at"

@@ -10,6 +10,7 @@ from trireme.doctor.finding import CLUSTER
 from trireme.plan.memory import GIB
 
 VERSIONS = facts_of(THIRD).versions
+FULL = replace(MACHINE, free_bytes=GIB)
 FILES = {"config.json": "1", "model.safetensors": "other"}
 MANY_FILES = {f"model-{number}.safetensors": "1" for number in range(5)}
 
@@ -21,7 +22,7 @@ FAULTS = {
     "wrong driver": (changed(THIRD, versions={**VERSIONS, "driver": "570.1"}), THIRD, "driver is 570.1", False),
     "fewer GPUs": (changed(THIRD, machine=replace(MACHINE, num_gpus=7)), THIRD, "the machine shows 7", True),
     "more GPUs": (changed(THIRD, machine=replace(MACHINE, num_gpus=9)), THIRD, "the machine shows 9", False),
-    "little memory": (changed(THIRD, available_bytes=GIB), THIRD, "1.00 GiB of 64.00 GiB of memory", False),
+    "little memory": (changed(THIRD, machine=FULL), THIRD, "1.00 GiB of 64.00 GiB of memory", False),
     "small /dev/shm": (changed(THIRD, machine=replace(MACHINE, shm_bytes=2**26)), THIRD, "/dev/shm has 0.06 GiB", True),
     "full /dev/shm": (changed(THIRD, shm_free=GIB // 2), THIRD, "of which 0.50 GiB are free", True),
     "store on disk": (changed(THIRD, machine=replace(MACHINE, shm_bytes=4 * GIB)), THIRD, "/dev/shm has 4.0", False),
@@ -102,7 +103,7 @@ def test_a_head_without_a_gpu_has_no_driver() -> None:
 
 
 def test_errors_come_first() -> None:
-    both = changed(HEAD, available_bytes=GIB, model=None)
+    both = changed(HEAD, machine=FULL, model=None)
     assert [finding.fatal for finding in problems(both)] == [True, False]
 
 

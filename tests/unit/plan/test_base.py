@@ -1,6 +1,7 @@
 """The plan of any run: devices, shares of cores, and refusals for lack of GPUs."""
 
 import os
+import re
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from trireme.config import installed
 from trireme.core.errors import BadInput
 from trireme.plan.memory import GIB
 from trireme.process.environ import Resources
+from trireme.process.machine import Gpu
 
 
 def test_a_start_prints_the_rows_that_matter_most_and_all_warnings() -> None:
@@ -102,13 +104,68 @@ class TestCores:
 
     def test_more_replicas_than_the_machine_holds_are_refused_with_numbers(self) -> None:
         given = plan(replicas=2, resources=machines(cpus=2, memory_bytes=24 * GIB))
-        given.check_replicas(3)
+        given.check_replicas(3, 1)
         with pytest.raises(
             BadInput, match=r"24 replicas: this machine has 24\.00 GiB of memory, [\d.]+ GiB are needed"
         ):
-            given.check_replicas(24)
+            given.check_replicas(24, 22)
         with pytest.raises(BadInput, match="which need 9 GPUs"):
-            plan(shards=1, resources=gpus(4)).check_replicas(8)
+            plan(shards=1, resources=gpus(4)).check_replicas(8, 7)
+
+    def test_a_second_run_is_refused_where_the_first_has_the_memory(self) -> None:
+        """Memory that is taken counts as little as memory that is not there, on a machine and on its GPUs."""
+        (node,) = machines(memory_bytes=64 * GIB).nodes
+        shared = Resources((replace(node, free_bytes=GIB),), "this machine")
+        with pytest.raises(BadInput) as refused:
+            plan(resources=shared).check_resources()
+        assert "this machine has 1.00 GiB of 64.00 GiB of memory free, " in str(refused.value)
+        assert re.search(
+            r"memory free, [\d.]+ GiB are needed: processes(.|\n)*or end what else runs", str(refused.value)
+        )
+        plan(resources=machines(memory_bytes=64 * GIB)).check_resources()
+        half = Resources((replace(node, free_bytes=3 * GIB),), "this machine")
+        assert any("3.00 GiB of 64.00 GiB of memory free" in text for text in plan(resources=half).warnings)
+
+    def test_replicas_are_added_where_their_memory_is_free(self) -> None:
+        """What the run itself holds is not free, and yet it is not asked for again."""
+        (node,) = machines(cpus=2, memory_bytes=24 * GIB).nodes
+        taken = Resources((replace(node, free_bytes=4 * GIB),), "this machine")
+        given = plan(replicas=9, resources=taken)
+        given.check_replicas(10, 1)
+        with pytest.raises(BadInput, match=r"13 replicas: 4 of them have to start, and need 1\.\d+ GiB of memory each"):
+            given.check_replicas(13, 4)
+        with pytest.raises(BadInput, match=r"this machine has 4\.00 GiB of 24\.00 GiB of memory free"):
+            given.check_replicas(13, 4)
+
+    def test_gpus_of_the_run_itself_do_not_hinder_another_replica(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(installed, "installed_vllm", lambda: "vllm 0.32.0")
+        (node,) = machines(gpus=4, memory_bytes=64 * GIB, gpu_bytes=80 * GIB).nodes
+        held = Resources((replace(node, gpus=(node.gpus[0], *[Gpu(80 * GIB, 8 * GIB)] * 3)),), "the Ray cluster")
+        plan(shards=1, replicas=2, resources=held).check_replicas(3, 1)
+
+    def test_a_run_gets_the_gpus_that_no_other_run_fills(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(installed, "installed_vllm", lambda: "vllm 0.32.0")
+        monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+        (node,) = machines(gpus=4, memory_bytes=64 * GIB, gpu_bytes=80 * GIB).nodes
+        full = Gpu(80 * GIB, GIB)
+        for number, fits in ((2, True), (1, False)):
+            gpus = (*[node.gpus[0]] * number, *[full] * (4 - number))
+            given = plan(shards=1, resources=Resources((replace(node, id="1", gpus=gpus),), "the Ray cluster"))
+            given.check_resources()
+            placed = replace(given, placed=dict.fromkeys(given.actor_names, "1"))
+            assert bool(placed.shortages(hopeless=True)) is not fits
+
+    def test_in_a_cluster_free_memory_counts_where_actors_are_placed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A node that another run fills does not hinder a run that gets another one."""
+        (node,) = machines(memory_bytes=64 * GIB).nodes
+        full, empty = replace(node, name="node 1", id="1", free_bytes=GIB), replace(node, name="node 2", id="2")
+        monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+        given = plan(resources=Resources((full, empty), "the Ray cluster"))
+        given.check_resources()
+        assert given.warnings == []
+        replace(given, placed=dict.fromkeys(given.actor_names, "2")).check_resources()
+        with pytest.raises(BadInput, match=r"node 1 has 1\.00 GiB of 64\.00 GiB of memory free"):
+            replace(given, placed=dict.fromkeys(given.actor_names, "1")).check_resources()
 
     def test_a_shared_memory_without_room_for_the_queues_of_ranks_is_refused(self) -> None:
         (node,) = machines().nodes

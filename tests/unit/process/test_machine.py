@@ -71,6 +71,7 @@ def test_without_gpus_no_process_is_started(monkeypatch: pytest.MonkeyPatch) -> 
 def test_host_memory() -> None:
     found = this_machine()
     assert found.memory_bytes <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 0 < found.free_bytes < found.memory_bytes
     assert found.shm_bytes == shutil.disk_usage("/dev/shm").total
     assert 0 < found.store_bytes <= found.memory_bytes * 0.3
 
@@ -78,18 +79,38 @@ def test_host_memory() -> None:
 @pytest.mark.parametrize(
     ("group", "files", "limits"),
     [
-        ("0::/a/b\n", {"memory.max": "900\n", "a/memory.max": "max\n", "a/b/memory.max": "700\n"}, {900, 700}),
-        ("0::/elsewhere\n", {"memory.max": "900\n"}, {900}),  # in a container the mount is its own group
-        ("4:memory:/a\n3:cpu:/\n0::/\n", {"memory/a/memory.limit_in_bytes": "800\n"}, {800}),
+        (
+            "0::/a/b\n",
+            {
+                "memory.max": "900\n",
+                "memory.current": "850\n",
+                "memory.stat": "anon 20\nfile 800\nactive_file 30\ninactive_file 700\nshmem 70\n",
+                "a/memory.max": "max\n",
+                "a/b/memory.max": "700\n",
+            },
+            {(900, 780), (700, 700)},
+        ),
+        ("0::/elsewhere\n", {"memory.max": "900\n"}, {(900, 900)}),  # in a container the mount is its own group
+        (
+            "4:memory:/a\n3:cpu:/\n0::/\n",
+            {
+                "memory/a/memory.limit_in_bytes": "800\n",
+                "memory/a/memory.usage_in_bytes": "600\n",
+                "memory/a/memory.stat": "total_active_file 10\ntotal_inactive_file 40\n",
+            },
+            {(800, 250)},
+        ),
         ("0::/\n", {}, set()),
     ],
 )
-def test_limits_of_control_groups(tmp_path: Path, group: str, files: dict[str, str], limits: set[int]) -> None:
+def test_limits_of_control_groups_and_what_is_left_of_them(
+    tmp_path: Path, group: str, files: dict[str, str], limits: set[tuple[int, int]]
+) -> None:
     (tmp_path / "groups").write_text(group)
     for name, text in files.items():
         (tmp_path / "mount" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "mount" / name).write_text(text)
-    assert set(machine._group_limits(tmp_path / "groups", tmp_path / "mount")) == limits
+    assert set(machine._group_memory(tmp_path / "groups", tmp_path / "mount")) == limits
 
 
 def test_rays_object_store_takes_the_same_share() -> None:

@@ -358,14 +358,17 @@ class TestScale:
         assert world.room.told[2:] == [("join", 2, "client 2")]
 
     def test_those_that_start_and_those_that_still_leave_count_at_once(self, world: World) -> None:
+        def added(*numbers: int) -> tuple[int, ...]:
+            return (world.manager.running, *map(world.manager.added, numbers))
+
         world.serve()
-        assert (world.manager.most_at_once(2), world.manager.most_at_once(3)) == (None, 3)
+        assert added(2, 3) == (2, 0, 1)
         world.manager.scale(4)
-        assert (world.manager.most_at_once(4), world.manager.most_at_once(5)) == (None, 5), "two are not up yet"
+        assert added(4, 5) == (4, 0, 1), "two are not up yet"
         world.answer("start")
         world.answer("join")
         world.manager.scale(1)
-        assert (world.manager.most_at_once(1), world.manager.most_at_once(2)) == (None, 5), "three are still there"
+        assert added(1, 2) == (4, 0, 1), "three are still there"
 
     def test_the_youngest_leave_when_they_are_drained(self, world: World) -> None:
         world.serve()

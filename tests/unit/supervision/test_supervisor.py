@@ -52,8 +52,8 @@ class World:
         self.supervised_config = cfg
         self.roster, self.room = Roster(time.time), Orchestrator([0])
         places: Any = self.room
-        self.check_number: Callable[[int], None] = lambda _number: None
-        checked = lambda number: self.check_number(number)  # noqa: E731
+        self.check_number: Callable[[int, int], None] = lambda _number, _added: None
+        checked = lambda number, added: self.check_number(number, added)  # noqa: E731
         elastic = ElasticReplicas(cfg, self.room, ScaleRequests(root), places, checked)
         self.supervisor = Supervisor(cfg, self.roster, "trainer and orchestrator", elastic)
 
@@ -143,10 +143,10 @@ def test_more_replicas_than_fit_are_refused_while_all_else_goes_on(
     failure: TriremeError, world: World, tmp_path: Path
 ) -> None:
     """Whoever is asked for the machines may take long: others get the supervisor's lock meanwhile."""
-    asked: list[int] = []
+    asked: list[tuple[int, int]] = []
 
-    def check(number: int) -> None:
-        asked.append(number)
+    def check(number: int, added: int) -> None:
+        asked.append((number, added))
         assert world.supervisor._lock.acquire(timeout=DEADLINE_S)
         world.supervisor._lock.release()
         raise failure
@@ -155,7 +155,7 @@ def test_more_replicas_than_fit_are_refused_while_all_else_goes_on(
     with world.serving() as supervisor:
         with request_scale(tmp_path, 4) as answered, pytest.raises(BadInput, match=str(failure)):
             world.until(lambda: answered() is not None)
-        assert asked == [4]
+        assert asked == [(4, 3)]
         assert not any(told[0] in ("add", "take") for told in world.room.told)
         supervisor.check()
 

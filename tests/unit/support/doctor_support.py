@@ -14,7 +14,7 @@ from trireme.process.machine import Node
 
 NAMES = ("10.0.0.1", "10.0.0.2", "10.0.0.3")
 HEAD, SECOND, THIRD = NAMES
-MACHINE = Node("this machine", 16, 8, 64 * GIB, 32 * GIB, 10 * GIB)
+MACHINE = Node("this machine", 16, 8, 64 * GIB, 50 * GIB, 32 * GIB, 10 * GIB)
 EXPECTED = Expected(
     head=f"{HEAD}:6379",
     on_gpus=True,
@@ -33,7 +33,6 @@ def facts_of(name: str) -> NodeFacts:
         host=f"host-{name}",
         versions={"python": "3.12.4", "torch": "2.13.0", "ray": "2.60.0", "driver": "580.1", "source": "ab12"},
         machine=MACHINE,
-        available_bytes=50 * GIB,
         shm_free=31 * GIB,
         shares_run_directory=True,
         model={"config.json": "1", "model.safetensors": "2"},

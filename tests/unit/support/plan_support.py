@@ -20,7 +20,7 @@ from trireme.process.machine import Gpu, Node
 def machines(cpus: int = 8, gpus: int = 0, memory_bytes: int = 16 * GIB, gpu_bytes: int = 0) -> Resources:
     """One machine; with `gpu_bytes` its driver tells how much memory each GPU has, all of it free."""
     known = (Gpu(gpu_bytes, gpu_bytes),) * gpus if gpu_bytes else ()
-    node = Node("this machine", cpus, gpus, memory_bytes, memory_bytes // 2, memory_bytes // 4, known)
+    node = Node("this machine", cpus, gpus, memory_bytes, memory_bytes, memory_bytes // 2, memory_bytes // 4, known)
     return Resources((node,), "this machine")
 
 
