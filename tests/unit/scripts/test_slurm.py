@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -31,11 +32,19 @@ exec "$@"
 shift
 case "$1" in
     ray) echo $$ >> services; exec sleep 1000 ;;
-    python)  # both nodes have started Ray when it ends, as the real one waits for them
-        for _ in {1..600}; do [ "$(wc -l < services)" -ge 2 ] && break; sleep 0.05; done
+    python)  # it finds that these nodes have started Ray
+        shift 3
+        for _ in {1..600}; do [ "$(wc -l < services)" -ge $(($# - 1)) ] && break; sleep 0.05; done
         echo "joining $*" >> calls
-        if [ "${JOINING:-0}" = waits ]; then touch started; exec sleep 1000; fi
-        exit "${JOINING:-0}" ;;
+        [ $# = 2 ] && exit 0  # the head alone
+        case "${JOINING:-all}" in
+            all) exit 0 ;;
+            waits) touch started; exec sleep 1000 ;;
+            late)  # node-b is there at the second look
+                if [ -e late ]; then exit 0; fi
+                touch late ;;
+        esac
+        echo node-b; exit 1 ;;
     sft) echo "driver $*" >> calls ;;
     rl) echo "driver $*" >> calls
         trap 'echo "driver got TERM" >> calls; sleep 0.2; exit "$STOPPED"' TERM
@@ -148,8 +157,9 @@ def test_it_starts_ray_on_each_node_waits_for_all_and_then_starts_the_driver(job
         call for call in (head, worker) if f"--dashboard-agent-listen-port={20000 + 1234 % 120 * 100 + 2}" in call
     ]
     assert len(agents) == 2, "however many nodes there are, it is one of the job's ports"
-    (joining,) = (call for call in calls if call.startswith("joining"))
-    assert joining.endswith(f"trireme.process.joining {address} 300 node-a node-b")
+    first, joining = (call for call in calls if call.startswith("joining"))
+    assert (first, joining) == (f"joining {address} node-a", f"joining {address} node-a node-b")
+    assert calls.index(head) < calls.index(first) < calls.index(worker)
     (driver,) = (call for call in calls if call.startswith("driver rl"))
     assert driver.endswith(f"--resume auto --cluster.address {address}")
     assert calls.index(joining) < calls.index(driver)
@@ -189,7 +199,33 @@ def test_while_it_waits_for_nodes_it_ends_at_once(job: dict[str, str], number: s
     assert calls[-1].startswith("scontrol requeue 1234" if again else "joining")
 
 
-def test_a_missing_node_ends_it_before_the_driver_starts(job: dict[str, str]) -> None:
-    code, calls = run(job, JOINING="1")
+def test_a_node_that_joins_late_is_waited_for(job: dict[str, str]) -> None:
+    code, calls = run(job, JOINING="late", ENDS="0")
+    assert code == 0
+    assert sum(call.endswith("node-a node-b") for call in calls if call.startswith("joining")) == 2
+    output = (Path(job["SLURM_SUBMIT_DIR"]) / "output").read_text()
+    assert "waiting for node-b to join\n2 nodes have joined 127.0.0.2:" in output
+
+
+def test_a_missing_node_is_named_and_ends_it_before_the_driver_starts(job: dict[str, str]) -> None:
+    code, calls = run(job, JOINING="never", TRIREME_JOIN_S="1")
     assert code == 1
     assert not any(call.startswith("driver") for call in calls)
+    output = (Path(job["SLURM_SUBMIT_DIR"]) / "output").read_text()
+    assert re.search(r"error: node-b did not join the Ray cluster at 127\.0\.0\.2:\d+ within 1 s", output)
+
+
+def test_where_nothing_listens_no_node_has_joined() -> None:
+    _, _, rest = SCRIPT.read_text().partition("compare='")
+    program = rest.partition("\n'\n")[0]
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, and not listening
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        looked = subprocess.run(
+            [sys.executable, "-c", program, address, "node-b", "node-a"],
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            check=False,
+        )
+    assert (looked.returncode, looked.stdout, looked.stderr) == (1, "node-a, node-b\n", "")
