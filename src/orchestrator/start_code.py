@@ -1,5 +1,7 @@
-"""Runs one program in isolation and with limits. `orchestrator.untrusted` starts this module as a separate process. The
-module imports only the standard library and `start_program`, so that it starts within milliseconds.
+"""Runs one program in isolation, with limits on its memory, time and processes.
+
+`orchestrator.untrusted` starts this module as a process of its own. The module imports only the standard library and
+`start_program`, so it starts within milliseconds.
 
     run_code --CodeStart as JSON--> the starter --> init, process 1 of its own namespace --> the program
                  report <----------'                 (`namespaces` alone)
@@ -10,8 +12,8 @@ The isolation is one of three, and `run_code` tries which of them works on a mac
     own_uid     root lends the program a user id that nobody else has
     none        the program is a process of the same user
 
-In all of them the program has limits, a directory of its own and an environment of a few variables. All that it started
-is killed when it has ended, when it exceeds a limit, on SIGTERM, or when process `parent` ends.
+In each of them the program gets limits, a directory of its own and an environment of a few variables. The starter kills
+the program and its descendants when the program ends or exceeds a limit, on SIGTERM, and when process `parent` ends.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ from trireme.renderers import Message
 from trireme.sft.reading import BadExample, check_messages
 
 OF_TRL = ("prompts", "completions", "completion_ids")
-"""Lists that a function of completions may take beside those of columns."""
+"""Lists that a function of completions may take as well as the columns."""
 SHOWN = 300
 """Characters of the answers, or of a row, that an error shows."""
 
@@ -122,7 +122,8 @@ class RewardProblem(EnvGroupBuilder):
 
     def answer(self, tokens: list[int]) -> Answer:
         """Reads an answer that was sampled as `tokens`."""
-        prompt, context = self.row.prompt, self.context
+        prompt = self.row.prompt
+        context = self.context
         text = str(context.tokenizer.decode(tokens, skip_special_tokens=True))
         answer: dict[str, Any] = {"prompts": prompt, "completions": text, "completion_ids": tokens}
         if isinstance(prompt, str):
@@ -152,7 +153,8 @@ class RewardEnv(Env):
     problem: RewardProblem
 
     async def initial_observation(self) -> tuple[Sequence[int], StopCondition]:
-        prompt, context = self.problem.row.prompt, self.problem.context
+        prompt = self.problem.row.prompt
+        context = self.problem.context
         if isinstance(prompt, str):
             return context.tokenizer.encode(prompt), ()
         return context.renderer.generation_prompt(prompt), context.renderer.stop_condition()
@@ -206,15 +208,16 @@ def row_of(place: str, row: Any, prompt: str, answer: str, chat: bool) -> tuple[
     """Returns the prompt of a row as text, and the row. Raises ValueError that names the place."""
     if not isinstance(row, Mapping) or not row.get(prompt):
         raise ValueError(f"{place} has no {prompt!r}, which env.args.prompt names; it is {str(row)[:SHOWN]}")
-    asked, known = row[prompt], row.get(answer)
-    if chat and isinstance(asked, str):
-        asked = [{"role": "user", "content": asked}]
-    if not isinstance(asked, str):
+    question = row[prompt]
+    known_answer = row.get(answer)
+    if chat and isinstance(question, str):
+        question = [{"role": "user", "content": question}]
+    if not isinstance(question, str):
         try:
-            check_messages(asked)
+            check_messages(question)
         except BadExample as error:
             raise ValueError(f"{place}, {prompt}: {error.args[0]}; expected a text, or {error.args[1]}") from None
-    return to_json(asked), RewardRow(place, row, asked, None if known is None else str(known))
+    return to_json(question), RewardRow(place, row, question, None if known_answer is None else str(known_answer))
 
 
 def _refuse_columns(source: str, name: str, row: RewardRow) -> None:
@@ -263,7 +266,8 @@ async def _awaited(returned: list[Any]) -> list[Any]:
 
 def _calls(function: Callable[..., Any], row: RewardRow, answers: list[Answer]) -> list[partial[Any]]:
     """Returns the calls of a function: one for all answers, or one for each."""
-    parameters, columns = signature(function).parameters, dict(row.columns)
+    parameters = signature(function).parameters
+    columns = dict(row.columns)
     if takes_completions(function):
         columns = {name: [value] * len(answers) for name, value in columns.items()}
         columns |= {name: [answer[name] for answer in answers] for name in OF_TRL}
@@ -272,8 +276,10 @@ def _calls(function: Callable[..., Any], row: RewardRow, answers: list[Answer]) 
         columns = {name: value for name, value in columns.items() if name in named}
     if takes_completions(function):
         return [partial(function, **columns)]
-    own = {"finished"} & parameters.keys() - columns.keys()
-    return [partial(function, answer["text"], **columns, **{name: answer[name] for name in own}) for answer in answers]
+    of_answer = {"finished"} & parameters.keys() - columns.keys()
+    return [
+        partial(function, answer["text"], **columns, **{name: answer[name] for name in of_answer}) for answer in answers
+    ]
 
 
 def takes_completions(function: Callable[..., Any]) -> bool:

@@ -32,7 +32,9 @@ class ListedDataset(RLDataset, Generic[P]):
         if batch_size < 1:
             raise ValueError(f"batch_size = {batch_size}; expected at least 1")
         random.Random(seed).shuffle(problems)
-        self._make, self._problems, self._batch_size = make, problems, batch_size
+        self._make = make
+        self._problems = problems
+        self._batch_size = batch_size
 
     def get_batch(self, index: int) -> list[EnvGroupBuilder]:
         first = index * self._batch_size

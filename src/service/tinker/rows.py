@@ -1,13 +1,15 @@
-"""Converts the protocol's state to rows of a store (`service.store`) and back. A row has the newest state of one item.
+"""Converts the state of Tinker's protocol to rows of a store (`service.store`), and rows to that state.
+
+Each row holds the newest state of one item. Its key says which:
 
     <session>, <session>:train:<n>, <session>:sample:<n>    a session, a model, a sampler
     <model or sampler>/<n>                                  a promise, until it is retired; its columns are the result
     <model or sampler>/<n>/work                             the request, until nobody has to do it any more
-    <model>/<n>/step                                        the trainer has done it since the model's newest commit
+    <model>/<n>/step                                        a step that the trainer did since the model's newest commit
 
-A row is replaced in place. All rows that one change touches are committed at once, before the state is changed in
-memory. A loaded state has the same promises, outcomes and numbers of requests as the stored one. Its sessions count as
-active now. The server runs each request without an outcome again, but none after another boot of the machine.
+A change replaces rows in place. One transaction commits all rows of the change before the state in memory changes. A
+loaded state has the promises, outcomes and numbers of requests of the stored one, and its sessions count as active at
+the time of loading. The server then runs each request without an outcome again, unless the machine has booted since.
 """
 
 from __future__ import annotations

@@ -47,9 +47,10 @@ class Answers:
     """Answers in place of a policy. `read` returns the next line; "" or None if there is no more."""
 
     def __init__(self, tokenizer: Any, read: Callable[[], str | None]) -> None:
-        self._tokenizer, self._read = tokenizer, read
+        self._tokenizer = tokenizer
+        self._read = read
         self.times_s: list[float] = []
-        """When each answer was asked for and given, in turn, on the clock `time.perf_counter`."""
+        """When each answer was requested and returned, in turn, on the clock `time.perf_counter`."""
 
     async def sample(self, request: SampleRequest, *_on_progress: object) -> SampledSequence:
         """Returns the next answer as the policy would have sampled it, cut by `max_tokens`. Raises BadInput."""
@@ -88,13 +89,14 @@ def parse(words: Sequence[str]) -> tuple[argparse.Namespace, Config]:
     parser.add_argument("env", metavar="ENV", help="as env.id; all keys of `rl` may follow")
     parser.add_argument("--answers", type=argparse.FileType(), default=sys.stdin, help="a file with one in each line")
     parser.add_argument("--known", action="store_true", help="play the answers that the environment knows")
-    options, given = parser.parse_known_args(words)
-    model = () if any(word.startswith(("@", "--model.name")) for word in given) else WITHOUT_MODEL
-    return options, load(["@", str(UNREAD), *given, *model, "--env.0.id", options.env]).config
+    options, flags = parser.parse_known_args(words)
+    model = () if any(word.startswith(("@", "--model.name")) for word in flags) else WITHOUT_MODEL
+    return options, load(["@", str(UNREAD), *flags, *model, "--env.0.id", options.env]).config
 
 
 async def _try(config: Config, options: argparse.Namespace) -> None:
-    tokenizer, key = load_tokenizer(config.tokenizer_name), RolloutKey(config.env[0].label, "0.0.0", 0, 0, "0")
+    tokenizer = load_tokenizer(config.tokenizer_name)
+    key = RolloutKey(config.env[0].label, "0.0.0", 0, 0, "0")
     limits = RolloutLimits.of(config, tokenizer.decode)
     async with AsyncExitStack() as ending:
         await ending.enter_async_context(workers(config.orchestrator.workers, config.env_variables))
@@ -116,7 +118,8 @@ async def _try(config: Config, options: argparse.Namespace) -> None:
 
 def report(trajectory: Trajectory, times_s: Sequence[float], tokenizer: Any) -> Iterator[str]:
     """Yields what came of each turn, for a person: tokens with their mask in the loss, reward, metrics, and the time
-    that the environment took. `times_s`: when each answer was asked for and given, in turn, and the end."""
+    that the environment took. `times_s`: when each answer was requested and returned, in turn,
+    and the end."""
     end = 0
     for number, turn in enumerate(trajectory.turns):
         yield f"\nturn {number + 1}, in the training sequence that begins at token {turn.start}"
@@ -126,7 +129,8 @@ def report(trajectory: Trajectory, times_s: Sequence[float], tokenizer: Any) -> 
         ):
             tokens = trajectory.tokens[first:last].tolist()
             yield f"  mask {int(mask)}  {len(tokens)} tokens  {tokenizer.decode(tokens)!r}  {tokens}"
-        end, took_s = turn.end, times_s[2 * number + 2] - times_s[2 * number + 1]
+        end = turn.end
+        took_s = times_s[2 * number + 2] - times_s[2 * number + 1]
         yield f"  {turn.stop_reason}  reward {turn.reward:g}{_listed(turn.metrics)}  environment {1000 * took_s:.1f} ms"
 
 

@@ -230,12 +230,15 @@ class Plan:
         config = self.config.model_copy(update={"inference": inference.model_copy(update={"replicas": wanted})})
         larger = replace(self, config=config, resources=self.resources.emptied)  # what is taken may be this run's
         larger.check_resources()
-        short, nodes = larger.shortages(hopeless=False), self.resources.nodes
+        short = larger.shortages(hopeless=False)
+        nodes = self.resources.nodes
         for need in (self._replicas.needs or ())[:1]:
-            each = sum(need.host.values())
-            if added > sum(node.free_bytes // each for node in nodes):
+            replica_bytes = sum(need.host.values())
+            if added > sum(node.free_bytes // replica_bytes for node in nodes):
                 has = "; ".join(map(memory_text, nodes))
-                short.append(f"{added} of them have to start, and need {gib(each)} of memory each, where {has}")
+                short.append(
+                    f"{added} of them have to start, and need {gib(replica_bytes)} of memory each, where {has}"
+                )
         if short:
             raise Refusal(
                 f"{count(wanted, 'replica')}: {'; '.join(short)}",

@@ -71,7 +71,8 @@ def this_machine() -> Node:
     gpus = _ask_driver(visible) if count else ()
     if visible is not None:
         count = min(count, len(_chosen(visible)))
-    system, groups = psutil.virtual_memory(), list(_group_memory())
+    system = psutil.virtual_memory()
+    groups = list(_group_memory())
     memory = min([system.total, *(limit for limit, _ in groups)])
     shm = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0
     return Node(
@@ -116,9 +117,14 @@ def _group_memory(
     lines = groups.read_text().splitlines() if groups.is_file() else []
     for number, controllers, path in (line.split(":", 2) for line in lines):
         if number == "0" and not controllers:
-            base, most, used, pages = mount, "memory.max", "memory.current", ("active_file", "inactive_file")
+            base = mount
+            most = "memory.max"
+            used = "memory.current"
+            pages = ("active_file", "inactive_file")
         elif "memory" in controllers.split(","):
-            base, most, used = mount / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            base = mount / "memory"
+            most = "memory.limit_in_bytes"
+            used = "memory.usage_in_bytes"
             pages = ("total_active_file", "total_inactive_file")
         else:
             continue

@@ -130,7 +130,7 @@ class ReplicaManager:
         self._states: dict[int, ReplicaState] = {}
         self._since: dict[int, float] = {}  # when each was last started or found without a place
         self._placeless: set[int] = set()  # those that wait for a place in the cluster
-        self._asked: dict[int, float] = {}  # until when to wait for what the actor of each has lost
+        self._deciding: dict[int, float] = {}  # until when each actor may answer what it has lost
         self._places_next = 0.0  # when to look at places again
         self._successors: set[int] = set()  # the successors that have not served yet
         self._joins: dict[int, Any] = {}  # the newest join of each: answers to earlier attempts' say nothing
@@ -185,7 +185,7 @@ class ReplicaManager:
                 self._reports.append((at, index, reason))
             elif self.serves(index):
                 self._fail(index, reason)
-        for index in [index for index, until in self._asked.items() if until <= now]:
+        for index in [index for index, until in self._deciding.items() if until <= now]:
             self._monitor.drop(_part_name(index))
             self._succeed(index)
         self._look_at_starts(now)
@@ -217,14 +217,14 @@ class ReplicaManager:
                 raise
             self._leave_out(index, refusal)
             return
-        asked = None if died else self._replicas.lost_engine_ref(index)
-        if asked is None:
+        lost_engine = None if died else self._replicas.lost_engine_ref(index)
+        if lost_engine is None:
             self._succeed(index)
             return
         self._states[index] = ReplicaState.STARTING
         self._since[index] = time.monotonic()
-        self._asked[index] = self._since[index] + ALIVE_S
-        self._monitor.wait_for(asked, _part_name(index), partial(self._succeed, index))
+        self._deciding[index] = self._since[index] + ALIVE_S
+        self._monitor.wait_for(lost_engine, _part_name(index), partial(self._succeed, index))
 
     @property
     def running(self) -> int:
@@ -232,7 +232,7 @@ class ReplicaManager:
         return len(self._states)
 
     def added(self, wanted: int) -> int:
-        """Returns how many replicas start if there are to be `wanted`, beside those that leave."""
+        """Returns how many replicas start if there are to be `wanted`, not counting those that leave."""
         return max(0, wanted - len(self._states) + len(self._of(ReplicaState.DRAINING)))
 
     def scale(self, wanted: int) -> str:
@@ -260,7 +260,7 @@ class ReplicaManager:
 
     def _succeed(self, index: int, lost_engine: Any = False) -> None:
         """Starts the successor of a replica: in the same actor, if that `lost_engine` and nothing else."""
-        self._asked.pop(index, None)
+        self._deciding.pop(index, None)
         self._starts(index, self._replicas.replace(index, same_actor=lost_engine is True), successor=True)
 
     def _starts(self, index: int, ready: Any, successor: bool = False) -> None:
@@ -315,7 +315,7 @@ class ReplicaManager:
         options = self._replicas.remove(index)
         del self._states[index]
         self._successors.discard(index)
-        self._asked.pop(index, None)
+        self._deciding.pop(index, None)
         self._roster.remove(_part_name(index))
         return options
 
@@ -327,7 +327,7 @@ class ReplicaManager:
 
     def _look_at_starts(self, now: float) -> None:
         """Ends starts that take too long. The time in which a replica has no place in the cluster does not count."""
-        starting = [index for index in self._of(ReplicaState.STARTING) if index not in self._asked]
+        starting = [index for index in self._of(ReplicaState.STARTING) if index not in self._deciding]
         if starting and now >= self._places_next:
             self._places_next = now + PLACES_S
             there = self._places.are_there([self._replicas.options(index) for index in starting])
