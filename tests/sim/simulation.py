@@ -75,7 +75,8 @@ STANDARD_NORMAL = NormalDist()
 @dataclass(frozen=True)
 class Scenario:
     """The scenario to simulate. Maps are by replica, except `evaluation`, the section `eval` of the configuration.
-    With `ends` an answer ends at each token with this probability, in place of lognormal lengths.
+    With `ends` an answer ends at each token with this probability, in place of lognormal lengths. `draw` names one
+    independent draw of all lengths; 0 is the one of docs/asynchrony.md's table.
     Problems whose number is divisible by `failing` raise, by `constant` have equal rewards (0: none do)."""
 
     policy: str = "wait"
@@ -90,6 +91,7 @@ class Scenario:
     median: int = 20
     spread: float = 1.6
     ends: float = 0.0
+    draw: int = 0
     turns: int = 1
     token_s: float = 0.05
     each_s: float = 0.0
@@ -455,12 +457,14 @@ class SimReplica:
 
 def draw_length(request: SampleRequest, scenario: Scenario) -> int:
     """Tokens of the answer to a request, the same whenever it is asked; of one that goes on, what is still to come."""
-    longest, name = LONGEST * scenario.median, request.request_id.partition("@")[0]
+    longest = LONGEST * scenario.median
+    prefix = f"{scenario.draw} " if scenario.draw else ""
+    name = prefix + "rollout " + request.request_id.partition("@")[0]
     if scenario.ends:
-        tokens = math.log(STANDARD_NORMAL.cdf(normal(f"rollout {name}"))) / math.log1p(-scenario.ends)
+        tokens = math.log(STANDARD_NORMAL.cdf(normal(name))) / math.log1p(-scenario.ends)
     else:
         deviation = scenario.spread * math.sqrt(0.5)
-        exponent = deviation * (normal(f"problem {request.prompt[0]}") + normal(f"rollout {name}"))
+        exponent = deviation * (normal(f"{prefix}problem {request.prompt[0]}") + normal(name))
         tokens = scenario.median * math.exp(exponent)
     length = max(1, min(round(tokens), longest))
     assert request.params.max_tokens is not None

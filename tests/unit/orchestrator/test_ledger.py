@@ -425,7 +425,13 @@ def test_a_batch_is_released_once_it_is_cut_and_in_order() -> None:
     ledger.take(0, 1)
     with pytest.raises(ValueError, match="batch 1 cannot be released: 0 are, 1 are cut"):
         ledger.release(1)
+    ledger.take(1, 2)
+    for step in (1, -1):  # another batch than the next, though batch 1 is cut by now
+        with pytest.raises(ValueError, match=f"batch {step} cannot be released: 0 are, 2 are cut"):
+            ledger.release(step)
     assert [group.index for group in ledger.release(0)] == [0, 1]
+    with pytest.raises(ValueError, match="batch 0 cannot be released: 1 are, 2 are cut"):
+        ledger.release(0)
 
 
 def test_wait_does_not_overtake_two_groups_that_are_due_for_one_place() -> None:
