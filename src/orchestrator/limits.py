@@ -36,14 +36,13 @@ class RunLimits:
     def note_failure(self, error: Exception, env: str) -> None:
         """Keeps the first error, to be shown when a limit is reached."""
         if self.first_failure == "none":
-            self.first_failure = f"environment {env}: " + "".join(traceback.format_exception(error))
+            cause = traceback.format_exception_only(error)[0].strip().partition("\n")[0]
+            self.first_failure = f"{cause}, in environment {env}\n{''.join(traceback.format_exception(error))}"
 
     @property
     def _cause(self) -> str:
-        """The first error without its traceback, on one line: that after the last frame, as notes may follow it."""
-        lines = self.first_failure.strip().splitlines()
-        after = max((number for number, line in enumerate(lines) if line.startswith("  ")), default=-1) + 1
-        return lines[min(after, len(lines) - 1)]
+        """The first error on one line, without its traceback and notes."""
+        return self.first_failure.partition("\n")[0]
 
     def judge_rollout(self, error: Exception | None) -> None:
         """Counts a rollout that ended, after all retries, with its last error if it failed. Raises LimitReached if too

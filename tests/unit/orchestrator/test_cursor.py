@@ -174,5 +174,5 @@ def test_the_first_failure_is_shown_with_its_environment() -> None:
         return float(sample)
 
     config = small_config(batch_size=2, retries=0, max_filtered_batches=1000)
-    with pytest.raises(LimitReached, match=r"(?s)environment a\+b failed.*environment b: Traceback.*KeyError"):
+    with pytest.raises(LimitReached, match=r"(?s)environment a\+b failed.*in environment b\nTraceback.*KeyError"):
         asyncio.run(MixedRun(config, datasets(config, reward)).whole())

@@ -1,5 +1,7 @@
 """The limits of a run: which rollouts count."""
 
+import asyncio
+
 import pytest
 from orchestrator_fakes import small_config
 
@@ -32,3 +34,32 @@ def test_a_resume_goes_on_with_the_window() -> None:
     resumed.load_state_dict(judged([False] * 9).state_dict())
     with pytest.raises(LimitReached, match="28% of the last 32 rollouts"):
         judged([True] * (MIN_WINDOW - 9), resumed)
+
+
+@pytest.mark.parametrize(
+    ("error", "cause", "below"),
+    [
+        (
+            TimeoutError("problem 3: took longer than 15 s"),
+            "TimeoutError: problem 3: took longer than 15 s",
+            asyncio.CancelledError(),
+        ),
+        (AssertionError(), "AssertionError", KeyError("answer")),
+        (ValueError("no number\n  in this answer"), "ValueError: no number", OSError(5, "of a file")),
+    ],
+)
+def test_the_cause_is_the_error_itself_not_one_that_led_to_it(
+    error: Exception, cause: str, below: BaseException
+) -> None:
+    """A rollout that hung ends with the cancellation that shows where it was."""
+    try:
+        raise below
+    except BaseException as inner:
+        error.__cause__ = inner
+    error.add_note("in a worker process:\n  File grader.py")
+    limits = RunLimits(small_config(max_failure_rate=0.25))
+    limits.note_failure(error, "letters")
+    with pytest.raises(LimitReached) as stopped:
+        judged([False] * MIN_WINDOW, limits)
+    assert f"the first by {cause}, in environment letters; expected at most" in str(stopped.value)
+    assert type(below).__name__ in str(stopped.value)

@@ -46,7 +46,7 @@ def test_a_limit_is_reached_at_the_same_place() -> None:
     async def until_limit(run: Run) -> tuple[str, int, int]:
         with pytest.raises(LimitReached) as stopped:
             await whole_run(run)
-        assert "the first by OSError: in use; expected" in str(stopped.value) or "ZeroDivisionError" in str(
+        assert "the first by OSError: in use, in environment" in str(stopped.value) or "ZeroDivisionError" in str(
             stopped.value
         )
         return str(stopped.value).partition(", the first by")[0], len(run.rows), len(waves(run))
