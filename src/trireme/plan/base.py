@@ -224,21 +224,23 @@ class Plan:
 
     def check_replicas(self, wanted: int, added: int) -> None:
         """Raises BadInput where the machines cannot hold `wanted` replicas, by the estimates of memory and by the GPUs,
-        or have no free memory for the `added` ones among them. Replicas for which only cores are missing wait for a
-        node."""
+        or have no free memory, of hosts and of GPUs, for the `added` ones among them. Replicas for which only cores are
+        missing wait for a node."""
         inference = getattr(self.config, "inference")  # noqa: B009  only runs with replicas are scaled
         config = self.config.model_copy(update={"inference": inference.model_copy(update={"replicas": wanted})})
         larger = replace(self, config=config, resources=self.resources.emptied)  # what is taken may be this run's
         larger.check_resources()
         short = larger.shortages(hopeless=False)
         nodes = self.resources.nodes
+        num_gpus = self._replicas.ranks if self.on_gpus else 0
         for need in (self._replicas.needs or ())[:1]:
-            replica_bytes = sum(need.host.values())
-            if added > sum(node.free_bytes // replica_bytes for node in nodes):
-                has = "; ".join(map(memory_text, nodes))
-                short.append(
-                    f"{added} of them have to start, and need {gib(replica_bytes)} of memory each, where {has}"
-                )
+            if added > sum(need.room(node, num_gpus) for node in nodes):
+                text = f"{added} of them have to start, and need {gib(sum(need.host.values()))} of memory each, where "
+                text += "; ".join(map(memory_text, nodes))
+                if num_gpus:
+                    text += f", and {count(num_gpus, 'GPU')} each with {need.gpu_share:.1%} of its memory free, as "
+                    text += f"{sum(map(need.free_gpus, nodes))} of the {self.resources.gpus} are"
+                short.append(text)
         if short:
             raise Refusal(
                 f"{count(wanted, 'replica')}: {'; '.join(short)}",

@@ -51,6 +51,15 @@ class Need:
     shm_free: int = 0
     """Bytes that must be free in its machine's /dev/shm when it starts."""
 
+    def free_gpus(self, node: Node) -> int:
+        """Returns how many GPUs of `node` have the memory free that must be when it starts, or may have it."""
+        return node.num_gpus - sum(gpu.free_bytes < self.gpu_share * gpu.memory_bytes for gpu in node.gpus)
+
+    def room(self, node: Node, num_gpus: int) -> int:
+        """Returns how many such actors, with `num_gpus` GPUs each, what is free on `node` holds."""
+        actors = node.free_bytes // sum(self.host.values())
+        return min(actors, self.free_gpus(node) // num_gpus) if num_gpus else actors
+
 
 @dataclass(frozen=True)
 class NodeNeeds:

@@ -143,6 +143,25 @@ class TestCores:
         held = Resources((replace(node, gpus=(node.gpus[0], *[Gpu(80 * GIB, 8 * GIB)] * 3)),), "the Ray cluster")
         plan(shards=1, replicas=2, resources=held).check_replicas(3, 1)
 
+    @pytest.mark.parametrize(("ranks", "free", "fits"), [(1, 2, True), (1, 1, False), (2, 4, True), (2, 3, False)])
+    def test_replicas_are_added_where_gpus_are_free(
+        self, ranks: int, free: int, fits: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Ray would give them GPUs that another program fills, and vLLM would refuse to start there."""
+        monkeypatch.setattr(installed, "installed_vllm", lambda: "vllm 0.32.0")
+        (node,) = machines(gpus=8, memory_bytes=256 * GIB, gpu_bytes=80 * GIB).nodes
+        filled = replace(node, gpus=(*[node.gpus[0]] * free, *[Gpu(80 * GIB, GIB)] * (8 - free)))
+        held = Resources((filled,), "the Ray cluster")
+        given = plan(shards=1, replicas=1, resources=held, inference={"tensor_parallel": ranks})
+        if fits:
+            given.check_replicas(3, 2)
+        else:
+            has = rf"{ranks} GPUs? each with [\d.]+% of its memory free, as {free} of the 8 are"
+            with pytest.raises(BadInput, match=rf"2 of them have to start(.|\n)*{has}"):
+                given.check_replicas(3, 2)
+        unknown = Resources((replace(node, gpus=()),), "the Ray cluster")  # the driver does not say what they have
+        replace(given, resources=unknown).check_replicas(3, 2)
+
     def test_a_run_gets_the_gpus_that_no_other_run_fills(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(installed, "installed_vllm", lambda: "vllm 0.32.0")
         monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
