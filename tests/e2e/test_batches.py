@@ -111,9 +111,7 @@ def test_each_shard_fetches_its_own_part_and_computes_what_it_does_with_the_whol
     assert whole.columns["mask"].sum() == output.metrics["loss_tokens:sum"]
 
 
-def test_a_penalty_is_computed_where_the_parts_are(
-    rooms: tuple[TrainerHandle, OrchestratorHandle], minibatch: Minibatch
-) -> None:
+def test_penalties_are_of_the_parts(rooms: tuple[TrainerHandle, OrchestratorHandle], minibatch: Minibatch) -> None:
     trainer, batch = rooms[0], stored_of(minibatch)
     whole = batch.whole(fetch)
     computed = replace(whole, columns={**whole.columns, REFERENCE: trainer.forward(whole).logprobs})
@@ -129,9 +127,7 @@ def penalty(batch: TokenBatch) -> TokenBatch:
     return with_penalty(batch, mean=0.25, coef=0.1, discount=0.5)
 
 
-def test_what_one_shard_refuses_all_refuse_and_the_group_goes_on(
-    rooms: tuple[TrainerHandle, OrchestratorHandle],
-) -> None:
+def test_what_one_shard_refuses_all_refuse(rooms: tuple[TrainerHandle, OrchestratorHandle]) -> None:
     trainer, batch = rooms[0], make_batch((7, 5, 3, 3))
     for d in (0, 1, 2, 3):
         wrong = pickle.loads(pickle.dumps(batch))
@@ -143,9 +139,7 @@ def test_what_one_shard_refuses_all_refuse_and_the_group_goes_on(
     assert np.isfinite(trainer.forward(batch).logprobs).all()
 
 
-def test_a_part_whose_owner_died_is_the_failure_of_the_orchestrator(
-    rooms: tuple[TrainerHandle, OrchestratorHandle], minibatch: Minibatch
-) -> None:
+def test_a_lost_part_is_a_lost_room(rooms: tuple[TrainerHandle, OrchestratorHandle], minibatch: Minibatch) -> None:
     trainer, orchestrator = rooms
     ray.kill(orchestrator._actor, no_restart=True)
 

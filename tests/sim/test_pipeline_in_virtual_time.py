@@ -161,9 +161,7 @@ LOSSES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(("policy", "max_steps_off_policy"), [("wait", 0), ("wait", 2), ("drop", 1)])
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
-def test_no_rule_is_broken_when_replicas_come_and_go(
-    loss: Mapping[str, Any], policy: str, max_steps_off_policy: int
-) -> None:
+def test_no_rule_is_broken_as_replicas_change(loss: Mapping[str, Any], policy: str, max_steps_off_policy: int) -> None:
     outcome = check(
         simulate(
             Scenario(policy=policy, max_steps_off_policy=max_steps_off_policy, turns=2, median=10, steps=8, **loss)

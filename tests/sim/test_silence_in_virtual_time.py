@@ -113,9 +113,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Simulated:
 
 
 @pytest.mark.parametrize("planted", PLANTED.values(), ids=PLANTED)
-def test_one_that_is_slow_for_a_reason_is_left_alone_and_a_stopped_one_costs_seconds(
-    simulated: Simulated, planted: list[Step]
-) -> None:
+def test_slow_ones_are_left_alone_and_a_stopped_one_costs_seconds(simulated: Simulated, planted: list[Step]) -> None:
     assert simulated.run(*USUAL, *planted, *USUAL, *planted, *USUAL) is None
     stopped_s = simulated.run(STOPPED)
     assert stopped_s is not None

@@ -160,16 +160,12 @@ class TestDirect:
 
     @pytest.mark.parametrize("large", [False, True])
     @pytest.mark.parametrize("number", [0, 1])
-    def test_none_from_the_first_that_is_refused(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, large: bool
-    ) -> None:
+    def test_none_once_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, large: bool) -> None:
         writes = self.write(tmp_path / "f", monkeypatch, large, refused_from=number)
         assert [size for size, _ in writes] == [BLOCK_BYTES] * 3 + [1000]
         assert not any(direct for _, direct in writes[number:])
 
-    def test_blocks_of_a_large_file_are_written_while_the_next_fill(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_blocks_are_written_while_the_next_fill(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Each waits until as many as there are blocks are being written, and they end in another order."""
         together, plain = Barrier(BLOCKS), os.pwrite
         contents = np.random.default_rng(2).bytes(3 * BLOCKS * BLOCK_BYTES + 7)

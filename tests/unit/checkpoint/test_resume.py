@@ -81,9 +81,7 @@ class TestWhatMayNotChange:
 
     @settings(deadline=None)
     @given(values, values)
-    def test_equal_values_and_only_they_have_no_difference(
-        self, one: dict[str, object], other: dict[str, object]
-    ) -> None:
+    def test_only_equal_values_have_no_difference(self, one: dict[str, object], other: dict[str, object]) -> None:
         assert differences(one, one) == []
         assert bool(differences(one, other)) == (one != other)
 
@@ -109,9 +107,7 @@ class TestFork:
         assert target.checkout(20) == []
         assert [row["name"] for row in read_json_lines(target.rows)] == ["step_000020"]
 
-    def test_files_are_shared_and_the_source_is_untouched(
-        self, store: CheckpointStore, target: CheckpointStore
-    ) -> None:
+    def test_files_are_shared_and_the_source_stays(self, store: CheckpointStore, target: CheckpointStore) -> None:
         (store.commit(20) / KEEP).touch()
         before = snapshot(store.root)
         chosen, note = self.forked(store, target)

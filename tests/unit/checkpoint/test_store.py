@@ -99,9 +99,7 @@ class TestPublish:
 
     @pytest.mark.parametrize("part", PARTS)
     @pytest.mark.parametrize("damage", [Path.unlink, truncate])
-    def test_what_is_incomplete_is_not_published(
-        self, store: CheckpointStore, part: str, damage: Callable[[Path], None]
-    ) -> None:
+    def test_nothing_incomplete_counts(self, store: CheckpointStore, part: str, damage: Callable[[Path], None]) -> None:
         draft = store.draft(20, 1)
         filled = fill(draft, manifest(20))
         damage(draft / part)
@@ -146,9 +144,7 @@ class TestPublish:
         assert store.partial() == []
         assert newest_of(store) == store.commit(20)
 
-    def test_names_are_on_the_disk_before_it_is_a_commit(
-        self, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_names_are_on_the_disk_before_it(self, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
         """The manifest and every directory of the draft before the rename, the new name after it. (Writers force what
         they write.)"""
         draft = store.draft(20, 1)
@@ -175,9 +171,7 @@ class TestPublish:
 class TestNewest:
     @pytest.mark.parametrize("file", [*PARTS, MANIFEST])
     @pytest.mark.parametrize("damage", [flip, truncate, Path.unlink])
-    def test_a_damaged_one_is_passed_over(
-        self, store: CheckpointStore, file: str, damage: Callable[[Path], None]
-    ) -> None:
+    def test_damaged_ones_are_skipped(self, store: CheckpointStore, file: str, damage: Callable[[Path], None]) -> None:
         commit(store, 20)
         newest = commit(store, 40)
         assert newest_of(store) == newest

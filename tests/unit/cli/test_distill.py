@@ -69,9 +69,7 @@ def test_an_answer_is_the_students_question_and_the_sampled_tokens() -> None:
     assert made == {"tokens": [3, 4, 7, 8, 9], "weights": [0, 0, 1, 1, 1]}
 
 
-def test_a_teacher_that_goes_on_for_the_user_is_stopped_and_the_student_learns_to_end(
-    tmp_path: Path, tokenizer: Any
-) -> None:
+def test_a_teacher_that_writes_for_the_user_is_stopped_and_the_end_is_learned(tmp_path: Path, tokenizer: Any) -> None:
     (question,) = asked(tmp_path, tokenizer, {"messages": [{"role": "user", "content": "312"}]})
     assert question.stop == (1, "\n\nUser:", "\n\nSystem:", "\n\nTool:")
     made = question.example(tokenizer.encode(" 123\n\nUser:"))

@@ -95,9 +95,7 @@ def test_an_episode_that_is_typed(name: str, types: Types, files: Path, capsys: 
     assert turn[3].endswith(" ms")
 
 
-def test_answers_that_the_environment_knows_and_answers_of_a_file(
-    files: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_answers_of_the_environment_and_of_a_file(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["env", "try", "guess", "--known"]) == 0
     assert "reward 1" in capsys.readouterr().out
     (files / "answers.txt").write_text('"4\\n"\n7\n')

@@ -73,9 +73,7 @@ def test_is_refused(more: list[str], said: str, flags: list[str], capsys: pytest
     assert said in told
 
 
-def test_a_broken_line_is_refused_before_anything_is_made(
-    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_broken_line_is_refused_early(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with (tmp_path / "d.jsonl").open("a") as file:
         file.write('{"messages": [{"role": "narrator", "content": "x"}]}\n')
     assert main(flags) == EXIT_BAD_INPUT

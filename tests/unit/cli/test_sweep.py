@@ -147,9 +147,7 @@ class TestRunning:
         assert run_all(opened(given)) == EXIT_OK
         assert starts(tmp_path) == ["seed=0 new"], "a finished run is not repeated"
 
-    def test_a_dry_run_shows_the_runs_and_a_plan_and_records_nothing(
-        self, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_a_dry_run_plans_and_records_nothing(self, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         given = ["rl", *words(tmp_path, "--grid", "seed=0,1")]
         assert main([*given, "--dry-run"]) == EXIT_OK
         out = capfd.readouterr().out

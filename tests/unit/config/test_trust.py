@@ -61,9 +61,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("key", HOSTILE)
-def test_what_a_recorded_configuration_would_run_is_listed_and_does_not_run(
-    write: Any, key: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_code_of_a_recorded_configuration_is_listed(write: Any, key: str, capfd: pytest.CaptureFixture[str]) -> None:
     given = write(HOSTILE[key])
     for words in (given, [*given, "--dry-run"]):
         assert rl(words) == EXIT_BAD_INPUT
@@ -118,9 +116,7 @@ def test_an_ordinary_recorded_configuration_needs_no_trust(write: Any) -> None:
     load(write({}), {})
 
 
-def test_a_commit_is_evaluated_by_the_configuration_of_its_run_only_where_that_is_trusted(
-    write: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_commits_configuration_needs_trust(write: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     from tools_support import make_run
 
     make_run(tmp_path / "run", 2)

@@ -64,9 +64,7 @@ def test_a_call_that_never_answers_has_a_deadline() -> None:
 
 
 @pytest.mark.parametrize("broken", [RoomFailed("replica 0: it broke"), WeightsRefused("another digest"), None])
-def test_errors_carry_the_end_of_the_log_where_the_driver_does_not_see_it(
-    tmp_path: Path, broken: TriremeError | None
-) -> None:
+def test_errors_carry_the_end_of_a_log_that_is_elsewhere(tmp_path: Path, broken: TriremeError | None) -> None:
     far = replica()
     far._log_dir = tmp_path
     (tmp_path / "inference_0.log").write_text("CUDA error: an illegal memory access\n")
@@ -92,9 +90,7 @@ class Stalling(ReplicaActor):
         self.kills += 1
 
 
-def test_an_engine_that_makes_no_progress_in_a_call_is_found_before_the_deadline_of_the_call(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_engine_without_progress_is_found_before_the_deadline_of_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inference.actor.HEALTH_TICK_S", 0.01)
     monkeypatch.setattr("inference.stalls.QUIET_S", 0.05)
     made = replica(kind=Stalling)
@@ -366,9 +362,7 @@ async def test_an_exception_about_one_request_is_its_own_while_the_engine_answer
 
 
 @pytest.mark.parametrize("name", ["impossible", "raising"])
-async def test_an_exception_after_which_the_engine_does_not_answer_is_a_lost_replica(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_exception_of_a_silent_engine_is_a_lost_replica(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inference.actor.HEALTH_TICK_S", 0.01)
     made = SamplingReplica(deterministic=False, update_s=0.1)
     made.engine.dies = True
@@ -452,9 +446,7 @@ async def test_updates_come_one_after_the_other() -> None:
 
 
 @pytest.mark.parametrize("seen", [True, False])
-async def test_an_update_of_a_lost_engine_does_not_judge_its_successor(
-    monkeypatch: pytest.MonkeyPatch, seen: bool
-) -> None:
+async def test_an_update_of_a_lost_engine_spares_its_successor(monkeypatch: pytest.MonkeyPatch, seen: bool) -> None:
     """The start of an engine blocks the actor for longer than an engine may stand still, and a call to the lost one is
     still pending: whether vLLM saw its death (`seen`) or not, the next engine is not the one that did not answer."""
     monkeypatch.setattr("inference.actor.HEALTH_TICK_S", 0.01)
@@ -687,9 +679,7 @@ async def test_requests_in_flight_see_an_update_between_two_steps(on_update: str
 
 @pytest.mark.parametrize("updates", [1, 100])
 @pytest.mark.parametrize("on_update", ["recompute_kv", "keep_kv"])
-async def test_a_conversation_keeps_its_prefix_over_updates_where_the_cache_does_and_others_begin_anew(
-    on_update: str, updates: int
-) -> None:
+async def test_a_conversation_keeps_its_prefix_over_updates_where_the_cache_does(on_update: str, updates: int) -> None:
     """No prefix is older than its name says: also a conversation that began with weights which are not here yet."""
     made, newest = UpdatingReplica(on_update), published(version=updates).identity
     conversation, ahead = (

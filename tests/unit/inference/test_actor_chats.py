@@ -82,9 +82,7 @@ def test_the_runs_requests_get_free_places_before_chats(scheduler_of: Callable[[
     assert step(scheduler) == {f"run {number}" for number in range(PLACES)}
 
 
-def test_a_chat_gets_a_place_before_requests_that_come_much_later(
-    scheduler_of: Callable[[], CoalescingScheduler],
-) -> None:
+def test_a_chat_goes_before_requests_that_come_much_later(scheduler_of: Callable[[], CoalescingScheduler]) -> None:
     scheduler = scheduler_of()
     for number in range(PLACES):
         add(scheduler, f"run {number}", NOW)
@@ -110,9 +108,7 @@ def test_a_chat_loses_its_cache_before_the_runs_requests(scheduler_of: Callable[
 
 
 @pytest.mark.parametrize(("chat", "arrival"), [(False, None), (True, NOW + CHATS_LATER_S)])
-async def test_a_chat_enters_the_engine_as_if_it_had_come_later(
-    chat: bool, arrival: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_chat_enters_as_if_later(chat: bool, arrival: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inference.actor, "time", SimpleNamespace(time=lambda: NOW, monotonic=lambda: 0.0))
     entered: list[Any] = []
 

@@ -52,9 +52,7 @@ def client(router: Router) -> Iterator[SamplingClient]:
     made.close()
 
 
-def test_samples_of_a_prompt_go_to_one_replica_each_with_a_seed_of_its_own(
-    client: SamplingClient, router: Router
-) -> None:
+def test_samples_of_a_prompt_go_to_one_replica_with_a_seed_each(client: SamplingClient, router: Router) -> None:
     first = client.sample(PROMPT, 3, SamplingParams(max_tokens=4, seed=10))
     second = client.sample(PROMPT, 2, SamplingParams(max_tokens=4))
     assert [int(s.tokens[0]) for s in first.result(10).sequences] == [10, 11, 12]

@@ -177,9 +177,7 @@ class TestCoalescing:
         assert step(scheduler, output("a", [3])) == {"a": [1, 2, 3], "b": [11, 12]}
         assert step(scheduler, output("a", [4])) is None
 
-    def test_ends_wait_for_each_other_for_a_share_of_their_time(
-        self, scheduler: CoalescingScheduler, clock: ManualClock
-    ) -> None:
+    def test_ends_wait_for_a_share_of_their_time(self, scheduler: CoalescingScheduler, clock: ManualClock) -> None:
         step(scheduler, output("a", [1]), output("b", [11]))
         scheduler._all_sent = clock.now = clock.now + 0.4  # so that an end waits for 0.02 s
         assert step(scheduler, output("a", [2], finish_reason=FinishReason.STOP), output("b", [12])) is None

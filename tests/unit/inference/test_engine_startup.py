@@ -61,9 +61,7 @@ def test_a_name_that_ranks_have_taken_away_is_no_error_where_the_queue_ends(capf
     assert (process.exitcode, capfd.readouterr().err) == (0, "")
 
 
-def test_an_engine_is_forked_unless_cuda_is_initialised(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_engines_are_forked_where_cuda_rests(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     assert choose_method(on_cpu=True, ranks=2) == "fork"
     assert choose_method(on_cpu=False, ranks=1) == "fork"
     assert choose_method(on_cpu=False, ranks=2) == "spawn"

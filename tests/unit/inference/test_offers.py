@@ -104,9 +104,7 @@ async def test_replicas_of_a_node_are_served_by_one_rank_once_they_have_said_whe
     assert [third.served_by(rank) for rank in range(2)] == [(0, 2), (3,)]
 
 
-async def test_one_that_is_late_is_left_out_is_said_once_and_costs_its_time_limit_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_late_one_is_left_out_said_once_and_costs_its_limit_once(caplog: pytest.LogCaptureFixture) -> None:
     hanging = Replica(1, ready_s=math.inf)
     router = fleet(Replica(0), hanging)
     for number in range(4):
@@ -120,9 +118,7 @@ async def test_one_that_is_late_is_left_out_is_said_once_and_costs_its_time_limi
     )
 
 
-async def test_one_that_refuses_is_left_out_as_long_as_it_does_and_stays_a_replica(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_one_that_refuses_is_left_out_meanwhile_and_stays_a_replica(caplog: pytest.LogCaptureFixture) -> None:
     broken = Replica(1)
     broken.refusal = RoomFailed("replica 1: its group broke")
     router = fleet(Replica(0), broken)

@@ -327,9 +327,7 @@ async def updated_fleet(n: int, **options: Any) -> tuple[Router, list[FakeReplic
     return router, fakes
 
 
-async def test_a_replica_that_names_weights_it_was_never_given_is_out_and_others_answer(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_replica_that_names_strange_weights_is_out_and_others_answer(caplog: pytest.LogCaptureFixture) -> None:
     router, (liar, honest) = await updated_fleet(2)
     liar.spans = (KNOWN, UNKNOWN)
     early = asyncio.create_task(router.sample(request("early", "a")))
@@ -409,9 +407,7 @@ async def test_a_replica_that_can_not_name_its_weights_stops_everything() -> Non
 # ---- what a lost replica had, and who comes in its place
 
 
-async def test_nothing_is_kept_of_what_a_replica_said_of_strange_weights(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_nothing_is_kept_of_what_a_replica_said_of_strange_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     def made(text: str, identity: WeightIdentity) -> Progress:
         tokens = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
         return Progress(0, tokens, np.zeros(len(tokens), np.float32), (VersionSpan(identity, 0, len(tokens)),))
@@ -522,9 +518,7 @@ async def usual_updates(router: Router, number: int) -> None:
         await router.update_weights(weights(each))
 
 
-async def test_an_update_does_not_wait_for_one_that_takes_far_longer_than_usual(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_an_update_does_not_wait_for_one_far_slower_than_usual(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deadline_module, "LEAST_S", 0.05)
     steady, late = Updated("replica 0", *range(9)), Updated("replica 1", *range(5))
     router = Router({0: steady, 1: late}, update_s=300.0)
@@ -546,9 +540,7 @@ async def test_an_update_does_not_wait_for_one_that_takes_far_longer_than_usual(
     await requests
 
 
-async def test_when_all_take_far_longer_than_usual_the_update_waits_for_the_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_when_all_are_far_slower_the_update_waits_for_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deadline_module, "LEAST_S", 0.05)
     only = Updated("replica 0", *range(10))
     router = Router({0: only}, update_s=300.0)
@@ -588,9 +580,7 @@ class Fetching(Updated):
         return taken
 
 
-async def test_a_joiner_for_which_there_are_no_newer_weights_yet_gets_no_requests_and_the_next_update_waits_for_it(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_joiner_without_newer_weights_serves_after_the_next_update(caplog: pytest.LogCaptureFixture) -> None:
     first, joiner = Updated("replica 0", 3, 4), Fetching("replica 1", 3, gone=(3,))
     router = Router({0: first})
     await router.update_weights(weights(3))

@@ -159,9 +159,7 @@ def test_what_did_not_arrive_is_fetched_and_that_is_said(
     assert why in caplog.text
 
 
-def test_who_waits_for_a_version_does_not_wait_for_it_once_a_later_one_is_offered(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_nobody_waits_for_a_version_once_a_later_one_is_offered(caplog: pytest.LogCaptureFixture) -> None:
     async def play(replica: Replica) -> None:
         await replica.broadcasts.offer(OFFER)
         waiting = asyncio.create_task(replica.bytes_of())

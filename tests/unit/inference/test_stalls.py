@@ -87,9 +87,7 @@ phases = st.tuples(st.floats(1.0, 300.0), st.floats(0.02, 8.0))
 
 
 @given(st.lists(phases, max_size=6), st.floats(5.0, 60.0))
-def test_a_stop_is_seen_in_time_whatever_came_before_and_only_a_stop(
-    before: list[tuple[float, float]], stopped_s: float
-) -> None:
+def test_only_a_stop_is_seen_whatever_came_before(before: list[tuple[float, float]], stopped_s: float) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         process = Process(monkeypatch)
         for seconds, share in before:

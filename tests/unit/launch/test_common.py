@@ -50,9 +50,7 @@ def test_status_says_how_far_each_part_is_that_starts(tmp_path: Path) -> None:
     assert roster.parts[1].why == ""
 
 
-def test_a_run_directory_in_the_copy_of_a_submitted_job_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_directory_in_a_submitted_copy_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unpacked = tmp_path / "session_1" / "runtime_resources" / "working_dir_files" / "_ray_pkg_1"
     unpacked.mkdir(parents=True)
     monkeypatch.chdir(unpacked)

@@ -61,9 +61,7 @@ def test_the_node_of_the_trainer_sends() -> None:
 
 
 @pytest.mark.parametrize("below", ["", "a", "a/b"])
-def test_the_trial_file_lies_in_the_nearest_directory_that_exists_and_leaves_nothing(
-    below: str, tmp_path: Path
-) -> None:
+def test_the_trial_file_lies_in_the_nearest_directory_and_leaves_nothing(below: str, tmp_path: Path) -> None:
     with trial_file(str(tmp_path / below)) as file:
         assert Path(file).parent == tmp_path
         assert [str(path) for path in tmp_path.iterdir()] == [file]

@@ -63,9 +63,7 @@ class Dataset(RLDataset):
         ("return [5]", "ValueError: not enough values to unpack"),
     ],
 )
-def test_a_first_problem_that_cannot_be_built_is_refused(
-    does: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_first_problem_must_be_built(does: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.py").write_text(PROBLEM.format(does=does))
     assert dry_run("--env.id", "mine:Dataset") == EXIT_BAD_INPUT
     assert f"its first problem cannot be built: {why}" in capsys.readouterr().err

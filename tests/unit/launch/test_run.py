@@ -100,9 +100,7 @@ class TestServices:
         run_module.launch(training, console)
         return begun
 
-    def test_ray_is_started_again_and_another_attempt_begins(
-        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-    ) -> None:
+    def test_ray_starts_again_and_another_attempt_begins(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         begun = self.launched(monkeypatch, tmp_path, lost=2, limit=2)
         assert begun == [1, 2, 3]
         incidents = [json.loads(line) for line in (tmp_path / "r" / "incidents.jsonl").open()]

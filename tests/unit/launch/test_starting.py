@@ -31,9 +31,7 @@ def test_a_plan_gets_the_machines_of_the_cluster_and_is_checked(monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("nodes", "holds"), [(1, 13), (2, 25)])
-def test_a_cluster_is_asked_anew_what_it_has_before_more_replicas_start(
-    nodes: int, holds: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cluster_is_asked_anew_before_replicas_join(nodes: int, holds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A node that has joined since the start counts."""
     (node,) = machines(cpus=2, memory_bytes=24 * GIB).nodes
     now = Resources((node,) * nodes, "the Ray cluster")
@@ -46,9 +44,7 @@ def test_a_cluster_is_asked_anew_what_it_has_before_more_replicas_start(
 
 
 @pytest.mark.parametrize("address", [None, "10.0.0.1:6379"])
-def test_places_are_by_room_and_a_joined_cluster_is_examined(
-    address: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_places_are_by_room_and_clusters_examined(address: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     examined: list[Any] = []
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(starting, "cluster_address", lambda _: address)

@@ -91,9 +91,7 @@ def test_equal_rewards_have_no_advantage(reward: float, size: int, kind: Advanta
 @given(st.lists(st.floats(-1, 1, width=16), min_size=2, max_size=20), REWARDS, KINDS)
 @example([0.0, 1.0], 1e8, "std")
 @example([0.0] * 6 + [2**-24], 0.7, "leave_one_out")
-def test_of_rewards_that_differ_some_are_better_and_some_are_worse(
-    noise_G: list[float], offset: float, kind: AdvantageKind
-) -> None:
+def test_rewards_that_differ_are_better_and_worse(noise_G: list[float], offset: float, kind: AdvantageKind) -> None:
     """However little they differ beside their size: the filter keeps such a group."""
     rewards_G = [offset + noise for noise in noise_G]
     assume(not is_constant(rewards_G))

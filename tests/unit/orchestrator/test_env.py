@@ -92,9 +92,7 @@ def test_bad_environments_are_refused(env_id: str, args: dict[str, int], said: s
         ),
     ],
 )
-def test_what_a_module_raises_is_said_with_its_place(
-    code: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_of_a_module_have_a_place(code: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "broken", raising=False)
@@ -197,9 +195,7 @@ def test_the_tokenizer_opens_from_its_directory(model_dir: Path) -> None:
         ({"max_seq_len": 8}, {"max_model_len": 16}, 8),
     ],
 )
-def test_limits_come_from_model_and_configuration(
-    model_dir: Path, model: dict[str, int], inference: dict[str, int], longest: int
-) -> None:
+def test_limits_come_from_both(model_dir: Path, model: dict[str, int], inference: dict[str, int], longest: int) -> None:
     config = small(
         model={"name": str(model_dir), **model},
         orchestrator={"batch_size": 1, "max_prompt_len": 5},

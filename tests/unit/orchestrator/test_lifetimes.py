@@ -46,9 +46,7 @@ def played(
         (WatchedTogether, {}, 16 * 3),
     ],
 )
-def test_a_retry_makes_one_environment_or_takes_one_that_was_made_with_others(
-    builder: Any, failing: dict[str, int], made: int
-) -> None:
+def test_a_retry_makes_an_environment_or_takes_a_spare_one(builder: Any, failing: dict[str, int], made: int) -> None:
     act = at("initial_observation", raises, problem=0, **failing)
     _, dataset = played(act, 16, builder, retries=2, max_failure_rate=1.0)
     made_for_problem = sum(count for (problem, _), count in dataset.made_for.items() if problem == 0)

@@ -52,9 +52,7 @@ def test_an_episode() -> None:
         ("4", False, True, 0.0),
     ],
 )
-def test_what_cannot_be_read_is_counted_and_ends_the_episode(
-    text: str, end: bool, cut_off: bool, parse_error: float
-) -> None:
+def test_what_cannot_be_read_counts_and_ends_it(text: str, end: bool, cut_off: bool, parse_error: float) -> None:
     env, made = Questions(2), renderer()
     trajectory = play(env, made, Policy([ended(text, made) if end else scattered(bpe(), text, 0)]))
     assert env.unread == [cut_off]

@@ -107,9 +107,7 @@ async def test_a_trainer_that_is_free_gets_all_groups_that_have_finished() -> No
 
 @pytest.mark.parametrize("substeps", [1, 2])
 @pytest.mark.parametrize("deterministic", [False, True])
-async def test_a_batch_that_is_there_comes_whole_and_in_deterministic_mode_always(
-    substeps: int, deterministic: bool
-) -> None:
+async def test_a_batch_that_is_there_or_deterministic_comes_whole(substeps: int, deterministic: bool) -> None:
     options = {"minibatches": "auto", "deterministic": deterministic, "max_steps_off_policy": 0}
     run = Run(small_config(16, 2, substeps, **options))
     async with run:
@@ -316,9 +314,7 @@ async def test_an_update_that_does_not_end_names_the_replicas_that_lack_it(monke
     [(0, 5, 1), (1, 1, 1), (1, 5, 0)],
     ids=["first", "last", "synchronous"],
 )
-async def test_where_nothing_goes_on_without_it_an_update_ends_before_the_verb_returns(
-    held: int, max_steps: int, max_steps_off_policy: int
-) -> None:
+async def test_an_update_ends_first_where_nothing_goes_on(held: int, max_steps: int, max_steps_off_policy: int) -> None:
     run = Run(small_config(2, max_steps, max_steps_off_policy=max_steps_off_policy))
     update = run.sampler.hold_update(held)
     async with run if held else nullcontext():

@@ -310,9 +310,7 @@ async def never_differs(problem: Problem, sample: int) -> float:
 
 
 @pytest.mark.parametrize(("reward", "named"), [(always_fails, "100% of"), (never_differs, "last 20 groups")])
-async def test_after_a_limit_a_resume_counts_anew_but_goes_on_counting_otherwise(
-    reward: Any, named: str, tmp_path: Path
-) -> None:
+async def test_a_resume_counts_on_but_after_a_limit_anew(reward: Any, named: str, tmp_path: Path) -> None:
     config = small_config(2, 6, retries=0, remove_constant_reward_groups=True)
     async with Run(config, Problems(reward)) as stopped:
         with pytest.raises(LimitReached, match=named):

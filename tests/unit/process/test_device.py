@@ -32,9 +32,7 @@ def config_on(wanted: str) -> Any:
         ("gpu", 0, False, "gpu"),
     ],
 )
-def test_gpus_are_taken_where_they_are_and_nothing_else_than_what_is_wanted(
-    wanted: device.Device, gpus: int, deterministic: bool, chosen: str
-) -> None:
+def test_gpus_are_taken_as_they_are_wanted(wanted: device.Device, gpus: int, deterministic: bool, chosen: str) -> None:
     assert choose_device(wanted, gpus, deterministic=deterministic) == chosen
 
 

@@ -46,9 +46,7 @@ def two_networks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("two_networks")
 @pytest.mark.parametrize(("host", "interface"), [("10.0.0.7", "eth0"), ("192.168.1.7", "eth1")])
-def test_gloo_and_nccl_take_the_interface_that_leads_to_the_first_shard(
-    host: str, interface: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gloo_and_nccl_take_the_way_to_shard_0(host: str, interface: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)

@@ -158,9 +158,7 @@ def test_ray_that_does_not_start_is_started_twice_and_then_an_error_for_people(
 
 
 @pytest.mark.parametrize("chosen", [None, "/of/the/user"])
-def test_what_was_compiled_outlives_the_directory_of_a_run(
-    chosen: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_code_outlives_a_run(chosen: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As PyTorch itself finds the places of its cache and of Triton's. (vLLM's default is no temporary directory.)"""
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     for name in ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR"):

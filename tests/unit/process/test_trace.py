@@ -74,9 +74,7 @@ def test_viewers_show_processes_and_tracks_by_name(tmp_path: Path) -> None:
     st.text(),
     st.dictionaries(st.text(max_size=5), st.none() | st.integers() | st.text(max_size=5), max_size=2),
 )
-def test_spans_nest_as_blocks_do(
-    tmp_path_factory: pytest.TempPathFactory, tree: list[Any], name: str, args: dict[str, Any]
-) -> None:
+def test_spans_nest(tmp_path_factory: pytest.TempPathFactory, tree: list[Any], name: str, args: dict[str, Any]) -> None:
     def run(children: list[Any], path: str) -> None:
         with trace.span(f"{path}/{name}", "main", **{f"_{key}": value for key, value in args.items()}):
             for i, child in enumerate(children):
@@ -106,9 +104,7 @@ def test_a_life_begins_before_it_ends(tmp_path: Path) -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(min_value=1500, max_value=20_000), st.integers(min_value=0, max_value=200))
-def test_a_full_file_says_so_and_takes_no_more(
-    tmp_path_factory: pytest.TempPathFactory, limit: int, spans: int
-) -> None:
+def test_a_full_file_says_so_and_ends(tmp_path_factory: pytest.TempPathFactory, limit: int, spans: int) -> None:
     file = tmp_path_factory.mktemp("run") / "trainer_0.json"
     writer = trace.TraceWriter(file, limit)
     for number in range(spans):

@@ -17,9 +17,7 @@ def test_a_long_wait_says_from_time_to_time_who_is_waited_for(capsys: pytest.Cap
     ]
 
 
-def test_a_long_wait_asks_how_far_the_work_is(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_long_wait_asks_for_progress(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     answers: dict[str, object] = {}
     monkeypatch.setattr(waits, "ready", lambda asked, _: {ref: answers[ref] for ref in asked if ref in answers})
     said = LongWait("a minibatch", 30.0, lambda: "asked")

@@ -122,9 +122,7 @@ class TestCode:
         assert "travelled_games" in found.text
 
     @pytest.mark.parametrize("name", ["site-packages", "dist-packages"])
-    def test_packages_of_the_system_and_of_the_user_stay(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-    ) -> None:
+    def test_packages_of_system_and_user_stay(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         """An environment may see them beside its own (`--system-site-packages`)."""
         (tmp_path / name / "travelled_torch").mkdir(parents=True)
         (tmp_path / name / "travelled_torch" / "__init__.py").touch()

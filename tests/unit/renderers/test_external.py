@@ -241,9 +241,7 @@ def logged(caplog: pytest.LogCaptureFixture) -> Sequence[str]:
     return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 
-def test_auto_says_that_it_falls_back_to_the_template(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_says_if_it_takes_the_template(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     other = TEMPLATE_OF_KIMI.replace("<|im_middle|>", "\n")
     assert isinstance(make_renderer("auto", tokenizer_of("kimi-k2", other)), ChatTemplateRenderer)
     assert "the package renderers has no format for" in logged(caplog)[0]

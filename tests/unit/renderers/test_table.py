@@ -137,9 +137,7 @@ def test_with_thinking_kept_each_prompt_goes_on_from_the_sampled_tokens(
 
 @pytest.mark.parametrize("enable_thinking", [None, False])
 @pytest.mark.parametrize("rule", [{}, KEEPING])
-def test_what_a_format_writes_behind_a_message_is_the_end_of_the_whole(
-    rule: dict[str, Any], enable_thinking: bool | None
-) -> None:
+def test_what_stands_behind_a_message_is_the_last_end(rule: dict[str, Any], enable_thinking: bool | None) -> None:
     renderer: Any = make_renderer("qwen3", bpe(QWEN3), enable_thinking=enable_thinking, **rule)
     looked = 0
     for messages, tools in CONVERSATIONS.values():
@@ -243,9 +241,7 @@ def test_what_counts(name: str, template: str, end: str, train_on: Any) -> None:
 
 @pytest.mark.parametrize(("name", "template"), NAMES)
 @pytest.mark.parametrize("conversation", ["several turns", "thinking"])
-def test_a_supervised_example_begins_with_its_generation_prompt(
-    name: str, template: str | None, conversation: str
-) -> None:
+def test_a_supervised_example_begins_with_its_prompt(name: str, template: str | None, conversation: str) -> None:
     """Training and sampling see the same tokens."""
     messages, tools = CONVERSATIONS[conversation]
     tokenizer = bpe(template)
@@ -386,9 +382,7 @@ def test_any_tokens_can_be_parsed_and_gone_on_from(tokens: list[int]) -> None:
         (" 4\n\nUser: and 5?\n\nAssistant: 5", True, "4", True),
     ],
 )
-def test_in_role_colon_a_message_ends_where_somebody_else_begins_to_speak(
-    text: str, eos: bool, content: str, ended: bool
-) -> None:
+def test_in_role_colon_a_message_ends_where_another_begins(text: str, eos: bool, content: str, ended: bool) -> None:
     renderer = make_renderer("role_colon", characters())
     tokens = [*characters().encode(text), *[1] * eos]
     message, whole = renderer.parse_response(tokens)

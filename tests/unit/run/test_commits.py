@@ -276,9 +276,7 @@ class TestFullDisk:
         assert "its space was needed for the rows of its step" in full.said[0]
         assert full.steps == ["step_000002", "step_000006"]
 
-    def test_a_commit_without_its_line_in_the_table_is_a_commit(
-        self, full: Bench, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_commit_without_its_line_in_the_table_counts(self, full: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
         def refuse(*_: object) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -319,9 +317,7 @@ class TestEndingEarly:
         assert bench.steps == ["step_000002"]
 
     @pytest.mark.parametrize("error", [StoppedWithoutCommit(EXIT_SIGTERM), RoomFailed("trainer died")], ids=type)
-    def test_what_is_in_flight_still_becomes_a_commit_but_nothing_is_begun(
-        self, bench: Bench, error: BaseException
-    ) -> None:
+    def test_what_is_in_flight_still_becomes_a_commit(self, bench: Bench, error: BaseException) -> None:
         with ended_by(error, bench) as commits:
             commits.at_boundary(0, weights(0))
             run_to(commits, 3)

@@ -98,9 +98,7 @@ def test_what_is_no_number_is_null_in_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "trained.jsonl"])
-def test_a_row_without_room_is_written_once_there_is_some(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_without_room_is_written_later(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(faults, "_passed", Counter())
     monkeypatch.setenv("TRIREME_FAULTS", f"row.{name}@2=full")
     guard = Directory()
@@ -113,9 +111,7 @@ def test_a_row_without_room_is_written_once_there_is_some(
         assert [json.loads(line)["step"] for line in (tmp_path / each).open()] == [0, 1, 2]
 
 
-def test_rows_that_cannot_be_written_end_the_run_with_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_that_cannot_be_written_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(faults, "_passed", Counter())
     monkeypatch.setenv("TRIREME_FAULTS", "row.metrics.jsonl@2+=full")
     guard, out = Directory(), io.StringIO()
@@ -177,9 +173,7 @@ def test_an_evaluation_is_told_with_its_intervals_and_failures() -> None:
     ("version", "all_bad", "all_good", "warns"),
     [(0, 1.0, 0.0, True), (0, 0.99, 0.0, False), (0, 0.1, 0.81, True), (0, 0.0, 0.8, False), (6, 1.0, 0.0, False)],
 )
-def test_a_start_that_solves_nothing_or_nearly_all_is_warned_of(
-    version: int, all_bad: float, all_good: float, warns: bool
-) -> None:
+def test_a_start_that_solves_nothing_or_all_warns(version: int, all_bad: float, all_good: float, warns: bool) -> None:
     lines = list(evaluation_text(evaluated(version, all_bad, all_good)))
     assert ["warning" in line for line in lines[1:]] == [True] * warns
 

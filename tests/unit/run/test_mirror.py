@@ -108,9 +108,7 @@ def test_what_is_pruned_here_is_pruned_there(url: str, tmp_path: Path) -> None:
     assert list(stored(url).of_branch()) == [1, 5], "the first is marked as kept"
 
 
-def test_a_commit_that_is_deleted_meanwhile_is_left_out(
-    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_commit_deleted_meanwhile_is_left_out(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(url, tmp_path).claim()
     driver.step(1, committed=True)
     driver.step(2, committed=True)
@@ -128,9 +126,7 @@ def test_a_commit_that_is_deleted_meanwhile_is_left_out(
     assert list(stored(url).of_branch()) == [2]
 
 
-def test_the_store_keeps_its_newest_commit_until_a_newer_one_is_there(
-    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_store_keeps_its_newest_commit(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Commits are taken, and old ones deleted, faster than the store takes them."""
     driver = Driver(url, tmp_path).claim()
     driver.step(1, committed=True)
@@ -295,9 +291,7 @@ def test_a_superseded_driver_loses_its_right_to_write(url: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("grows", [False, True])
-def test_a_head_whose_answer_was_lost_is_its_own(
-    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grows: bool
-) -> None:
+def test_a_head_of_a_lost_answer_counts(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grows: bool) -> None:
     driver = Driver(url, tmp_path).claim()
     driver.step(1, committed=True)
     swap = Bucket.swap
@@ -397,9 +391,7 @@ def test_the_next_attempt_of_a_driver_sweeps_too(far_run: FarRun, url: str, monk
 
 
 @pytest.mark.parametrize("harm", ["altered", "torn", "missing"])
-def test_a_part_that_is_not_the_one_that_was_written_is_refused(
-    far_run: FarRun, url: str, monkeypatch: pytest.MonkeyPatch, harm: str
-) -> None:
+def test_a_part_of_others_is_refused(far_run: FarRun, url: str, monkeypatch: pytest.MonkeyPatch, harm: str) -> None:
     put = Bucket.put
 
     def harmful(self: Bucket, key: str, contents: object) -> None:
@@ -490,9 +482,7 @@ def test_a_load_waits_until_the_store_has_the_commit(far_run: FarRun, url: str) 
     assert far_run.source(commit).key == stored(url).commits["checkpoints/step_000001"].key
 
 
-def test_a_driver_elsewhere_resumes_and_its_nodes_load(
-    far_run: FarRun, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_driver_elsewhere_resumes(far_run: FarRun, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = far_run.commit(1)
     contents = (first / "trainer" / "__0_0.distcp").read_bytes()
     far_run.driver.bring()

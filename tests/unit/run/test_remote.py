@@ -122,9 +122,7 @@ def test_of_two_that_begin_together_one_is_refused(url: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_a_crash_leaves_the_last_whole_commit(
-    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
-) -> None:
+def test_a_crash_leaves_the_last_commit(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str) -> None:
     first = begun(url, tmp_path / "one")
     before = stored(url)
     for number in (4, 5):
@@ -313,9 +311,7 @@ def test_refused_before_the_start(tmp_path: Path) -> None:
         Driver("gopher://bucket/prefix", tmp_path)
 
 
-def test_the_claim_counts_where_only_its_answer_was_lost(
-    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_claim_counts_if_only_its_answer_is_lost(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(url, tmp_path)
     swap = Bucket.swap
 

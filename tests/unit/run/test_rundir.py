@@ -182,9 +182,7 @@ def test_the_resume_command_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert (again.root, again.start.attempt) == (run.root, 2)
 
 
-def test_the_resume_command_has_the_variables_that_the_run_was_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_resume_command_has_the_variables_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another terminal lacks them. They are seen from anywhere, and a key for a service is no such one."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", f".{os.pathsep}my envs")
@@ -431,9 +429,7 @@ class TestCodeDiff:
         assert re.match(r"commit [0-9a-f]{40}\n", diff)
         assert "-before\n+after\n" in diff
 
-    def test_no_secret_is_in_what_a_run_writes(
-        self, checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_run_writes_no_secret(self, checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Of the working tree, of the configuration, and of the environment."""
         planted = {
             "diff": "hf_" + "aB3dE5gH7jK9mN1pQ3sT5vW7yZ9bD2fG4h",

@@ -53,9 +53,7 @@ async def test_a_replica_that_joins_again_gives_up_the_chats_that_it_has() -> No
     assert replicas.told[3:] == [("leave", 0), ("join", 0, "successor")]
 
 
-async def test_a_replica_that_failed_a_chat_comes_back_unless_another_client_joined(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_replica_that_failed_comes_back_unless_another_client_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     replicas = Replicas()
     own = started(replicas)
     monkeypatch.setattr(actor, "AGAIN_S", 0.01)

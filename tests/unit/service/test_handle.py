@@ -88,9 +88,7 @@ def test_a_service_is_a_part_of_the_run_whose_health_is_shown(monkeypatch: pytes
     assert roster.parts[0].why == "the server has ended"
 
 
-def test_a_service_is_told_of_all_attempts_also_one_that_takes_the_place_of_another(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_service_and_its_successor_learn_of_all_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ServiceHandle, "_keep", lambda _self: None)
     actor, starts, config = Actor(), [(1, 0)], Any
     own = ServiceHandle(config, lambda: actor, None, print, starts, Roster(lambda: 0.0))  # type: ignore[arg-type]

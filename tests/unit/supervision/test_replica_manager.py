@@ -229,9 +229,7 @@ class TestLoss:
         assert set(world.pids) == {(11, 12)}, "its engine too"
         assert ("replace", 1) in world.room.told
 
-    def test_an_engine_that_does_not_answer_makes_its_replica_suspect_until_its_actor_gives_it_up(
-        self, world: World
-    ) -> None:
+    def test_a_silent_engine_makes_its_replica_suspect_until_its_actor_gives_it_up(self, world: World) -> None:
         world.serve()
         world.look()
         world.answer("heartbeat", 1, value=Heartbeat((11, 12), "node", behind_s=ENGINE_S / 2, limit_s=ENGINE_S))

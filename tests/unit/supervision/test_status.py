@@ -69,9 +69,7 @@ class TestStatus:
             assert status.parts[0] == RunPart("inference_0", PartHealth.HEALTHY, 1.8e9, "", (100, 200), "here", 0)
             assert status.recent == tuple(roster.incidents)
 
-    def test_whoever_reads_finds_it_whole(
-        self, tmp_path: Path, roster: Roster, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_reader_finds_it_whole(self, tmp_path: Path, roster: Roster, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "SHORTEST_S", 0.0)
         for n in range(200):
             roster.set(f"trainer_{n}", PartHealth.HEALTHY)

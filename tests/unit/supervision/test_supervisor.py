@@ -139,9 +139,7 @@ def test_all_is_well(world: World) -> None:
 
 
 @pytest.mark.parametrize("failure", [BadInput("4 replicas need 48 GiB"), RoomFailed("4 nodes do not answer")])
-def test_more_replicas_than_fit_are_refused_while_all_else_goes_on(
-    failure: TriremeError, world: World, tmp_path: Path
-) -> None:
+def test_more_replicas_than_fit_are_refused_meanwhile(failure: TriremeError, world: World, tmp_path: Path) -> None:
     """Whoever is asked for the machines may take long: others get the supervisor's lock meanwhile."""
     asked: list[tuple[int, int]] = []
 
@@ -224,9 +222,7 @@ def test_a_run_does_not_go_on_that_nobody_watches(world: World) -> None:
         assert "the supervisor of the run: OSError: out of the blue" in str(world.failure())
 
 
-def test_a_silent_process_that_cannot_be_reached_holds_up_nothing_else(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_silent_process_out_of_reach_holds_up_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     world = World(monkeypatch, tmp_path, timeouts={"heartbeat_s": 1.0})
     with world.serving() as supervisor:
         world.unreachable.set()

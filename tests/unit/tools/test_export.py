@@ -43,9 +43,7 @@ def test_the_model_opens_in_the_dtype_that_was_asked_for(store: CheckpointStore,
     assert sorted(path.name for path in out.parent.iterdir()) == ["out"]
 
 
-def test_without_options_the_newest_commit_that_verifies_is_copied(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_options_the_newest_good_commit_is_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = make_run(tmp_path / "run", 2, 4, 6)
     flip(store.commit(6) / "trainer" / "__0_0.distcp")
     assert main(["export", str(store.root)]) == EXIT_OK
@@ -54,9 +52,7 @@ def test_without_options_the_newest_commit_that_verifies_is_copied(
     assert f"{store.commit(4)} is now {out}: {len(snapshot(out))} files, weights in float32" in capsys.readouterr().out
 
 
-def test_a_file_that_claims_more_than_it_holds_is_refused_by_name(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_claims_more_than_it_holds_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its manifest fits: a stranger wrote both."""
     store = make_run(tmp_path / "run", 2)
     forge(store.commit(2), "inference/model-00001.safetensors", (1 << 62).to_bytes(8, "little") + b"{}")
@@ -74,9 +70,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return said
 
 
-def test_a_directory_in_use_stays_as_it_is(
-    store: CheckpointStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_directory_in_use_stays(store: CheckpointStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine").write_text("precious")
     before = snapshot(tmp_path)
     assert f"--out {tmp_path}, which exists" in refused([str(store.root), "--out", str(tmp_path)], capsys)
@@ -99,9 +93,7 @@ def test_a_run_without_commits_is_refused(tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("name", ["config.json", "model-00002.safetensors", "tokenizer.json"])
-def test_damaged_files_are_noticed_and_leave_nothing(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_files_are_seen_and_gone(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = make_run(tmp_path / "run", 2)
     flip(store.commit(2) / "inference" / name)
     said = refused([str(store.root), "--step", "2", "--out", str(tmp_path / "out")], capsys)

@@ -68,9 +68,7 @@ def test_a_finished_run_is_offered_more_steps(store: CheckpointStore, capsys: py
     assert "finished at step 6; for longer\n  uv run rl @" in shown(store.root, capsys)
 
 
-def test_damaged_commits_and_unfinished_ones_come_with_the_reason(
-    store: CheckpointStore, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_and_unfinished_commits_say_why(store: CheckpointStore, capsys: pytest.CaptureFixture[str]) -> None:
     flip(store.commit(6) / "orchestrator" / "groups.safetensors")
     torn = store.commit(4) / "manifest.json"
     torn.write_bytes(torn.read_bytes()[:200])
@@ -89,9 +87,7 @@ def test_damaged_commits_and_unfinished_ones_come_with_the_reason(
     assert "continue from step 2\n" in text
 
 
-def test_a_quick_look_sees_what_is_missing_or_too_short_but_reads_no_contents(
-    store: CheckpointStore, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_quick_look_sees_missing_and_short_files(store: CheckpointStore, capsys: pytest.CaptureFixture[str]) -> None:
     flip(store.commit(6) / "orchestrator" / "groups.safetensors")
     truncate(store.commit(4) / "orchestrator" / "groups.safetensors")
     report = inspected(store.root, capsys, "--quick")

@@ -11,9 +11,7 @@ from trireme.train.steps import StepRecord
 
 
 @pytest.mark.parametrize(("divisors", "normalizers", "loss"), [((4, 2, 3), [6, 3], 2.0), ((0, 0, 0), [1, 1], 18.0)])
-def test_each_substep_is_divided_by_its_own_minibatches_and_the_loss_as_its_gradient(
-    divisors: tuple[float, ...], normalizers: list[float], loss: float
-) -> None:
+def test_substeps_have_their_own_divisor(divisors: tuple[float, ...], normalizers: list[float], loss: float) -> None:
     record, given = StepRecord(0), []
     guard: Any = SimpleNamespace(update=lambda step, *_: step() or 1.0)
     for number, divisor in enumerate(divisors):

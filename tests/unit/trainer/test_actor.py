@@ -22,9 +22,7 @@ def shard() -> actor.ShardActor:
 
 
 @pytest.mark.parametrize("ip", ["127.0.0.1", "127.0.0.2", "::1"])
-def test_the_store_listens_where_the_node_is_in_the_cluster_and_nowhere_else(
-    shard: actor.ShardActor, ip: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_store_listens_at_its_node_alone(shard: actor.ShardActor, ip: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(actor.ray.util, "get_node_ip_address", lambda: ip)
     before = listening()
     address = shard.rendezvous()

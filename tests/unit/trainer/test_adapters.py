@@ -129,9 +129,7 @@ def test_a_new_adapter_computes_what_the_base_does(make: Make) -> None:
 
 
 @pytest.mark.parametrize(("name", "lora"), [("small", {"rank": 3, "alpha": 32}), ("attention", {"train_mlp": False})])
-def test_what_fills_an_adapter_up_stays_zero_and_changes_nothing(
-    make: Make, name: str, lora: Mapping[str, Any]
-) -> None:
+def test_what_fills_an_adapter_up_stays_zero(make: Make, name: str, lora: Mapping[str, Any]) -> None:
     """A model whose LoRA layers are of that rank, or on those layers, learns the same, but for the order in which
     kernels add up."""
     batch, spec = make_batch(LENGTHS), SPECS[name]
@@ -230,9 +228,7 @@ def change(path: Path, **values: Any) -> None:
         (lambda path: save_file({"y": torch.zeros(1)}, path / "adapter_model.safetensors"), "the first that differs: "),
     ],
 )
-def test_what_is_no_such_adapter_is_refused(
-    make: Make, tmp_path: Path, damage: Callable[[Path], Any], said: str
-) -> None:
+def test_another_adapter_is_refused(make: Make, tmp_path: Path, damage: Callable[[Path], Any], said: str) -> None:
     shard = make()
     exported(shard, "small", tmp_path)
     damage(tmp_path)
@@ -241,9 +237,7 @@ def test_what_is_no_such_adapter_is_refused(
     shard.add_adapter("again", SPECS["small"])
 
 
-def test_a_state_is_of_the_adapter_in_use_though_another_is_used_while_it_is_written(
-    make: Make, tmp_path: Path
-) -> None:
+def test_a_state_is_of_the_adapter_that_was_in_use_at_its_begin(make: Make, tmp_path: Path) -> None:
     shard = make()
     for name in ("whole", "small"):
         shard.add_adapter(name, SPECS[name])

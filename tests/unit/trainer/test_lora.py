@@ -79,9 +79,7 @@ def saved(shard: Shard, path: Path) -> PublishedWeights:
     return published
 
 
-def test_what_is_saved_opens_with_peft_and_computes_the_same(
-    make: Make, kind: str, models: dict[str, str], tmp_path: Path
-) -> None:
+def test_peft_opens_and_computes_the_same(make: Make, kind: str, models: dict[str, str], tmp_path: Path) -> None:
     shard, batch = trained(make(kind)), make_batch(LENGTHS)
     saved(shard, tmp_path)
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(models[kind]), tmp_path)

@@ -278,9 +278,7 @@ class Recorded:
 
 @settings(max_examples=30)
 @given(shapes=SHAPES, dtype=DTYPES, size=st.integers(1, 3), served=st.booleans())
-def test_any_tensors_are_kept_and_sent_whole(
-    shapes: list[tuple[int, ...]], dtype: torch.dtype, size: int, served: bool
-) -> None:
+def test_tensors_are_kept_and_sent(shapes: list[tuple[int, ...]], dtype: torch.dtype, size: int, served: bool) -> None:
     """Bit for bit: NaNs with payloads, -0.0, subnormals. Empty ones, single elements, and some larger than a bucket; by
     one to three ranks, with members or without."""
     tensors = [(f"t{n}", any_bits(shape, dtype, n)) for n, shape in enumerate(shapes)]

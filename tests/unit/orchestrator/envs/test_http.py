@@ -147,9 +147,7 @@ def test_tasks_depend_on_seed_split_and_number_alone_and_spread_over_servers() -
     assert min(urls.values()) > 40
 
 
-async def test_an_answer_that_is_lost_is_asked_for_again_and_the_turn_is_played_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_lost_answer_is_asked_for_again_and_the_turn_is_played_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each request is worked on, and its connection is cut before the answer; the second try gets it."""
     monkeypatch.setattr(http, "PAUSES_S", (0.01,))
     lost: Counter[str] = Counter()

@@ -75,9 +75,7 @@ def test_parquet_is_read_alike(tokenizer: Any, jsonl: str, tmp_path: Path) -> No
         ('{"question": "What?", "answer": 1}', {"grading": "exact", "batch_size": 0}, r"batch_size = 0; expected"),
     ],
 )
-def test_what_is_no_such_data_is_bad_input(
-    tokenizer: Any, tmp_path: Path, text: str, args: dict[str, Any], said: str
-) -> None:
+def test_other_data_is_bad_input(tokenizer: Any, tmp_path: Path, text: str, args: dict[str, Any], said: str) -> None:
     (tmp_path / "data.jsonl").write_text(text)
     with pytest.raises(BadInput, match=said):
         dataset(tokenizer, path=str(tmp_path / "data.jsonl"), **args)
@@ -173,9 +171,7 @@ def test_hostile_answers_end_within_their_limit(tokenizer: Any, tmp_path: Path, 
     assert isinstance(outcome, Exception) or outcome.reward == 0.0
 
 
-def test_an_answer_of_the_data_that_math_verify_cannot_read_is_refused_before_a_run(
-    tokenizer: Any, tmp_path: Path
-) -> None:
+def test_an_answer_that_math_verify_cannot_read_is_refused_before_a_run(tokenizer: Any, tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_text('{"question": "What?", "answer": "a dog"}')
     builder = dataset(tokenizer, path=str(tmp_path / "data.jsonl")).get_batch(0)[0]
     with pytest.raises(BadInput, match=r"line 1 of .*data\.jsonl(.|\n)*math-verify cannot read the answer 'a dog'"):

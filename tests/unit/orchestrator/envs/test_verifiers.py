@@ -275,9 +275,7 @@ def test_a_prompt_of_several_messages() -> None:
         ("await asyncio.sleep(60)", TimeoutError, None),
     ],
 )
-def test_a_rollout_that_cannot_be_scored_fails(
-    written: Written, body: str, error: type[Exception], said: str | None
-) -> None:
+def test_a_rollout_without_score_fails(written: Written, body: str, error: type[Exception], said: str | None) -> None:
     name = written(f"@vf.reward\nasync def bad(self, trace: vf.Trace) -> float:\n    {body}")
     with pytest.raises(error, match=said):
         answer(name, scoring_limit_s=0.2)

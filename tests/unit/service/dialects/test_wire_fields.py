@@ -104,9 +104,7 @@ def hints_of(theirs: tuple[Any, ...]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("ours", "theirs", "beyond", "refused"), BODIES, ids=lambda each: getattr(each, "__name__", "")
 )
-def test_a_body_has_the_fields_of_the_package(
-    ours: type[Body], theirs: tuple[Any, ...], beyond: set[str], refused: set[str]
-) -> None:
+def test_a_body_has_its_fields(ours: type[Body], theirs: tuple[Any, ...], beyond: set[str], refused: set[str]) -> None:
     hints = hints_of(theirs)
     assert set(ours.model_fields) - set(hints) == beyond
     assert set(hints) - set(ours.model_fields) == refused

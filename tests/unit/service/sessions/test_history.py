@@ -21,9 +21,7 @@ def test_what_a_rollback_gives_up() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(1, 5)), max_size=6))
-def test_the_weights_from_which_the_newest_come_are_never_given_up_and_all_others_are(
-    runs: list[tuple[int, int]],
-) -> None:
+def test_only_weights_that_are_no_ancestors_of_the_newest_are_given_up(runs: list[tuple[int, int]]) -> None:
     """Each attempt begins with a version that is there, and makes some more."""
     history, lineage, lost, at = RunHistory(), [(1, 0)], set[tuple[int, int]](), 0
     for attempt, (start, steps) in enumerate(runs, start=1):

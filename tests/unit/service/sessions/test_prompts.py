@@ -55,9 +55,7 @@ PIECES = st.lists(st.sampled_from(["a", " 4", "ä€", "\n", "<|im_end|>", "\U00
     turns=st.lists(st.tuples(PIECES, st.lists(st.integers(0, len(TOKENIZER) - 1), min_size=1, max_size=6)), max_size=4),
     data=st.data(),
 )
-def test_a_text_has_the_tokens_that_were_sampled_and_reads_as_its_client_wrote_it(
-    turns: Any, data: st.DataObject
-) -> None:
+def test_a_text_has_the_sampled_tokens_and_reads_as_its_client_wrote_it(turns: Any, data: st.DataObject) -> None:
     tree, follows, whole, ids = SessionTree(), ROOT, "", list[int]()
     for text, answer in turns:
         prompt = encoded(text)
@@ -76,9 +74,7 @@ def test_a_text_has_the_tokens_that_were_sampled_and_reads_as_its_client_wrote_i
 
 
 class TestTexts:
-    async def test_a_retry_gets_its_answer_also_when_its_text_would_have_another_place_now(
-        self, tmp_path: Path
-    ) -> None:
+    async def test_a_retry_gets_its_answer_when_its_text_would_lie_elsewhere_now(self, tmp_path: Path) -> None:
         sampler = ScriptedSampler()
         service = registry(tmp_path, sampler)
         service.open("s", floor=3)

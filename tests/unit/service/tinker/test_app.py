@@ -187,9 +187,7 @@ class TestTheProtocol:
             ("weights_info", {}, 400),
         ],
     )
-    def test_refusals_are_never_such_that_the_client_tries_for_ever(
-        self, served: Served, path: str, body: Any, status: int
-    ) -> None:
+    def test_no_refusal_has_the_client_try_for_ever(self, served: Served, path: str, body: Any, status: int) -> None:
         answer = post(served.url, path, body)
         assert answer.status_code == status
         assert answer.json()["error"]["message"]

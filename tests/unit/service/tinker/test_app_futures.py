@@ -123,9 +123,7 @@ def test_the_client_and_the_result_of_a_pass(
     assert served.trainer.calls.count("cross_entropy") == 1
 
 
-def test_the_client_asks_anew_for_a_sample_whose_result_is_lost(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_client_asks_anew_for_a_lost_sample(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     with tinker.ServiceClient(base_url=served.url, api_key=KEY) as client:
         sampler: Any = client.create_sampling_client(base_model=BASE_MODEL).result(DEADLINE_S)
         found = answered_first(monkeypatch, GoneError("it is forgotten"), 1)

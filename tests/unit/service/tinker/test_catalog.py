@@ -104,9 +104,7 @@ def test_a_name_is_free_again_though_its_directory_was_not_deleted_whole(catalog
     assert save(catalog, "first", b"new") == path
 
 
-def test_what_is_damaged_can_be_deleted_and_does_not_stand_in_the_way_of_others(
-    catalog: Catalog, clock: ManualClock
-) -> None:
+def test_what_is_damaged_can_be_deleted_and_hinders_no_others(catalog: Catalog, clock: ManualClock) -> None:
     for name in ("first", "second"):
         directory, _ = catalog.find(save(catalog, name, ttl_s=3600))
         (directory / "state.bin").unlink()

@@ -192,9 +192,7 @@ def test_requests_behind_one_that_was_refused_are_served(served: Served) -> None
     assert result(served.url, saved)["path"] == f"tinker://{model}/weights/s"
 
 
-def test_a_sample_that_fails_in_an_unexpected_way_is_told_and_others_run(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unexpected_failure_of_a_sample_is_its_own(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those of other weights, which wait until none runs."""
     session, model = begun(served.url)
     body = {"model_id": model, "seq_id": 1, "path": "w"}
@@ -212,9 +210,7 @@ def test_a_sample_that_fails_in_an_unexpected_way_is_told_and_others_run(
     assert isinstance(result(served.url, accepted(served.url, "asample", sampling(named, 0))), bytes)
 
 
-def test_a_pass_that_fails_in_an_unexpected_way_is_told_and_its_batch_is_dropped(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unexpected_failure_of_a_pass_drops_its_batch(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     _, model = begun(served.url)
 
     def broken(*_: Any) -> Any:
@@ -229,9 +225,7 @@ def test_a_pass_that_fails_in_an_unexpected_way_is_told_and_its_batch_is_dropped
     assert isinstance(result(served.url, accepted(served.url, "forward_backward", passing(model, 3))), bytes)
 
 
-def test_a_save_that_the_disk_has_no_room_for_leaves_nothing(
-    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_without_room_leaves_nothing(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Half(Written):
         def wait(self, timeout_s: float) -> list[FileRecord]:
             raise DiskFull("no space left")
