@@ -34,7 +34,7 @@ FORBIDDEN_IMPORTS = {
 }
 """What a new module may not import, by the package in which it lies."""
 WITHOUT_MODULE = {
-    "inference/test_contract.py": "what all modules use of vLLM, and of torch where it needs GPUs",
+    "inference/test_contract.py": "what all modules name of vLLM in strings",
     "checkpoint/test_crashes.py": "sequences of training, commits, crashes and resumes, over all modules",
     "trainer/test_against_verl.py": "recorded numbers of another implementation, for losses, weighting and advantages",
 }
