@@ -89,6 +89,7 @@ def replica(per_message: int) -> Iterator[Any]:
 
 def make_pipeline(client: Any, model: Path, shape: Shape, groups: int) -> Any:
     """Returns a pipeline whose only replica is behind `client`."""
+    from inference.replica_set.actor import ReplicaSet
     from inference.router import Router
     from orchestrator.env import EnvContext, load_dataset
     from orchestrator.pipeline import Pipeline
@@ -99,7 +100,7 @@ def make_pipeline(client: Any, model: Path, shape: Shape, groups: int) -> Any:
     config = Config.model_validate(config_of(model, shape, groups, STEPS, max_steps_off_policy=1))
     context = EnvContext(load_tokenizer(config.tokenizer_name), config.seed, GROUP_SIZE, "train")
     limits = RolloutLimits.of(config, context.tokenizer.decode)
-    return Pipeline(config, [load_dataset(config.env[0], context)], Router({0: client}), limits)
+    return Pipeline(config, [load_dataset(config.env[0], context)], Router(ReplicaSet({0: client})), limits)
 
 
 def play(client: Any, model: Path, shape: Shape, groups: int) -> OverRay:

@@ -150,7 +150,8 @@ class Alone:
 async def alone(bench: Bench, weights: PublishedWeights, steps: int) -> Alone:
     """Lets both go on, the replica with `weights`, until `steps` batches are trained on."""
     config = bench.training.config
-    sampler = bench.training.inference.router_factory()()
+    inference = bench.training.inference
+    sampler = inference.router_factory(inference.replica_set())()
     await sampler.update_weights(weights)
     generation, training = Generation(config, sampler), Training(config, bench.core.trainer)
     sequences = config.inference.sequences(on_gpus=False)

@@ -136,6 +136,7 @@ def published(version: int) -> PublishedWeights:
 
 
 def make_pipeline(client: Any, groups: int, steps: int) -> Pipeline:
+    from inference.replica_set.actor import ReplicaSet
     from inference.router import Router
     from orchestrator.env import EnvContext, load_dataset
     from orchestrator.pipeline import Pipeline
@@ -154,7 +155,7 @@ def make_pipeline(client: Any, groups: int, steps: int) -> Pipeline:
     return Pipeline(
         config,
         [load_dataset(config.env[0], context)],
-        Router({0: client}),
+        Router(ReplicaSet({0: client})),
         RolloutLimits.of(config, context.tokenizer.decode),
     )
 

@@ -133,7 +133,7 @@ class Bench:
         self.measured = Measured()
 
     async def run(self, repeats: int) -> Measured:
-        router = self._replicas.router_factory()()
+        router = self._replicas.router_factory(self._replicas.replica_set())()
         offer_by(self._shards, router)
         for version in range(WARM_UP + repeats):
             if version == WARM_UP:
@@ -188,7 +188,7 @@ def offer_by(shards: TrainerHandle, router: Any) -> None:
     loop = asyncio.get_running_loop()
 
     def offering(offer: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(router.offer(offer), loop).result(DEADLINE_S)
+        return asyncio.run_coroutine_threadsafe(router.source.offer(offer), loop).result(DEADLINE_S)
 
     shards.offer_by(offering, DEADLINE_S)
 

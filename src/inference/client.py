@@ -18,7 +18,8 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
 
-from trireme.core.sampler import AdapterSampler
+from inference.replica_set.actor import ReplicaSet
+from inference.router import Router
 from trireme.core.stop_strings import cut
 from trireme.core.tokenizer import load_tokenizer
 from trireme.core.types import ModelInput, SampleRequest, SampleResponse, SamplingParams
@@ -31,11 +32,12 @@ CLOSE_S = 10.0
 class SamplingClient:
     """Samples from all replicas. Call `update_weights` first: before it they have no weights to sample from.
 
-    `make_router` makes the router of the replicas, which enforces every deadline and brings adapters. `tokenizer` (a
-    local directory or a name on the hub) is read only for stop strings.
+    `make_router` makes the router of the replica set, which enforces every deadline and brings weights and adapters.
+    `tokenizer` (a local directory or a name on the hub) is read only for stop strings.
     """
 
-    def __init__(self, make_router: Callable[[], AdapterSampler], tokenizer: str) -> None:
+    def __init__(self, replicas: ReplicaSet, make_router: Callable[[], Router], tokenizer: str) -> None:
+        self._replicas = replicas
         self._tokenizer_name = tokenizer
         self._numbers = itertools.count()
         self._loop = asyncio.new_event_loop()
@@ -90,11 +92,11 @@ class SamplingClient:
 
         Raises WeightsRefused or RoomFailed.
         """
-        self._begin(self._router.load_adapter(name, weights)).result()
+        self._begin(self._replicas.load_adapter(name, weights)).result()
 
     def drop_adapter(self, name: str) -> None:
         """Has the replicas forget an adapter, which no sample in flight names."""
-        self._begin(self._router.drop_adapter(name)).result()
+        self._begin(self._replicas.drop_adapter(name)).result()
 
     def close(self) -> None:
         """Cancels what is in flight and ends the thread, within CLOSE_S; the replicas stay."""

@@ -17,7 +17,8 @@ from inference.actor import ReplicaActor, ReplicaInfo
 from inference.handover import Outcome, Progress
 from inference.line import Line
 from inference.messages import Reply, pack_requests
-from inference.router import Router
+from inference.replica_set.actor import ReplicaSet
+from inference.router import Router, TableSource
 from trireme.config import Config
 from trireme.config.model_facts import ModelFacts
 from trireme.core.errors import RoomFailed
@@ -86,6 +87,9 @@ class RayReplica:
 
     async def stats(self) -> ReplicaStats:
         return await self._get(self.handle.stats.remote(), "asked for its load")
+
+    async def abort_all(self) -> None:
+        await self._get(self.handle.abort_all.remote(), "aborting")
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         if left := self._line.withdraw(request_ids) if self._line else list(request_ids):
@@ -191,34 +195,34 @@ class InferenceHandle:
         """Returns the `ready_ref` of all replicas, and the replicas' names."""
         return list(self._ready.values()), [self.name(index) for index in self._ready]
 
-    def router_factory(self, indices: Sequence[int] | None = None) -> Callable[[], Router]:
-        """Returns a function that makes the sampler of the replicas `indices`, in the process that will use it;
-        picklable. Others join it later. None: it has all, none ever joins, and it waits for none."""
-        patience_s = self.config.patience_s if indices is not None else 0.0
-        if indices is None:
-            indices = self.indices
+    def replica_set(self) -> ReplicaSet:
+        """Returns a replica set of all replicas, for a router in the same process: none ever joins."""
+        clients = {index: self.client(index) for index in self.indices}
+        return ReplicaSet(clients, fixed=self.config.deterministic, update_s=self.config.timeouts.update_s)
+
+    def router_factory(self, source: TableSource) -> Callable[[], Router]:
+        """Returns a function that makes the router of a replica set, in the process that will use it; picklable if
+        `source` is."""
         facts = ModelFacts.of(self.config, required=False)
         return partial(
             Router,
-            {index: self.client(index) for index in indices},
+            source,
             fixed=self.config.deterministic,
             one_version=self.config.inference.on_update == "drain",
-            patience_s=patience_s,
-            update_s=self.config.timeouts.update_s,
+            patience_s=source.patience_s,
             vocab_size=facts.vocab_size if facts else None,
         )
 
     def chat_router_factory(self) -> Callable[[], Router]:
-        """Returns a function that makes a router beside the one that trains: it brings no weights, knows none, and asks
-        more often what its requests have. Replicas join it later; picklable."""
+        """Returns a function that makes a router for chats, which follows a replica set later; picklable. It asks more
+        often what its requests have, and its failures decide nothing."""
         facts = ModelFacts.of(self.config, required=False)
         return partial(
             Router,
-            {},
             patience_s=self.config.patience_s,
             vocab_size=facts.vocab_size if facts else None,
             progress_s=CHAT_PROGRESS_S,
-            updates=False,
+            reports=False,
         )
 
     def abort_all(self) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from orchestrator.advantages import Keep, keep_whole
 from orchestrator.agents import agent_sessions
@@ -25,8 +24,7 @@ from trireme.core.agents import AgentSessions
 from trireme.core.batch import Assign, StoredBatch
 from trireme.core.sampler import Heartbeat, Sampler
 from trireme.core.tokenizer import load_tokenizer
-from trireme.core.transport import Offer, Session
-from trireme.core.types import Minibatch, StepSummary, WeightIdentity
+from trireme.core.types import Minibatch, StepSummary
 from trireme.core.weights import PublishedWeights
 from trireme.process import signals, trace
 from trireme.process.collector import spare_collector
@@ -80,17 +78,14 @@ class OrchestratorActor:
         signals.end_after(self.stop)
         spare_collector()
 
-    async def offer(self, offer: Offer) -> Session:
-        return await self._pipeline.sampler.offer(offer)
-
     async def update_weights(self, weights: PublishedWeights) -> None:
         await self._pipeline.update_weights(weights)
 
     async def next_minibatch(self, step: int, substep: int) -> Minibatch:
         return await self._pipeline.next_minibatch(step, substep)
 
-    async def evaluate(self, identity: WeightIdentity) -> dict[str, float]:
-        return await self._pipeline.evaluate(identity)
+    async def evaluate(self, version: int) -> dict[str, float]:
+        return await self._pipeline.evaluate(version)
 
     async def give_up_evaluation(self) -> None:
         self._pipeline.evaluator.give_up()
@@ -104,23 +99,6 @@ class OrchestratorActor:
         import ray  # here, because code that only builds a pipeline needs none
 
         return Heartbeat((os.getpid(),), ray.get_runtime_context().get_node_id())
-
-    async def join(self, index: int, client: Any) -> None:
-        await self._pipeline.sampler.join(index, client)
-        self._pipeline.replicas_changed()
-
-    async def leave(self, index: int, reason: str) -> None:
-        self._pipeline.sampler.leave(index, reason)
-        self._pipeline.replicas_changed()
-
-    async def drain(self, index: int, timeout_s: float) -> None:
-        await self._pipeline.sampler.drain(index, timeout_s)
-        self._pipeline.replicas_changed()
-
-    async def next_failure(self) -> tuple[int, str]:
-        failure = await self._pipeline.sampler.next_failure()
-        self._pipeline.replicas_changed()
-        return failure
 
     async def release(self, step: int) -> StepSummary:
         return self._pipeline.release(step)

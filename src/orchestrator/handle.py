@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,9 @@ from trireme.checkpoint.parts import CommitSource
 from trireme.config import Config
 from trireme.core.agents import AgentSessions
 from trireme.core.batch import Assign
-from trireme.core.errors import RoomFailed, TriremeError
+from trireme.core.errors import TriremeError
 from trireme.core.sampler import Sampler
-from trireme.core.transport import Epochs, Offer, Session
-from trireme.core.types import Minibatch, StepSummary, WeightIdentity
+from trireme.core.types import Minibatch, StepSummary
 from trireme.core.weights import PublishedWeights
 from trireme.process import waits
 
@@ -38,7 +36,6 @@ class OrchestratorHandle:
     def __init__(self, config: Config, actor: Any, log: Path | None) -> None:
         self._config, self._actor, self._log = config, actor, log
         self._started = actor.start.remote()
-        self._epochs = Epochs()
 
     @classmethod
     def start(
@@ -64,23 +61,6 @@ class OrchestratorHandle:
         """Returns references that resolve once the actor is ready, and the names of their owners."""
         return [self._started], ["orchestrator"]
 
-    def offer(self, offer: Offer) -> Session:
-        """Asks the replicas to receive a version while the trainer sends it. Returns those that are ready, maybe none,
-        after at most `offer.ready_s` and ANSWER_S seconds. None are when the orchestrator is dead or does not answer:
-        the version can be published without it, and the next call, or its watcher, ends the attempt if it has to end.
-        """
-        who, limit_s = "orchestrator (which replicas are ready for new weights)", offer.ready_s + ANSWER_S
-        try:
-            answer: Session = waits.get(self._actor.offer.remote(offer), who=who, timeout_s=limit_s, log=self._log)
-        except RoomFailed as failure:
-            if failure.__cause__ and not waits.died(failure):
-                raise
-            log.warning("%s; version %d is sent to no replica: they fetch it", failure, offer.version)
-            answer = Session(offer.attempt, -1, {})
-        # Replicas may wait in the groups of an answer that came too late: those of the next one are others.
-        self._epochs.begins((answer.epoch, answer.members))
-        return replace(answer, epoch=self._epochs.number)
-
     def update_weights(
         self,
         weights: PublishedWeights,
@@ -105,10 +85,10 @@ class OrchestratorHandle:
             limit_s += self._config.batch_deadline_s
         self._wait(self._actor.update_weights.remote(weights), "the replicas' update", limit_s, tick)
 
-    def evaluate(self, identity: WeightIdentity) -> dict[str, float]:
-        """Labels the weights that the replicas loaded from disk as `identity` and evaluates them, without training.
-        Returns the metrics. Raises RoomFailed when it takes longer than `timeouts.batch_s`."""
-        evaluated = self._actor.evaluate.remote(identity)
+    def evaluate(self, version: int) -> dict[str, float]:
+        """Evaluates the weights that the replicas have, those of `version`, without training. Returns the metrics.
+        Raises RoomFailed when it takes longer than `timeouts.batch_s`."""
+        evaluated = self._actor.evaluate.remote(version)
         return self._wait(evaluated, "an evaluation", self._config.batch_deadline_s, every_s=EVALUATION_PROGRESS_S)
 
     def minibatches(self, step: int, substep: int, on_tick: Callable[[], None] = lambda: None) -> Iterator[Minibatch]:
@@ -150,23 +130,6 @@ class OrchestratorHandle:
     def heartbeats(self) -> Mapping[str, Callable[[], Any]]:
         """Returns, by the name of the process, a function that gives a reference to its `Heartbeat`."""
         return {"orchestrator_0": self._actor.heartbeat.remote}
-
-    def join(self, index: int, client: Any) -> Any:
-        """Returns a reference that resolves when replica `index` has the newest weights and serves, or raises."""
-        return self._actor.join.remote(index, client)
-
-    def leave(self, index: int, reason: str) -> Any:
-        """Returns a reference that resolves when the dead replica `index` gets no more requests."""
-        return self._actor.leave.remote(index, reason)
-
-    def drain(self, index: int, timeout_s: float) -> Any:
-        """Returns a reference that resolves when replica `index` has left: its requests are finished, or after
-        `timeout_s` handed over."""
-        return self._actor.drain.remote(index, timeout_s)
-
-    def next_failure(self) -> Any:
-        """Returns a reference to (index, reason), which resolves when the orchestrator finds a failed replica."""
-        return self._actor.next_failure.remote()
 
     def stop(self) -> None:
         """Cancels all rollouts, closes their environments, and ends the actor in whatever state it is. An actor that is

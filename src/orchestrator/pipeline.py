@@ -68,7 +68,7 @@ from orchestrator.watch import watch_lag, watch_load
 from trireme.config import Config
 from trireme.core.errors import RoomFailed
 from trireme.core.sampler import Sampler
-from trireme.core.types import Minibatch, StepSummary, WeightIdentity
+from trireme.core.types import Minibatch, StepSummary
 from trireme.core.weights import PublishedWeights
 from trireme.process import trace
 from trireme.process.faults import fault_point
@@ -122,6 +122,7 @@ class Pipeline:
         self._meter = StepMeter(self._ledger.counts())
         self._boundary: OrchestratorState | None = None
         self._build_on = build_on
+        sampler.on_change(self._replicas_changed)
 
     # ---- the driver's verbs
 
@@ -150,13 +151,12 @@ class Pipeline:
             for name, loop in loops.items():
                 self._background.spawn(loop, f"{name} loop")
 
-    async def evaluate(self, identity: WeightIdentity) -> dict[str, float]:
+    async def evaluate(self, version: int) -> dict[str, float]:
         """Evaluates weights that the replicas have loaded from disk, without training before or after. Returns the
         metrics."""
-        await self.sampler.adopt(identity)
         self._requests.start()
         TaskOwner.watch(asyncio.get_running_loop())
-        return await self._background.spawn(self.evaluator.evaluate(identity.version), "evaluation")
+        return await self._background.spawn(self.evaluator.evaluate(version), "evaluation")
 
     async def next_minibatch(self, step: int, substep: int) -> Minibatch:
         """Returns the next minibatch of a substep, as soon as its groups are finished, or the least that it may have.
@@ -272,10 +272,10 @@ class Pipeline:
         reports = await self.sampler.update_weights(weights)
         self._meter.note_update(weights.identity.version, reports, now() - started)
         self.evaluator.begin(weights.identity.version, self._background.spawn)
-        self.replicas_changed()
+        self._replicas_changed()
 
-    def replicas_changed(self) -> None:
-        """Call when a replica has joined, left or failed: the slots that it held may be free."""
+    def _replicas_changed(self) -> None:
+        """Looks whether slots are free that a replica has held."""
         self._ledger.acknowledge(self.sampler.acknowledged())
         self._slots_changed.set()
 

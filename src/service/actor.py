@@ -1,6 +1,6 @@
 """The service as a Ray actor: a process of its own, which shares nothing with the loop that trains.
 
-Its router knows the replicas and brings no weights. The launch code tells it which replicas there are.
+Its router reads the replica set of the run's attempt.
 """
 
 from __future__ import annotations
@@ -34,42 +34,39 @@ from service.sessions.session import SessionLimits
 from service.store import Store
 from trireme.config import Config
 from trireme.core.errors import RoomFailed, TriremeError
-from trireme.core.sampler import Heartbeat, Sampler
+from trireme.core.sampler import FollowingSampler, Heartbeat
 from trireme.core.tokenizer import load_tokenizer, one_text_at_a_time
 from trireme.core.types import WeightIdentity
 from trireme.process.collector import spare_collector
 from trireme.process.environ import redirect_output
-from trireme.process.waits import get_async
 from trireme.renderers import make_renderer
 
 LOOK_S = 5.0
-AGAIN_S = 10.0
-"""A replica that failed a chat is tried again after this time, unless it was removed meanwhile."""
 log = logging.getLogger(__name__)
 
 
 class ServiceActor:
-    """An async actor. `start` comes first; then replicas join."""
+    """An async actor. `start` comes first; then it follows a replica set."""
 
     def __init__(
         self,
         config: Config,
-        sampler_factory: Callable[[], Sampler],
+        sampler_factory: Callable[[], FollowingSampler],
         models: ServedModels,
         keys: list[ServiceKey],
-        adopt: WeightIdentity | None,
+        trains: bool,
         sessions: Path,
         log_dir: Path | None,
         starts: Sequence[AttemptStart] = (),
     ) -> None:
-        """`adopt`: names the weights that the replicas loaded from disk; None: they get theirs from a trainer.
+        """`trains`: the replicas get weights from a trainer.
         `sessions`: the directory of the store of sessions, in the run directory, which the console shows. `starts`:
         the attempts of the run so far."""
         redirect_output(log_dir, "service_0")
         self._config, self._sampler_factory, self._models, self._keys = config, sampler_factory, models, keys
-        self._adopt, self._directory = adopt, sessions
+        self._trains, self._directory = trains, sessions
         self._history = RunHistory(starts)
-        self._clients: dict[int, Any] = {}
+        self._source: Any = None
         self._tasks: list[asyncio.Task[Any]] = []
         self._started = asyncio.Event()
 
@@ -77,8 +74,6 @@ class ServiceActor:
         """Opens the port, and returns the address of the service. Raises RoomFailed if the port is taken."""
         options, own = self._config.service, self._config.renderer
         self._sampler = self._sampler_factory()
-        if self._adopt:
-            await self._sampler.adopt(self._adopt)  # those that join take this name too
         one_text_at_a_time()
         tokenizer = load_tokenizer(self._config.tokenizer_name)
         renderer = make_renderer(**own.model_dump(), tokenizer=tokenizer)
@@ -93,7 +88,7 @@ class ServiceActor:
         await self._server.open()
         address = self._server.address_at(options.host)
         self._store.name_address(address)
-        beside = (self._fit_places(), self._bring_back(), self._front.keep_swept())
+        beside = (self._fit_places(), self._front.keep_swept())
         self._tasks = [self._server.serving, *(asyncio.create_task(each) for each in beside)]
         self._started.set()
         spare_collector()  # requests and sessions are many objects too
@@ -110,7 +105,7 @@ class ServiceActor:
             SessionLimits(options.turns, options.tokens, options.seconds, options.idle_s, options.kept_s),
             sampling,
             time.time,  # it continues over a restart
-            None if self._adopt else self._config.orchestrator.max_steps_off_policy,
+            self._config.orchestrator.max_steps_off_policy if self._trains else None,
             self._history,
         )
         if known := registry.restore():
@@ -138,47 +133,18 @@ class ServiceActor:
                 self._places.resize(max(1, int(self._config.service.share * decoded)))
             await asyncio.sleep(LOOK_S)
 
-    async def _bring_back(self) -> None:
-        """Lets a replica that failed a chat join again: whether it is dead is decided by those who watch it."""
-        while True:
-            index, reason = await self._sampler.next_failure()
-            client = self._clients.get(index)
-            log.warning("replica %d: %s; it is tried again in %g s unless it is removed", index, reason, AGAIN_S)
-            await asyncio.sleep(AGAIN_S)
-            if client and self._clients.get(index) is client:  # else it is gone, or has joined again by now
-                with suppress(TriremeError):
-                    await self._sampler.join(index, client)
-
-    async def join(self, index: int, client: Any, after: list[Any]) -> None:
-        """Gives chats to replica `index`, which `client` calls, once the references `after` have resolved."""
+    async def follow(self, source: Any) -> None:
+        """Samples from now on with the replicas of a replica set, which the run's attempt begins."""
         await self._started.wait()
-        for each in after:
-            await get_async(each, who=f"replica {index}, joining", timeout_s=self._config.patience_s)
-        if index in self._clients:  # it joins again with the next attempt; chats must not be left behind in its engine
-            await self._sampler.drain(index, 0.0)
-        self._clients[index] = client
-        await self._sampler.join(index, client)
+        if self._source:
+            self._source.close()
+        self._source = source
+        self._sampler.follow(source)
 
     async def attempt_begins(self, attempt: int, version: int) -> None:
         """Closes the sessions whose weights the run gives up, as it begins an attempt with a version."""
         await self._started.wait()
         await self._front.registry.attempt_begins(attempt, version)
-
-    async def leave(self, index: int, reason: str) -> None:
-        """Gives no more chats to replica `index`, which is dead."""
-        await self._started.wait()
-        self._clients.pop(index, None)
-        self._sampler.leave(index, reason)
-
-    async def drain(self, index: int, timeout_s: float) -> None:
-        """Gives no new chats to replica `index`, and returns when those that it has are finished."""
-        await self._started.wait()
-        self._clients.pop(index, None)
-        await self._sampler.drain(index, timeout_s)
-
-    async def next_failure(self) -> tuple[int, str]:
-        """Waits for ever: those who watch the replicas find out which are dead."""
-        return await asyncio.Future()
 
     async def heartbeat(self) -> Heartbeat:
         """Answers immediately. Raises RoomFailed when its server has ended."""

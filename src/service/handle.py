@@ -1,10 +1,10 @@
-"""The driver's side of the service: starts its actor, tells it of replicas, and starts another one when it is lost."""
+"""The driver's side of the service: starts its actor, gives it a replica set, and starts another when it is lost."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,8 +15,7 @@ from service.asked import ServedModels
 from service.keys import ServiceKey
 from trireme.config import Config
 from trireme.core.errors import RoomFailed, TriremeError
-from trireme.core.sampler import Sampler
-from trireme.core.types import WeightIdentity
+from trireme.core.sampler import FollowingSampler
 from trireme.process import waits
 from trireme.process.ray_cluster import on_node
 from trireme.supervision.roster import PartHealth, Roster
@@ -36,7 +35,7 @@ log = logging.getLogger(__name__)
 
 class ServiceHandle:
     """Keeps one service running, in a thread, until `stop`. Its death does not end the run: another one takes the same
-    port, and is told of the same replicas."""
+    port, and reads the same replica set."""
 
     def __init__(
         self,
@@ -52,7 +51,7 @@ class ServiceHandle:
         self._config, self._make, self._log, self._say = config, make, log_file, say
         self._starts, self._roster = starts, roster
         self._lock = threading.Lock()
-        self._clients: dict[int, Any] = {}
+        self._source: Any = None
         self._ending = threading.Event()
         self._actor = make()
         self.failure: TriremeError | None = None
@@ -64,17 +63,17 @@ class ServiceHandle:
     def start(
         cls,
         config: Config,
-        sampler_factory: Callable[[], Sampler],
+        sampler_factory: Callable[[], FollowingSampler],
         models: ServedModels,
         keys: list[ServiceKey],
-        adopt: WeightIdentity | None,
+        trains: bool,
         sessions: Path,
         log_dir: Path | None,
         say: Callable[[str], None],
         roster: Roster,
         starts: Sequence[AttemptStart] = (),
     ) -> ServiceHandle:
-        """Starts the service on the driver's node, without waiting for it. `adopt`, `sessions`, `starts`: see
+        """Starts the service on the driver's node, without waiting for it. `trains`, `sessions`, `starts`: see
         `ServiceActor`."""
         from service.actor import ServiceActor  # brings FastAPI, which runs without a service need not import
 
@@ -83,7 +82,7 @@ class ServiceHandle:
         def make() -> Any:
             options = {"num_cpus": 0, "scheduling_strategy": on_node(node)}
             actor = ray.remote(ServiceActor).options(**options)
-            return actor.remote(config, sampler_factory, models, keys, adopt, sessions, log_dir, known)
+            return actor.remote(config, sampler_factory, models, keys, trains, sessions, log_dir, known)
 
         return cls(config, make, log_dir and log_dir / f"{PART}.log", say, known, roster)
 
@@ -93,35 +92,11 @@ class ServiceHandle:
             self._starts.append((attempt, version))
             self._actor.attempt_begins.remote(attempt, version)
 
-    # ---- as a user of replicas (`trireme.supervision.replica_manager.ReplicaUser`)
-
-    def join(self, index: int, client: Any, *, after: Any = None) -> Any:
-        """Returns a reference that resolves when replica `index` gets chats. `after`: a reference that resolves before
-        that."""
+    def follow(self, source: Any) -> None:
+        """Gives the service the replica set of an attempt, as routers read it: those of its replicas get chats."""
         with self._lock:
-            self._clients[index] = client
-            return self._actor.join.remote(index, client, [] if after is None else [after])
-
-    def leave(self, index: int, reason: str) -> Any:
-        """Returns a reference that resolves when the dead replica `index` gets no more chats."""
-        with self._lock:
-            self._clients.pop(index, None)
-            return self._actor.leave.remote(index, reason)
-
-    def drain(self, index: int, timeout_s: float) -> Any:
-        """Returns a reference that resolves when replica `index` has finished its chats, or after `timeout_s`."""
-        with self._lock:
-            self._clients.pop(index, None)
-            return self._actor.drain.remote(index, timeout_s)
-
-    def keep(self, indices: Collection[int]) -> None:
-        """Forgets all replicas but these: one that is removed between two attempts leaves without a word."""
-        for index in set(self._clients) - set(indices):
-            self.leave(index, f"inference replica {index} was removed")
-
-    def next_failure(self) -> Any:
-        """Returns a reference that never resolves: those who watch the replicas find out which are dead."""
-        return self._actor.next_failure.remote()
+            self._source = source
+            self._actor.follow.remote(source)
 
     # ---- the thread
 
@@ -147,14 +122,14 @@ class ServiceHandle:
                     self._actor = self._make()
 
     def _serve(self, again: bool) -> None:
-        """Starts the actor, tells it of the replicas if there was one before it, and looks after it. Raises RoomFailed
+        """Starts the actor, gives it the replica set if there was one before it, and looks after it. Raises RoomFailed
         when it is lost."""
         limit_s = self._config.timeouts.start_s
         self._roster.set(PART, PartHealth.STARTING, pids=(), successor=again)
         url = waits.get(self._actor.start.remote(), who=WHO, timeout_s=limit_s, log=self._log)
         with self._lock:
-            for index, client in self._clients.items() if again else ():
-                self._actor.join.remote(index, client, [])
+            if again and self._source:
+                self._actor.follow.remote(self._source)
         self._say(f"{WHO} answers at {url}")
         while True:
             beat = waits.get(self._actor.heartbeat.remote(), who=WHO, timeout_s=ANSWER_S, log=self._log)

@@ -121,7 +121,8 @@ def open_rooms(
         from inference.client import SamplingClient
 
         assert inference is not None
-        sampler = SamplingClient(inference.router_factory(), config.tokenizer_name)
+        replicas = inference.replica_set()
+        sampler = SamplingClient(replicas, inference.router_factory(replicas), config.tokenizer_name)
         try:
             yield trainer, sampler
         finally:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import ray
 import torch
+from replica_support import router_of
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -17,7 +18,6 @@ from inference.handle import MAX_CALLS, InferenceHandle, RayReplica
 from inference.router import Router
 from trireme.config import Config
 from trireme.core.digest import sums_of
-from trireme.core.sampler import AdapterSampler
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, WeightIdentity
 from trireme.core.weights import (
     EXACT,
@@ -116,7 +116,7 @@ class Room:
     family: str
     tied: bool
     group: InferenceHandle
-    router: AdapterSampler
+    router: Router
     engine_pid: int
     models: dict[int, Any] = field(default_factory=dict)
 
@@ -180,7 +180,7 @@ def start_rooms(
     for name, group in groups.items():
         references, who = group.ready_refs()
         (health,) = get_all(references, who=who, timeout_s=START_S, log=directory / "logs" / name)
-        rooms[name] = Room(*kinds[name], group, group.router_factory()(), health.engine_pid)
+        rooms[name] = Room(*kinds[name], group, group.router_factory(group.replica_set())(), health.engine_pid)
     return rooms
 
 
@@ -198,7 +198,7 @@ def start_pair(directory: Path) -> tuple[InferenceHandle, dict[str, Room]]:
     pids = [health.engine_pid for health in get_all(references, who=who, timeout_s=START_S)]
     clients = {i: RayReplica(handle, f"replica {i}", None, 120, 60, gathers=True) for i, handle in replicas.items()}
     members = {"keep_kv": [0], "drain": [1], "both": [0, 1]}
-    routers = {name: Router({i: clients[i] for i in chosen}) for name, chosen in members.items()}
+    routers = {name: router_of({i: clients[i] for i in chosen}) for name, chosen in members.items()}
     return group, {name: Room("qwen3", False, group, router, pids[0]) for name, router in routers.items()}
 
 
@@ -223,7 +223,7 @@ def health(room: Room) -> Any:
 def asked_of(room: Room, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list[SampleRequest]]:
     """Records what the router asks replicas for from now on, by the first tokens of the prompt."""
     asked: dict[tuple[int, ...], list[SampleRequest]] = {}
-    plain = room.router._on_the_wire  # type: ignore[attr-defined]
+    plain = room.router._on_the_wire
 
     def note(asked_for: SampleRequest) -> SampleRequest:
         asked.setdefault(tuple(asked_for.prompt[:20].tolist()), []).append(asked_for)

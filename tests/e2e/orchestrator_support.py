@@ -4,14 +4,13 @@ import asyncio
 import hashlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from orchestrator.env import Env, EnvContext, EnvGroupBuilder, RLDataset, StepResult, StopCondition
 from orchestrator.workers import run_in_worker
 from trireme.core.sampler import ReplicaStats
-from trireme.core.transport import Offer, Session
 from trireme.core.types import SampledSequence, SampleRequest, VersionSpan
 from trireme.core.weights import Drift, PublishedWeights, UpdateReport
 
@@ -35,13 +34,8 @@ class NamedSampler:
     def acknowledged(self) -> dict[int, int]:
         return {} if self.weights is None else {0: self.weights.identity.version}
 
-    async def offer(self, offer: Offer) -> Session:
-        """Answers for replicas 0 and 4, but never about version 7."""
-        if offer.version == 7:
-            await asyncio.Event().wait()
-        if offer.version == 8:
-            raise ArithmeticError("a bug")
-        return Session(offer.attempt, 1, {0: 0, 4: 0})
+    def on_change(self, call: Callable[[], object]) -> None:
+        """No replica comes or goes."""
 
     async def stats(self) -> dict[int, ReplicaStats]:
         return {0: ReplicaStats(running=0, waiting=0, kv_used=0.0, preemptions=0)}

@@ -320,7 +320,7 @@ def test_stop_tokens_end_an_answer_and_belong_to_it(rooms: dict[str, Room]) -> N
 def test_a_client_answers_with_samples_and_with_logprobs_of_the_prompt(rooms: dict[str, Room]) -> None:
     """Twice, so that the second finds the prompt's prefix cached. Those of the prompt are at temperature 1."""
     room, prompt = rooms["untied"], prompt_of(40, seed=3)
-    client = SamplingClient(lambda: room.router, "no stop strings, no tokenizer")
+    client = SamplingClient(room.router.source, lambda: room.router, "no stop strings, no tokenizer")
     params = SamplingParams(max_tokens=4, temperature=0.5, seed=0)
     model = room.models[max(room.models)]
     with torch.no_grad():
@@ -362,7 +362,7 @@ async def test_requests_that_vllm_refuses_fail_alone(rooms: dict[str, Room]) -> 
         assert why in str(error)
     assert [len(each.tokens) for each in (fine, also_fine)] == [8, 8]
     assert len((await room.router.sample(request("later", prompt_of(3), 8))).tokens) == 8
-    assert [member.gone for member in room.router._members.live] == [None]
+    assert [target.calls.gone for target in room.router._targets.values()] == [None]
 
 
 def test_cancelling_the_caller_aborts_the_request_in_the_engine(rooms: dict[str, Room]) -> None:
@@ -479,7 +479,7 @@ def test_what_a_lost_replica_has_begun_is_finished_by_the_other(
         answers = await asyncio.gather(*running)
         assert (await update).identity.version == before.version + 1
         assert router.acknowledged() == {1: before.version + 1}
-        index, reason = await router.next_failure()
+        index, reason = await router.source.next_failure()
         assert (index, reason) == (0, "inference replica 0: its engine process died")
         return answers
 
@@ -497,11 +497,11 @@ def test_what_a_lost_replica_has_begun_is_finished_by_the_other(
         pids = get(group.heartbeat_ref(0), who="the successor", timeout_s=60).pids
         assert pids == (actor, successor.engine_pid), "the same actor has another engine"
         assert successor.engine_pid != room.engine_pid
-        await router.join(0, group.client(0))
+        await router.source.join(0, group.client(0))
         assert router.acknowledged() == {0: newest, 1: newest}
         running = begin(room, [request(f"drained {i}", prompt, 900, seed=i) for i, prompt in enumerate(prompts)])
         await asyncio.gather(*(some_tokens_later(room, f"probe drained {i}") for i in range(2)))  # one on each
-        await router.drain(1, 0.0)
+        await router.source.drain(1, 0.0)
         assert router.acknowledged() == {0: newest}
         return await asyncio.gather(*running)
 
@@ -509,7 +509,7 @@ def test_what_a_lost_replica_has_begun_is_finished_by_the_other(
     assert check_continued(room, 900, prompts, asyncio.run(is_drained()), asked)
 
     async def actor_dies() -> list[Any]:
-        await router.join(1, group.client(1))
+        await router.source.join(1, group.client(1))
         running = begin(room, [request(f"actor {i}", prompt, 900, seed=i) for i, prompt in enumerate(prompts)])
         await asyncio.gather(*(some_tokens_later(room, f"probe actor {i}") for i in range(2)))
         await asyncio.sleep(0.3)

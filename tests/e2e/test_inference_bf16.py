@@ -48,7 +48,7 @@ class Rounded:
         """Begins a run on the same engine, whatever it refused before: its next update is the first."""
         replica = self.group.replicas[0]
         get(replica.__ray_call__.remote(lambda self: setattr(self, "broken", None)), who="replica", timeout_s=60)
-        self.router = self.group.router_factory()()
+        self.router = self.group.router_factory(self.group.replica_set())()
 
     def next_model(self) -> Any:
         """Fresh random weights; norms have gains, so that a skipped one shows."""

@@ -116,7 +116,7 @@ def start_rooms(kinds: dict[str, Any], directory: Path, ranks: int = 1) -> dict[
         references, who = group.ready_refs()
         (ready,) = get_all(references, who=who, timeout_s=START_S, log=directory / "logs" / name)
         options_of = LoraConfig.model_validate(lora)
-        router = group.router_factory()()
+        router = group.router_factory(group.replica_set())()
         started[name] = AdapterRoom(
             family, tied, group, router, ready.engine_pid, lora=options_of, base=directory / name
         )
@@ -157,7 +157,7 @@ def test_more_adapters_than_a_step_has_places_for_are_sampled_side_by_side(rooms
         for name, version in names.items():
             seed = 0 if name == "zero" else version
             beside.models[version] = adapted(random_model(room.family, room.tied, seed=0), room.lora, seed=seed)
-            await router.load_adapter(name, beside.publish(version, identity))
+            await router.source.load_adapter(name, beside.publish(version, identity))
         asked = [replace(request(f"side {n}", prompt, 200, seed=3), adapter=n) for n in ("", *names, *names, "")]
         answers = await asyncio.gather(*map(router.sample, asked))
         for of, answer in zip(asked, answers, strict=True):
@@ -170,14 +170,14 @@ def test_more_adapters_than_a_step_has_places_for_are_sampled_side_by_side(rooms
         assert by_name["one"].tokens.tolist() != by_name["two"].tokens.tolist()
         running = asyncio.create_task(router.sample(replace(request("on", prompt, 400), adapter="one")))
         await some_tokens_later(room, "probe side")
-        await router.drop_adapter("zero")
-        await router.load_adapter("zero again", beside.publish(100, identity))
+        await router.source.drop_adapter("zero")
+        await router.source.load_adapter("zero again", beside.publish(100, identity))
         await room.update()
         assert beside.difference(prompt, await running) < TOLERANCE, "it was not touched"
         with pytest.raises(BadInput, match="the adapter 'zero'; expected one that was loaded: one, two, zero again"):
             await router.sample(replace(request("gone", prompt, 4), adapter="zero"))
         for name in ("one", "two", "zero again"):
-            await router.drop_adapter(name)
+            await router.source.drop_adapter(name)
 
     asyncio.run(run())
 
@@ -265,7 +265,7 @@ async def test_an_adapter_that_changes_after_it_was_loaded_is_refused_by_its_ten
         await room.update()
     replica = room.group.replicas[0]
     get(replica.__ray_call__.remote(lambda self: setattr(self, "broken", None)), who="replica", timeout_s=60)
-    room.router = room.group.router_factory()()
+    room.router = room.group.router_factory(room.group.replica_set())()
 
 
 def test_adapters_of_another_base_are_refused(rooms: dict[str, AdapterRoom]) -> None:

@@ -87,7 +87,7 @@ def planted(engine: str, tries: Tries) -> str:
 
 async def refusal(room: Room, kind: str) -> str:
     """Publishes the next version to the engine, whatever it refused before; returns the check that refuses it."""
-    room.router = room.group.router_factory()()
+    room.router = room.group.router_factory(room.group.replica_set())()
     version = len(room.models)
     room.models[version] = model_of(kind, seed=version + 1)
     try:

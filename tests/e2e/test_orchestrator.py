@@ -14,7 +14,6 @@ from tokenizers import Tokenizer, models
 from orchestrator.handle import OrchestratorHandle
 from trireme.config import Config
 from trireme.core.errors import BadInput, LimitReached, RoomFailed, StorageFailed
-from trireme.core.transport import Offer, Session
 from trireme.core.types import WeightIdentity
 from trireme.core.weights import EXACT, Canary, PublishedWeights, WeightsManifest
 from trireme.process import waits
@@ -73,28 +72,7 @@ def handle(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     handle.stop()
 
 
-def offer(handle: OrchestratorHandle, version: int, timeout_s: float = 300.0) -> Session:
-    return handle.offer(Offer(2, version, (64,), ("here",), timeout_s))
-
-
-def test_the_driver_waits_for_an_offer_no_longer_than_its_deadline(
-    handle: OrchestratorHandle, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It publishes without a session, and in groups of which no replica of an unanswered offer is a member."""
-    monkeypatch.setattr("orchestrator.handle.ANSWER_S", 0.5)
-    assert [offer(handle, 5), offer(handle, 6)] == [Session(2, 1, {0: 0, 4: 0})] * 2
-    assert offer(handle, 7, timeout_s=1.0) == Session(2, 2, {})
-    said = caplog.messages[-1]
-    assert said.startswith("waited 1 s for orchestrator (which replicas are ready for new weights) and got no answer; ")
-    assert said.endswith("; version 7 is sent to no replica: they fetch it")
-    assert offer(handle, 9) == Session(2, 3, {0: 0, 4: 0})
-    with pytest.raises(RoomFailed, match=r"orchestrator .* raised ArithmeticError: a bug"):
-        offer(handle, 8)
-
-
-def test_a_run_of_three_steps_and_a_sudden_death(
-    handle: OrchestratorHandle, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_of_three_steps_and_a_sudden_death(handle: OrchestratorHandle) -> None:
     handle.update_weights(published(0))
     for step in range(3):
         minibatches = list(handle.minibatches(step, 0))
@@ -110,9 +88,6 @@ def test_a_run_of_three_steps_and_a_sudden_death(
         assert row["weights/reprefill_tokens"] == 10 * step, "of the update to the version that was trained with"
     with pytest.raises(RoomFailed, match=r"orchestrator \(a minibatch of step 4\) died.*orchestrator_0\.log"):
         next(handle.minibatches(3, 0))
-    monkeypatch.setattr("orchestrator.handle.ANSWER_S", 0.5)
-    assert offer(handle, 9).servers == {}
-    assert "died" in caplog.messages[-1]
 
 
 def test_what_goes_wrong_in_the_actor_reaches_the_driver(model_dir: Path) -> None:

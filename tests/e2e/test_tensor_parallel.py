@@ -14,6 +14,7 @@ import psutil
 import pytest
 from chaos_support import CHAOS, Cell, assert_whole, run_cell
 from inference_support import START_S, Room, make_config, prompt_of, random_model, request
+from replica_support import router_of
 from resume_support import rows_of
 from run_support import shm_left_since
 
@@ -38,7 +39,13 @@ def replica(family: str, directory: Path) -> Iterator[Room]:
     (info,) = get_all(references, who=who, timeout_s=START_S, log=directory / "logs")
     try:
         assert not {name for name in set(os.listdir("/dev/shm")) - shared_memory if name.startswith("psm_")}
-        yield Room(family, False, group, group.router_factory(())(), info.engine_pid)
+        yield Room(
+            family,
+            False,
+            group,
+            router_of({}, patience_s=config.patience_s, update_s=config.timeouts.update_s),
+            info.engine_pid,
+        )
     finally:
         group.stop()
     assert shm_left_since(shared_memory) == set()
@@ -76,7 +83,7 @@ async def update(room: Room) -> None:
 
 async def check_updates_in_flight(room: Room) -> None:
     """Answers over three versions, of which each has weights of its own, agree with the models of their tokens."""
-    await room.router.join(0, room.group.client(0))
+    await room.router.source.join(0, room.group.client(0))
     await update(room)
     running = await sample(room, "long", 3, 120)
     await update(room)
@@ -96,7 +103,7 @@ def test_ranks_take_updates_in_flight_die_together_and_leave_nothing(ray_cluster
             await check_updates_in_flight(room)
             (running,) = await sample(room, "lost", 1, 900)
             os.kill(lost[-1], signal.SIGKILL)
-            index, reason = await room.router.next_failure()
+            index, reason = await room.router.source.next_failure()
             assert (index, reason.split("; ")[0]) == (0, died)
             assert not running.done(), "it waits for a successor"
             running.cancel()
@@ -119,7 +126,7 @@ def test_ranks_end_with_a_killed_engine_and_with_a_killed_actor(ray_cluster: str
         assert not set(successor) & set(lost)
 
         async def its_successor_serves() -> None:
-            await room.router.join(0, room.group.client(0))
+            await room.router.source.join(0, room.group.client(0))
             await update(room)
             answer = await room.router.sample(request("later", prompt_of(9), 20))
             assert room.difference(prompt_of(9), answer) < TOLERANCE

@@ -123,12 +123,12 @@ class Rooms:
 
     async def run(self, updates: int, *, joins_at: int | None = None) -> None:
         """Trains and publishes, and replaces what is lost; then a shard dies in the middle of a version."""
-        self.router, loop = self.replicas.router_factory()(), asyncio.get_running_loop()
+        self.router, loop = self.replicas.router_factory(self.replicas.replica_set())(), asyncio.get_running_loop()
 
         def offering(offer: Offer) -> Session:
             if not self.offers:
                 return Session(offer.attempt, 0, {})
-            return asyncio.run_coroutine_threadsafe(self.router.offer(offer), loop).result(2 * SENT_S)
+            return asyncio.run_coroutine_threadsafe(self.router.source.offer(offer), loop).result(2 * SENT_S)
 
         self.trainer.offer_by(offering, SENT_S)
         for version in range(updates):
@@ -158,7 +158,7 @@ class Rooms:
         got, all_of_them = {report.replica for report in reports}, set(self.replicas.indices)
         assert got >= all_of_them - {LOST}, "those that are not lost continue"
         if got != all_of_them:
-            self.router.leave(LOST, "it was lost")
+            self.router.source.leave(LOST, "it was lost")
             self.replicas.replace(LOST)
             await self._join(LOST, "the successor")
 
@@ -174,7 +174,7 @@ class Rooms:
 
     async def _join(self, index: int, who: str) -> None:
         await asyncio.to_thread(get, self.replicas.ready_ref(index), who=who, timeout_s=START_S)
-        await self.router.join(index, self.replicas.client(index))
+        await self.router.source.join(index, self.replicas.client(index))
 
     async def _lose_a_shard(self, version: int) -> None:
         """Kills the last shard while it gathers and sends. The replicas keep the version that they have, and sample."""

@@ -38,6 +38,7 @@ from unittest import mock
 import numpy as np
 import numpy.typing as npt
 import virtual_time
+from replica_support import router_of
 
 from inference.handover import NOTHING, Progress
 from inference.handover import Outcome as SampleOutcome
@@ -342,8 +343,8 @@ class SimReplica:
         await self._check_alive()
         return UpdateReport(self.index, published.identity, Drift(0.0, 0.0), prefilled, seconds)
 
-    async def adopt(self, identity: WeightIdentity) -> None:
-        self._identity = identity
+    async def abort_all(self) -> None:
+        await self.abort([*self._running, *self._waiting])
 
     async def stats(self) -> ReplicaStats:
         await self._check_alive()
@@ -513,7 +514,7 @@ class SimTrainer:
     async def publish(self, version: int, pipeline: Pipeline, outcome: Outcome) -> PublishedWeights:
         scenario, members = outcome.scenario, []
         if scenario.sessions:
-            session = await pipeline.sampler.offer(Offer(1, version, (64,), ("trainer",), scenario.offer_s))
+            session = await pipeline.sampler.source.offer(Offer(1, version, (64,), ("trainer",), scenario.offer_s))
             living = {replica.index: replica for replica in outcome.replicas}
             members = [living[index] for index in session.members]
             self.sessions.append((session, members))
@@ -650,16 +651,15 @@ class Supervision:
 
     async def _drain(self, index: int, at_s: float) -> None:
         await asyncio.sleep(at_s)
-        await self.pipeline.sampler.drain(index, self.outcome.scenario.drain_s)
-        self.pipeline.replicas_changed()
+        await self.pipeline.sampler.source.drain(index, self.outcome.scenario.drain_s)
 
     async def _hang(self, index: int, at_s: float) -> None:
         scenario = self.outcome.scenario
         await asyncio.sleep(at_s)
         self.outcome.replicas[index].hang()
         await asyncio.sleep(scenario.heartbeat_s)
-        self.pipeline.sampler.leave(index, f"simulated replica {index} has not answered for {scenario.heartbeat_s:g} s")
-        self.pipeline.replicas_changed()
+        reason = f"simulated replica {index} has not answered for {scenario.heartbeat_s:g} s"
+        self.pipeline.sampler.source.leave(index, reason)
         if scenario.restart_s is not None:
             await self._join(index, scenario.restart_s)
 
@@ -667,14 +667,12 @@ class Supervision:
         await asyncio.sleep(after_s)
         replica = SimReplica(index, self.outcome.scenario, self.outcome.trainer)
         self.outcome.replicas.append(replica)
-        await self.pipeline.sampler.join(index, replica)
-        self.pipeline.replicas_changed()
+        await self.pipeline.sampler.source.join(index, replica)
 
     async def _restart(self) -> None:
         assert self.outcome.scenario.restart_s is not None
         while True:
-            index, _ = await self.pipeline.sampler.next_failure()
-            self.pipeline.replicas_changed()
+            index, _ = await self.pipeline.sampler.source.next_failure()
             await self._join(index, self.outcome.scenario.restart_s)
 
 
@@ -691,13 +689,12 @@ async def attempt(outcome: Outcome, router: type[Router], commits: list[Commit],
     before the first commit it does not."""
     scenario, loop = outcome.scenario, asyncio.get_running_loop()
     config, limits = scenario.config(), RolloutLimits(VOCABULARY, VOCABULARY)
-    options = {"patience_s": scenario.patience_s}
     replicas = outcome.serving()
     held_out = [Problems(replace(scenario, group_size=config.eval.samples))] if config.eval.every else []
     pipeline = Pipeline(
         config,
         [outcome.problems],
-        router(replicas, **options),
+        router_of(replicas, kind=router, patience_s=scenario.patience_s),
         limits,
         held_out,
     )
@@ -718,7 +715,7 @@ async def attempt(outcome: Outcome, router: type[Router], commits: list[Commit],
             task.cancel()
         await pipeline.stop()
         for index in replicas:
-            pipeline.sampler.leave(index, "the attempt has ended")
+            pipeline.sampler.source.leave(index, "the attempt has ended")
 
 
 async def train(pipeline: Pipeline, outcome: Outcome, commits: list[Commit]) -> None:

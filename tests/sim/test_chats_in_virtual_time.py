@@ -10,6 +10,7 @@ import numpy as np
 from simulation import NO_DEADLINE_S, Outcome, Scenario, SimReplica, simulate
 from test_pipeline_in_virtual_time import check
 
+from inference.replica_set.actor import ReplicaSet
 from inference.router import Router
 from service.actor import ServiceActor
 from service.asked import ServedModels
@@ -50,14 +51,15 @@ class Chats:
         """Lets all clients ask, with the places that the service's own actor gives them."""
         config = outcome.scenario.config()
         config = config.model_copy(update={"service": config.service.model_copy(update={"share": self.share})})
-        router = Router({}, progress_s=NO_DEADLINE_S, updates=False, patience_s=NO_DEADLINE_S)
+        replicas = ReplicaSet({}, patience_s=NO_DEADLINE_S)
+        router = Router(replicas, progress_s=NO_DEADLINE_S, reports=False, patience_s=NO_DEADLINE_S)
         models = ServedModels(("policy",), 10**6, 10**6)
-        actor = ServiceActor(config, lambda: router, models, [], None, Path(), None)
+        actor = ServiceActor(config, lambda: router, models, [], True, Path(), None)
         actor._sampler, actor._places = router, Places(1, CLIENTS, NO_DEADLINE_S)
         while any(replica._identity is None for replica in outcome.replicas):  # noqa: ASYNC110  time is virtual
             await asyncio.sleep(0.1)
         for index, replica in enumerate(outcome.replicas):
-            await router.join(index, WithPlaces(replica))  # type: ignore[arg-type]
+            await replicas.join(index, WithPlaces(replica))  # type: ignore[arg-type]
         async with asyncio.TaskGroup() as group:
             group.create_task(actor._fit_places())
             for number in range(CLIENTS):

@@ -70,7 +70,7 @@ def service_of(replica: Any, directory: Path, starts: Any = (), bound: int = 100
         }
     )
     models = ServedModels(("policy",), MAX_LEN, len(TOKENIZER))
-    made: Any = ServiceActor(config, lambda: replica, models, [], None, directory, None, starts)  # type: ignore[arg-type, return-value]
+    made: Any = ServiceActor(config, lambda: replica, models, [], True, directory, None, starts)  # type: ignore[arg-type, return-value]
     made._sampler = replica
     made._places = Places(8, 8, 1000.0)
     turns = TurnAnswering(replica, models, TOKENIZER, make_renderer("auto", TOKENIZER), made._places)

@@ -15,7 +15,7 @@ import numpy as np
 import virtual_time
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replica_support import weights
+from replica_support import router_of, weights
 
 from inference.desk import Desk, Give
 from inference.handover import NOTHING, Outcome, Progress
@@ -83,7 +83,7 @@ class Slow:
                 give(name, NOTHING)
                 return
             if self.engine_dead or name in self.given_up:
-                give(name, progress_of(made, 0))
+                give(name, progress_of(self.made.pop(name), 0))
                 return
             assert self.identity, "asked only once it has weights"
             made.append((len(prompt) + len(made), self.identity))
@@ -107,11 +107,14 @@ class Slow:
 
     async def stats(self) -> ReplicaStats:
         await self.alive()
-        return ReplicaStats(0, 0, 0.0, 0)
+        return ReplicaStats(len(self.made), 0, 0.0, 0)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self.alive()
         self.given_up.update(request_ids)
+
+    async def abort_all(self) -> None:
+        await self.abort(list(self.made))
 
     async def alive(self) -> None:
         if self.dead:
@@ -142,7 +145,7 @@ class Fleet:
 
     async def watch(self) -> None:
         while True:
-            index, _ = await self.router.next_failure()
+            index, _ = await self.router.source.next_failure()
             await self.replace(index)
 
     async def replace(self, index: int) -> None:
@@ -156,7 +159,7 @@ class Fleet:
             await asyncio.sleep(self.restart_s)
             successor = self.replicas[index] = Slow(index)
             with suppress(TriremeError):
-                await self.router.join(index, successor)
+                await self.router.source.join(index, successor)
                 joined = True
         self.replacing.discard(index)
 
@@ -169,14 +172,14 @@ class Fleet:
         elif what == "its next update is slow":
             replica.slow_s = SLOW_S
         elif what == "leaves":
-            await self.router.drain(index, 1.0)
+            await self.router.source.drain(index, 1.0)
             await self.replace(index)
         elif what == "hangs":
             replica.hangs = True
             await asyncio.sleep(WATCHED_S)
             replica.dead = RoomFailed(f"{replica.name} was killed")
             if self.replicas[index] is replica:
-                self.router.leave(index, f"{replica.name} hangs")
+                self.router.source.leave(index, f"{replica.name} hangs")
                 await self.replace(index)
 
 
@@ -206,7 +209,7 @@ def test_each_request_is_answered_once_and_whole(
 
     async def run() -> None:
         first = {index: Slow(index) for index in range(replicas)}
-        router = Router(first, one_version=one_version, patience_s=PATIENCE_S, update_s=PATIENCE_S)
+        router = router_of(first, one_version=one_version, patience_s=PATIENCE_S, update_s=PATIENCE_S)
         fleet = Fleet(router, dict(first), restart_s)
         await router.update_weights(weights(0))
 
@@ -243,7 +246,7 @@ def test_each_request_is_answered_once_and_whole(
                 for i, (at_s, length) in enumerate(requests)
             )
         )
-        assert not any(member.requests for member in router._members.live)
+        assert not any(member.requests for member in router._targets.values())
         for task in background:
             task.cancel()
         await asyncio.gather(*background, return_exceptions=True)

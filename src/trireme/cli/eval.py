@@ -171,9 +171,9 @@ def _measure(config: Config, plan: Plan, identity: WeightIdentity, console: Cons
     started, logs = time.monotonic(), Path(tempfile.mkdtemp(prefix="trireme-eval-"))
     with joined(replace(plan, config=config)) as plan, ExitStack() as ending:
         signals.arm()
-        orchestrator = launch.evaluation_rooms(config, plan, logs, console, ending)
+        orchestrator = launch.evaluation_rooms(config, plan, identity, logs, console, ending)
         console.print(f"rooms ready after {time.monotonic() - started:.1f} s")
-        row = orchestrator.evaluate(identity)
+        row = orchestrator.evaluate(identity.version)
     shutil.rmtree(logs)
     return row
 

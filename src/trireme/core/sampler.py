@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from trireme.core.transport import Offer, Session
 from trireme.core.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity
 from trireme.core.weights import PublishedWeights, UpdateReport
 
@@ -75,50 +74,30 @@ class SequenceSampler(Protocol):
         """
 
 
-class Sampler(SequenceSampler, Protocol):
-    """The inference room as other rooms see it: all replicas behind one router."""
+class FollowingSampler(SequenceSampler, Protocol):
+    """The replicas of one replica set after the other."""
 
-    async def offer(self, offer: Offer) -> Session:
-        """Asks the replicas to receive a version while the trainer sends it. Returns those that are ready, maybe none,
-        after at most `offer.ready_s` seconds. Others fetch the version when they are to take it."""
-
-    async def update_weights(self, weights: PublishedWeights) -> list[UpdateReport]:
-        """Brings every live replica to `weights` while it samples. Raises WeightsRefused or RoomFailed, as
-        WeightsGone when no replica can have the bytes any more: newer ones may be brought then."""
-
-    async def adopt(self, identity: WeightIdentity) -> None:
-        """Labels the weights that the replicas loaded from disk as `identity`, in place of a first update. Raises
-        RoomFailed."""
-
-    def acknowledged(self) -> dict[int, int]:
-        """Returns {replica: version} for live replicas that have acknowledged one; empty before the first update."""
+    def follow(self, source: Any) -> None:
+        """Samples from now on with the replicas of `source`, a replica set as its routers read it."""
 
     async def stats(self) -> dict[int, ReplicaStats]:
         """Returns {replica: utilisation}. A replica that cannot answer is used no more; raises RoomFailed when none is
         left."""
 
-    async def join(self, index: int, client: Any) -> None:
-        """Adds replica `index`, new or in place of a lost one; `client` calls it. It takes the newest weights first, if
-        any were published, beside updates, which do not wait for it; where their bytes are gone, it takes those of the
-        next update. Raises its failure."""
 
-    def leave(self, index: int, reason: str) -> None:
-        """Removes replica `index`, which is dead; other replicas finish its requests."""
+class Sampler(SequenceSampler, Protocol):
+    """The inference room as the orchestrator sees it: all replicas behind one router."""
 
-    async def drain(self, index: int, timeout_s: float) -> None:
-        """Gives replica `index` no new requests, and removes it when those in flight are finished, or after `timeout_s`
-        seconds, when other replicas finish them from what they have; and when no weights are being sent to it."""
+    async def update_weights(self, weights: PublishedWeights) -> list[UpdateReport]:
+        """Brings every live replica to `weights` while it samples. Raises WeightsRefused or RoomFailed, as
+        WeightsGone when no replica can have the bytes any more: newer ones may be brought then."""
 
-    async def next_failure(self) -> tuple[int, str]:
-        """Waits for the next replica that this sampler finds to have failed; returns its number and the reason. It is
-        used no more."""
+    def acknowledged(self) -> dict[int, int]:
+        """Returns {replica: version} for live replicas that have acknowledged one; empty before the first update."""
 
+    def on_change(self, call: Callable[[], object]) -> None:
+        """Calls `call` whenever a replica has joined, left or failed, or has acknowledged a version."""
 
-class AdapterSampler(Sampler, Protocol):
-    """A sampler whose replicas hold adapters beside the weights of updates."""
-
-    async def load_adapter(self, name: str, weights: PublishedWeights) -> None:
-        """Brings an adapter to every replica, for requests that name it. Raises WeightsRefused or RoomFailed."""
-
-    async def drop_adapter(self, name: str) -> None:
-        """Has every replica forget an adapter, which no request in flight may name."""
+    async def stats(self) -> dict[int, ReplicaStats]:
+        """Returns {replica: utilisation}. A replica that cannot answer is used no more; raises RoomFailed when none is
+        left."""

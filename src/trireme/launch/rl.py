@@ -15,6 +15,7 @@ from rich.console import Console
 
 from inference.engine import engine_args
 from inference.handle import InferenceHandle
+from inference.replica_set.handle import ReplicaSetHandle
 from orchestrator.handle import OrchestratorHandle
 from service.handle import ServiceHandle
 from trainer.batching import RankAssignment
@@ -23,11 +24,13 @@ from trireme.checkpoint.rows import attempts_before
 from trireme.config import Config
 from trireme.config.model_facts import ModelFacts
 from trireme.config.resume_compat import fixed_parts
+from trireme.core.types import WeightIdentity
 from trireme.launch.common import StartProgress
 from trireme.launch.run import Core, TrainingRun
-from trireme.launch.service import POLICY, SESSIONS, WithChats, check_port, keys_of, served_models, sessions_factory
+from trireme.launch.service import POLICY, SESSIONS, check_port, keys_of, served_models, sessions_factory
 from trireme.launch.starting import await_ready, check_replicas, reserve_places
 from trireme.plan.base import Plan
+from trireme.process import waits
 from trireme.process.ray_cluster import PlacePool
 from trireme.run.metrics import Journal, step_line
 from trireme.run.rundir import RunDir
@@ -76,7 +79,7 @@ class RlRun(TrainingRun):
                 self.inference.chat_router_factory(),
                 served_models(config, self.facts, (POLICY,)),
                 self._keys,
-                None,
+                True,
                 run.root / SESSIONS,
                 run.logs,
                 self._say,
@@ -91,20 +94,21 @@ class RlRun(TrainingRun):
         config = self.plan.resolved(self.config)
         trainer = TrainerHandle.start(config, self.places["trainer"], run.logs, run.start.attempt)
         ending.callback(trainer.stop)
-        orchestrator = self._start_orchestrator(config, run)
+        replicas = ReplicaSetHandle(config, run.logs, run.start.attempt)
+        ending.callback(replicas.stop)
+        orchestrator = self._start_orchestrator(config, replicas, run)
         ending.callback(orchestrator.stop)
-        trainer.offer_by(orchestrator.offer, config.timeouts.update_s)
+        trainer.offer_by(replicas.offer, config.timeouts.update_s)
         if self._service:
             self._service.attempt_begins(run.start.attempt, run.start.step)
-            self._service.keep(self.inference.indices)
-        users = WithChats(orchestrator, self._service) if self._service else orchestrator
-        return Core(trainer, {"orchestrator": orchestrator}, (trainer, orchestrator), users)
+            self._service.follow(replicas.source)
+        rooms = trainer, replicas, orchestrator
+        return Core(trainer, {"orchestrator": orchestrator}, rooms, replicas.actor)
 
-    def _start_orchestrator(self, config: Config, run: RunDir) -> OrchestratorHandle:
-        inference = self.inference
+    def _start_orchestrator(self, config: Config, replicas: ReplicaSetHandle, run: RunDir) -> OrchestratorHandle:
         return OrchestratorHandle.start(
             config,
-            inference.router_factory(()),  # replicas join as they are ready
+            self.inference.router_factory(replicas.source),
             self.places["orchestrator"][0],
             run.logs,
             RankAssignment(config.trainer.processes, self.facts.attention_length),
@@ -119,18 +123,22 @@ class RlRun(TrainingRun):
 
 
 def evaluation_rooms(
-    config: Config, plan: Plan, log_dir: Path, console: Console, ending: ExitStack
+    config: Config, plan: Plan, identity: WeightIdentity, log_dir: Path, console: Console, ending: ExitStack
 ) -> OrchestratorHandle:
-    """Starts the orchestrator, and replicas that keep the weights that they load. `ending` gets the stops of all."""
+    """Starts the orchestrator, and replicas that keep the weights that they load, those of `identity`. `ending` gets
+    the stops of all."""
     progress = StartProgress(console, log_dir)
     places = reserve_places(plan, progress, console, ending).rooms
     config = plan.resolved(config)
     inference = InferenceHandle.start(config, places["inference"], log_dir)
     ending.callback(inference.stop)
-    sessions = sessions_factory(config, plan.facts)
-    orchestrator = OrchestratorHandle.start(
-        config, inference.router_factory(), places["orchestrator"][0], log_dir, sessions_factory=sessions
-    )
+    replicas = ReplicaSetHandle(config, log_dir, adopt=identity)
+    ending.callback(replicas.stop)
+    factory, sessions = inference.router_factory(replicas.source), sessions_factory(config, plan.facts)
+    options = places["orchestrator"][0]
+    orchestrator = OrchestratorHandle.start(config, factory, options, log_dir, sessions_factory=sessions)
     ending.callback(orchestrator.stop)
-    await_ready([inference, orchestrator], plan, log_dir, progress)
+    await_ready([inference, replicas, orchestrator], plan, log_dir, progress)
+    joined = {replicas.actor.join.remote(i, inference.client(i)): inference.name(i) for i in inference.indices}
+    waits.get_all(list(joined), who=list(joined.values()), timeout_s=config.timeouts.update_s, log=log_dir)
     return orchestrator

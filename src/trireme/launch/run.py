@@ -32,7 +32,6 @@ from trireme.run.commits import Commits
 from trireme.run.metrics import Journal, Tracker, trackers
 from trireme.run.remote import RemoteRun
 from trireme.run.rundir import RunDir, resume_command
-from trireme.supervision.replica_manager import ReplicaUser
 from trireme.supervision.restarts import Restarts
 from trireme.supervision.roster import Roster
 from trireme.supervision.status import StatusWriter
@@ -54,8 +53,8 @@ class Core:
     is to be said of it, if anything."""
     rooms: Sequence[Any]
     """Their handles."""
-    serving: ReplicaUser | None = None
-    """The room that is told of each replica that is ready."""
+    replica_set: Any = None
+    """The actor that owns the replicas, which is told of each that is ready."""
 
 
 class TrainingRun(ABC):
@@ -248,7 +247,7 @@ def attempt(training: TrainingRun, run: RunDir, supervisor: Supervisor, where: s
         ending.push(lambda _kind, error, _traceback: supervisor.detach(error))
         supervisor.expect(*core.rooms)
         await_ready(core.rooms, training.plan, log_dir, tick)
-        supervisor.attach(*core.rooms, serving=core.serving)
+        supervisor.attach(*core.rooms, replica_set=core.replica_set)
         text, why_rows = core.trainer.shown()
         console.print(text)
         if why_rows:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from inference.handle import InferenceHandle
+from inference.replica_set.handle import ReplicaSetHandle
 from orchestrator.env import AGENT
 from service.asked import ServedModels
 from service.handle import ServiceHandle
@@ -21,15 +21,14 @@ from service.keys import ServiceKey, generate, read
 from trireme.config import Config
 from trireme.config.model_facts import ModelFacts
 from trireme.core.agents import AgentSessions
-from trireme.core.errors import BadInput
+from trireme.core.errors import BadInput, RoomFailed
 from trireme.core.refusals import Refusal
 from trireme.core.types import WeightIdentity
 from trireme.launch.common import StartProgress
 from trireme.launch.starting import check_replicas, reserve_places
 from trireme.plan.base import Plan
-from trireme.process import signals
+from trireme.process import signals, waits
 from trireme.process.ray_cluster import PlacePool, Progress
-from trireme.supervision.replica_manager import ReplicaUser
 from trireme.supervision.roster import Roster
 from trireme.supervision.status import ScaleRequests
 from trireme.supervision.supervisor import ElasticReplicas, Supervisor
@@ -90,32 +89,6 @@ def served_models(config: Config, facts: ModelFacts, names: tuple[str, ...]) -> 
     return ServedModels(names, max_len, facts.vocab_size)
 
 
-@dataclass(frozen=True)
-class WithChats:
-    """The users of a run's replicas: the orchestrator, and the service, whose fate decides nothing."""
-
-    orchestrator: ReplicaUser
-    """It decides which replicas serve."""
-    service: ServiceHandle
-    """It is told the same."""
-
-    def join(self, index: int, client: Any) -> Any:
-        joined = self.orchestrator.join(index, client)
-        self.service.join(index, client, after=joined)
-        return joined
-
-    def leave(self, index: int, reason: str) -> Any:
-        self.service.leave(index, reason)
-        return self.orchestrator.leave(index, reason)
-
-    def drain(self, index: int, timeout_s: float) -> Any:
-        self.service.drain(index, timeout_s)
-        return self.orchestrator.drain(index, timeout_s)
-
-    def next_failure(self) -> Any:
-        return self.orchestrator.next_failure()
-
-
 def serve(
     config: Config,
     plan: Plan,
@@ -142,7 +115,7 @@ def serve(
             inference.chat_router_factory(),
             served_models(config, plan.facts, names),
             keys,
-            identity,
+            False,
             directory.absolute() / SESSIONS,
             directory,
             say,
@@ -153,15 +126,30 @@ def serve(
         check_number = partial(check_replicas, plan)
         elastic = ElasticReplicas(config, inference, ScaleRequests(directory), places, check_number)
         with Supervisor(config, roster, "service", elastic) as supervisor:
-            supervisor.expect()
-            supervisor.attach(serving=service)
-            supervisor.await_replicas(directory, _ticking(supervisor, progress))
-            say("all replicas serve; Ctrl-C ends this")
-            while True:
-                signals.check()
-                supervisor.check()
-                service.check()
-                time.sleep(TICK_S)
+            for incarnation in itertools.count(1):
+                replicas = ReplicaSetHandle(config, directory, incarnation, identity)
+                ending.callback(replicas.stop)
+                service.follow(replicas.source)
+                try:
+                    supervisor.expect(replicas)
+                    supervisor.attach(replicas, replica_set=replicas.actor)
+                    supervisor.await_replicas(directory, _ticking(supervisor, progress))
+                    say("all replicas serve; Ctrl-C ends this")
+                    _watch(supervisor, service)
+                except RoomFailed as failure:
+                    if not waits.died(failure):
+                        raise
+                    supervisor.detach(failure)  # the replica set is lost, the replicas stay
+                    supervisor.may_rebuild(failure)
+
+
+def _watch(supervisor: Supervisor, service: ServiceHandle) -> None:
+    """Returns never. Raises Stopped, and the error that ends the service."""
+    while True:
+        signals.check()
+        supervisor.check()
+        service.check()
+        time.sleep(TICK_S)
 
 
 def _ticking(supervisor: Supervisor, progress: Progress) -> Progress:

@@ -28,28 +28,15 @@ from trireme.supervision.heartbeats import HeartbeatMonitor, Lost
 from trireme.supervision.roster import PartHealth, Roster
 
 SECOND_OPINION_S = 3.0
-"""Time between the orchestrator's report that a replica failed and its replacement. In it, a failure of trainer or
+"""Time between the replica set's report that a replica failed and its replacement. In it, a failure of trainer or
 orchestrator may turn out to be the cause."""
 PREFIX = "inference_"
-REPORTS = "orchestrator_0 (of replicas)"
+REPORTS = "replica_set_0 (of replicas)"
 ALIVE_S = 3.0
 """Time for the actor of a lost replica to say that it lost nothing but its engine; on a busy machine an answer may take
 a second."""
 PLACES_S = 1.0
 """Time between two looks at the places of replicas that start, which ask Ray's head."""
-
-
-class ReplicaUser(Protocol):
-    """The orchestrator, which uses the replicas. All calls return references to the answers."""
-
-    def join(self, index: int, client: Any) -> Any: ...
-
-    def leave(self, index: int, reason: str) -> Any: ...
-
-    def drain(self, index: int, timeout_s: float) -> Any: ...
-
-    def next_failure(self) -> Any:
-        """The answer is (index, reason)."""
 
 
 class ReplicaActors(Protocol):
@@ -134,7 +121,7 @@ class ReplicaManager:
         self._places_next = 0.0  # when to look at places again
         self._successors: set[int] = set()  # the successors that have not served yet
         self._joins: dict[int, Any] = {}  # the newest join of each: answers to earlier attempts' say nothing
-        self._user: ReplicaUser | None = None
+        self._replica_set: Any = None
         self._reports: list[tuple[float, int, str]] = []  # (time from which to believe it, replica, reason)
 
     def begin(self) -> None:
@@ -147,18 +134,18 @@ class ReplicaManager:
         """Returns the number of the replica with this name in the roster; None for other parts."""
         return int(name.removeprefix(PREFIX)) if name.startswith(PREFIX) else None
 
-    def attach(self, user: ReplicaUser) -> None:
-        """Passes each ready replica to `user` from now on."""
-        self._user, self._reports = user, []
-        self._await_report(user)
+    def attach(self, replica_set: Any) -> None:
+        """Passes each ready replica to the actor `replica_set` from now on."""
+        self._replica_set, self._reports = replica_set, []
+        self._await_report(replica_set)
         for index in self._of(ReplicaState.READY):
-            self._join(index, user)
+            self._join(index, replica_set)
 
     def detach(self) -> None:
         """Ends an attempt: aborts what it asked of the replicas."""
-        if self._user is None:
+        if self._replica_set is None:
             return
-        self._user = None
+        self._replica_set = None
         for index in self._of(ReplicaState.JOINING, ReplicaState.SERVING):
             self._become(index, ReplicaState.READY)
         for index in self._of(ReplicaState.DRAINING):
@@ -200,8 +187,8 @@ class ReplicaManager:
 
     def lost(self, index: int, failure: TriremeError, died: bool) -> None:
         """Replaces the lost replica `index`, or leaves it out. Raises the error with which its loss ends the run."""
-        if self._user:
-            self._monitor.wait_for(self._user.leave(index, str(failure)), REPORTS, lambda _outcome: None)
+        if self._replica_set:
+            self._monitor.wait_for(self._replica_set.leave.remote(index, str(failure)), REPORTS, lambda _outcome: None)
         if self._states[index] is ReplicaState.DRAINING:
             self._take_away(index)
             return
@@ -278,12 +265,12 @@ class ReplicaManager:
             return
         self._monitor.add(_part_name(index), partial(self._replicas.heartbeat_ref, index))
         self._become(index, ReplicaState.READY)
-        if self._user:
-            self._join(index, self._user)
+        if self._replica_set:
+            self._join(index, self._replica_set)
 
-    def _join(self, index: int, user: ReplicaUser) -> None:
+    def _join(self, index: int, replica_set: Any) -> None:
         self._become(index, ReplicaState.JOINING)
-        joined = user.join(index, self._replicas.client(index))
+        joined = replica_set.join.remote(index, self._replicas.client(index))
         self._joins[index] = joined
         self._monitor.wait_for(joined, _part_name(index), partial(self._joined, index, joined))
 
@@ -300,11 +287,11 @@ class ReplicaManager:
             self._roster.note(_part_name(index), f"its successor serves, {took:.1f} s after it was started")
 
     def _leave(self, index: int) -> None:
-        if self._user is None or not self.serves(index):
+        if self._replica_set is None or not self.serves(index):
             self._take_away(index)
             return
         self._become(index, ReplicaState.DRAINING)
-        drained = self._user.drain(index, self._config.timeouts.update_s)
+        drained = self._replica_set.drain.remote(index, self._config.timeouts.update_s)
         self._monitor.wait_for(drained, _part_name(index), lambda _outcome: self._take_away(index))
 
     def _take_away(self, index: int) -> None:
@@ -363,15 +350,15 @@ class ReplicaManager:
         self._roster.note(_part_name(index), str(failure))
         self.lost(index, failure, waits.died(failure))
 
-    def _await_report(self, user: ReplicaUser) -> None:
-        self._monitor.wait_for(user.next_failure(), REPORTS, partial(self._reported, user))
+    def _await_report(self, replica_set: Any) -> None:
+        self._monitor.wait_for(replica_set.next_failure.remote(), REPORTS, partial(self._reported, replica_set))
 
-    def _reported(self, user: ReplicaUser, outcome: Any) -> None:
-        if user is not self._user or isinstance(outcome, TriremeError):
+    def _reported(self, replica_set: Any, outcome: Any) -> None:
+        if replica_set is not self._replica_set or isinstance(outcome, TriremeError):
             return  # the attempt has ended, or the monitor will say why it does
         index, reason = outcome
         self._reports.append((time.monotonic() + SECOND_OPINION_S, index, reason))
-        self._await_report(user)
+        self._await_report(replica_set)
 
     def _of(self, *states: ReplicaState) -> list[int]:
         return [index for index, state in sorted(self._states.items()) if state in states]

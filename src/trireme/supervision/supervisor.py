@@ -34,7 +34,7 @@ from trireme.process.environ import STACKS
 from trireme.process.ray_cluster import PlacePool, Progress, check_services
 from trireme.process.signals import StoppedWithoutCommit
 from trireme.supervision.heartbeats import EVERY_S, HeartbeatMonitor, kill, send
-from trireme.supervision.replica_manager import ReplicaActors, ReplicaLimits, ReplicaManager, ReplicaUser
+from trireme.supervision.replica_manager import ReplicaActors, ReplicaLimits, ReplicaManager
 from trireme.supervision.restarts import Restarts
 from trireme.supervision.roster import PartHealth, Roster
 from trireme.supervision.status import ScaleRequests
@@ -114,14 +114,14 @@ class Supervisor:
         for name in (name for room in rooms for name in room.heartbeats()):
             self.roster.set(name, PartHealth.STARTING, pids=(), successor=self._attempts > 1)
 
-    def attach(self, *rooms: MonitoredRoom, serving: ReplicaUser | None = None) -> None:
-        """Monitors these rooms, which have started, and passes each ready replica to `serving`, one of them."""
+    def attach(self, *rooms: MonitoredRoom, replica_set: Any = None) -> None:
+        """Monitors these rooms, which have started, and passes each ready replica to the actor `replica_set`."""
         with self._lock:
             for name, ask in ((name, ask) for room in rooms for name, ask in room.heartbeats().items()):
                 self.roster.set(name, PartHealth.HEALTHY)
                 self._monitor.add(name, ask)
-            if self._manager and serving:
-                self._manager.attach(serving)
+            if self._manager and replica_set:
+                self._manager.attach(replica_set)
 
     def await_replicas(self, log: Path, progress: Progress) -> None:
         """Waits until replicas serve: all of them in the first attempt and in deterministic mode, else one that samples

@@ -47,7 +47,7 @@ def router() -> Router:
 
 @pytest.fixture
 def client(router: Router) -> Iterator[SamplingClient]:
-    made: Any = SamplingClient(lambda: router, str(BASE))  # type: ignore[arg-type,return-value]
+    made: Any = SamplingClient(router, lambda: router, str(BASE))  # type: ignore[arg-type,return-value]
     yield made
     made.close()
 
@@ -99,7 +99,7 @@ def test_weights_are_there_when_the_call_returns(client: SamplingClient) -> None
 
 def test_closing_ends_every_task(router: Router) -> None:
     """A task that is still pending when its loop goes away is reported as destroyed; its caller waits for ever."""
-    client = SamplingClient(lambda: router, str(BASE))  # type: ignore[arg-type,return-value]
+    client = SamplingClient(router, lambda: router, str(BASE))  # type: ignore[arg-type,return-value]
     ended = threading.Event()
 
     async def follow() -> None:

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replica_support import weights
+from replica_support import router_of, weights
 
+from inference import router as router_module
 from inference.handover import NOTHING, Outcome, Progress
-from inference.members import TOUCHED_S
-from inference.router import Router
+from inference.replica_set.actor import ReplicaSet
+from inference.replica_set.table import Table
+from inference.router import TOUCHED_S, Router
 from trireme.core import deadline as deadline_module
 from trireme.core.errors import BadRequest, RoomFailed, TriremeError, WeightsGone, WeightsRefused
 from trireme.core.sampler import ReplicaStats
@@ -54,7 +56,8 @@ class FakeReplica:
         self.update = asyncio.get_running_loop().create_future()
         self.updates = 0
         self.spans: tuple[VersionSpan, ...] = ()
-        self.loaded: ReplicaStats | TriremeError = ReplicaStats(0, 0, 0.0, 0)
+        self.loaded: ReplicaStats | TriremeError | None = None
+        self.running: list[str] = []
         self.made: dict[str, Progress] = {}
         self.asked: list[SampleRequest] = []
         self.questions: list[list[str]] = []
@@ -63,10 +66,12 @@ class FakeReplica:
         names = [named(r.request_id) for r in requests]
         self.groups.append(names)
         self.asked += requests
+        self.running += names
         await self.go.wait()
         if self.failure:
             raise self.failure
         for index in reversed(range(len(requests))):
+            self.running.remove(names[index])
             if names[index] in self.aborted:
                 yield index, NOTHING
             else:
@@ -89,10 +94,13 @@ class FakeReplica:
     async def stats(self) -> ReplicaStats:
         if isinstance(self.loaded, TriremeError):
             raise self.loaded
-        return self.loaded
+        return self.loaded or ReplicaStats(len(self.running), 0, 0.0, 0)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         self.aborted += map(named, request_ids)
+
+    async def abort_all(self) -> None:
+        await self.abort(self.running)
 
 
 def report(replica: int) -> UpdateReport:
@@ -106,7 +114,7 @@ async def turns(n: int = 5) -> None:
 
 def fleet(n: int, **options: Any) -> tuple[Router, list[FakeReplica]]:
     fakes = [FakeReplica(f"replica {i}") for i in range(n)]
-    return Router(dict(enumerate(fakes)), **options), fakes
+    return router_of(dict(enumerate(fakes)), **options), fakes
 
 
 async def test_requests_of_one_turn_travel_together_and_to_the_least_loaded() -> None:
@@ -170,7 +178,7 @@ async def test_what_a_failed_replica_was_asked_goes_to_the_others_and_it_is_used
     first.go.set()
     second.go.set()
     assert [text(answer) for answer in await asyncio.gather(*tasks)] == ["r0", "r1"]
-    assert await router.next_failure() == (0, "replica 0 died; its log: x")
+    assert await router.source.next_failure() == (0, "replica 0 died; its log: x")
     await router.sample(request("r0"))  # its key was on the failed replica
     assert second.groups == [["r1"], ["r0"], ["r0"]]
     second.failure = RoomFailed("replica 1 died")
@@ -208,7 +216,7 @@ async def test_the_error_of_one_request_is_its_own() -> None:
 async def lose(router: Router, index: int, fake: FakeReplica, how: str) -> None:
     await asyncio.sleep(TOUCHED_S)
     if how == "left":
-        router.leave(index, "its process died")
+        router.source.leave(index, "its process died")
     fake.failure = RoomFailed(f"{fake.name}: its engine process died")
     fake.go.set()
     await turns()
@@ -240,8 +248,8 @@ async def test_a_request_is_not_to_blame_for_replicas_that_were_drained_or_refus
     fakes[0].failure = WeightsRefused("replica 0: another digest")
     fakes[0].go.set()
     await turns()
-    await router.drain(1, 0.0)
-    router.leave(2, "its process died")
+    await router.source.drain(1, 0.0)
+    router.source.leave(2, "its process died")
     fakes[3].go.set()
     assert text(await asked) == "r"
 
@@ -267,7 +275,7 @@ async def test_a_request_cancelled_before_it_left_is_never_sent() -> None:
     await asyncio.gather(cancelled, return_exceptions=True)
     await router.sample(request("kept"))
     assert only.groups == [["kept"]]
-    assert not any(member.requests for member in router._members.live)
+    assert not any(target.requests for target in router._targets.values())
 
 
 async def test_an_acknowledgement_counts_the_moment_it_arrives() -> None:
@@ -376,7 +384,7 @@ async def test_tokens_of_weights_that_are_on_their_way_are_known() -> None:
 
 async def test_the_load_of_all_that_live() -> None:
     router, (first, second) = fleet(2)
-    first.loaded = ReplicaStats(3, 1, 0.5, 0)
+    first.loaded, second.loaded = ReplicaStats(3, 1, 0.5, 0), ReplicaStats(0, 0, 0.0, 0)
     assert await router.stats() == {0: first.loaded, 1: second.loaded}
     first.loaded = RoomFailed("replica 0 died")
     assert await router.stats() == {1: second.loaded}
@@ -388,20 +396,20 @@ async def test_the_load_of_all_that_live() -> None:
 
 
 async def test_weights_that_replicas_loaded_themselves_count_as_given() -> None:
-    router, (replica,) = fleet(1)
+    identity, replica = WeightIdentity(3, 7, "loaded"), FakeReplica("replica 0")
     replica.go.set()
-    identity = WeightIdentity(3, 7, "loaded")
     replica.spans = (VersionSpan(identity, 0, 1),)
-    await router.adopt(identity)
+    router = Router(source := ReplicaSet({}, adopt=identity))
+    await source.join(0, replica)
     assert router.acknowledged() == {0: 7}
     assert (await router.sample(request("r"))).spans == replica.spans
 
 
 async def test_a_replica_that_can_not_name_its_weights_stops_everything() -> None:
-    router, (_, second) = fleet(2)
-    second.failure = RoomFailed("replica 1 died")
+    replica = FakeReplica("replica 1")
+    replica.failure = RoomFailed("replica 1 died")
     with pytest.raises(RoomFailed, match="replica 1 died"):
-        await router.adopt(WeightIdentity(1, 0, "loaded"))
+        await ReplicaSet({}, adopt=WeightIdentity(1, 0, "loaded")).join(1, replica)
 
 
 # ---- what a lost replica had, and who comes in its place
@@ -422,7 +430,7 @@ async def test_nothing_is_kept_of_what_a_replica_said_of_strange_weights(monkeyp
     await turns(20)
     honest.go.set()
     assert [text(await task) for task in tasks] == ["abc", "b"]
-    assert "replica 0 sampled tokens from weights 1:2:other" in (await router.next_failure())[1]
+    assert "replica 0 sampled tokens from weights 1:2:other" in (await router.source.next_failure())[1]
 
 
 async def test_one_that_hangs_is_left_when_its_death_is_told_and_that_is_not_reported_again() -> None:
@@ -434,11 +442,11 @@ async def test_one_that_hangs_is_left_when_its_death_is_told_and_that_is_not_rep
     await turns(20)
     assert not tasks[0].done()
     assert not update.done()
-    router.leave(0, "replica 0 has not answered for 60 s")
-    router.leave(5, "nobody knows it")
+    router.source.leave(0, "replica 0 has not answered for 60 s")
+    router.source.leave(5, "nobody knows it")
     assert [text(await task) for task in tasks] == ["r0", "r1"]
     assert await update == [report(1)]
-    failure = asyncio.create_task(router.next_failure())
+    failure = asyncio.create_task(router.source.next_failure())
     await turns()
     assert not failure.done()
     failure.cancel()
@@ -460,9 +468,9 @@ class Updated(FakeReplica):
 
 async def test_a_joiner_takes_the_newest_weights_before_it_serves_and_no_update_waits_for_it() -> None:
     first, joiner = Updated("replica 0", 3, 4), Updated("replica 1")
-    router = Router({0: first})
+    router = router_of({0: first})
     await router.update_weights(weights(3))
-    join = asyncio.create_task(router.join(1, joiner))
+    join = asyncio.create_task(router.source.join(1, joiner))
     await turns()
     assert joiner.begun == [3]
     reports = await router.update_weights(weights(4))
@@ -505,10 +513,10 @@ def rounded(number: int) -> PublishedWeights:
 
 async def test_the_drift_of_the_first_update_bounds_all_later_ones_also_of_joiners() -> None:
     first, second, joiner = (Rounding(f"replica {i}", Drift(0.02 + i / 100, 0.08 - i / 100)) for i in range(3))
-    router = Router({0: first, 1: second})
+    router = router_of({0: first, 1: second})
     for number in (3, 4, 5):
         await router.update_weights(rounded(number))
-    await router.join(2, joiner)
+    await router.source.join(2, joiner)
     later = Drift(0.15, 3.0)
     assert [fake.bounds for fake in (first, second, joiner)] == [[ROUNDED, later, later]] * 2 + [[later]]
 
@@ -521,7 +529,7 @@ async def usual_updates(router: Router, number: int) -> None:
 async def test_an_update_does_not_wait_for_one_far_slower_than_usual(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deadline_module, "LEAST_S", 0.05)
     steady, late = Updated("replica 0", *range(9)), Updated("replica 1", *range(5))
-    router = Router({0: steady, 1: late}, update_s=300.0)
+    router = router_of({0: steady, 1: late}, update_s=300.0)
     await usual_updates(router, 5)
     assert [report.replica for report in await router.update_weights(weights(5))] == [0]
     assert router.acknowledged() == {0: 5}, "so slots become free"
@@ -530,7 +538,7 @@ async def test_an_update_does_not_wait_for_one_far_slower_than_usual(monkeypatch
     assert (steady.groups, late.groups) == ([["a0", "b1"]], []), "its weights are too old for new requests"
     await router.update_weights(weights(6))
     assert late.begun == [0, 1, 2, 3, 4, 5], "and later updates do not wait either"
-    failure = asyncio.create_task(router.next_failure())
+    failure = asyncio.create_task(router.source.next_failure())
     late.may_take |= {5, 6}
     while router.acknowledged() != {0: 6, 1: 6}:
         await turns()
@@ -543,7 +551,7 @@ async def test_an_update_does_not_wait_for_one_far_slower_than_usual(monkeypatch
 async def test_when_all_are_far_slower_the_update_waits_for_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deadline_module, "LEAST_S", 0.05)
     only = Updated("replica 0", *range(10))
-    router = Router({0: only}, update_s=300.0)
+    router = router_of({0: only}, update_s=300.0)
     await usual_updates(router, 10)
     update = asyncio.create_task(router.update_weights(weights(10)))
     await asyncio.sleep(0.2)
@@ -557,7 +565,7 @@ async def test_in_deterministic_mode_updates_wait_as_long_as_it_takes(monkeypatc
     """What is sampled depends on every replica."""
     monkeypatch.setattr(deadline_module, "LEAST_S", 0.05)
     steady, late = Updated("replica 0", *range(9)), Updated("replica 1", *range(5))
-    router = Router({0: steady, 1: late}, update_s=300.0, fixed=True)
+    router = router_of({0: steady, 1: late}, update_s=300.0, fixed=True)
     await usual_updates(router, 5)
     update = asyncio.create_task(router.update_weights(weights(5)))
     await asyncio.sleep(0.2)
@@ -582,9 +590,9 @@ class Fetching(Updated):
 
 async def test_a_joiner_without_newer_weights_serves_after_the_next_update(caplog: pytest.LogCaptureFixture) -> None:
     first, joiner = Updated("replica 0", 3, 4), Fetching("replica 1", 3, gone=(3,))
-    router = Router({0: first})
+    router = router_of({0: first})
     await router.update_weights(weights(3))
-    await router.join(1, joiner)
+    await router.source.join(1, joiner)
     assert caplog.text.count("replica 1: the trainer no longer keeps version 3. It gets no requests until") == 1
     requests = asyncio.create_task(wave(router, ["a", "b"]))
     await turns()
@@ -602,7 +610,7 @@ async def test_a_joiner_without_newer_weights_serves_after_the_next_update(caplo
 @pytest.mark.parametrize("fixed", [False, True])
 async def test_an_update_whose_bytes_are_gone_for_all_says_so_and_the_next_one_finds_them_all(fixed: bool) -> None:
     fakes = {i: Fetching(f"replica {i}", 3, 4, gone=(3,)) for i in range(2)}
-    router = Router(fakes, fixed=fixed, patience_s=20.0)
+    router = router_of(fakes, fixed=fixed, patience_s=20.0)
     with pytest.raises(WeightsGone, match=r"replica [01]: the trainer no longer keeps version 3"):
         await router.update_weights(weights(3))
     assert [report.replica for report in await router.update_weights(weights(4))] == [0, 1]
@@ -611,11 +619,11 @@ async def test_an_update_whose_bytes_are_gone_for_all_says_so_and_the_next_one_f
 async def test_nobody_waits_for_one_whose_weights_are_gone() -> None:
     """Nothing brings them before the next update."""
     first, joiner = Updated("replica 0", 3), Fetching("replica 1", 3, gone=(3,))
-    router = Router({0: first}, patience_s=20.0)
+    router = router_of({0: first}, patience_s=20.0)
     await router.update_weights(weights(3))
-    join = asyncio.create_task(router.join(1, joiner))
+    join = asyncio.create_task(router.source.join(1, joiner))
     await turns(1)
-    router.leave(0, "replica 0 died")
+    router.source.leave(0, "replica 0 died")
     waiting = asyncio.create_task(router.sample(request("r")))
     for asked in (waiting, router.sample(request("later"))):
         with pytest.raises(WeightsGone, match="no inference replica has the newest weights: replica 1: the trainer no"):
@@ -628,15 +636,15 @@ async def test_a_joiner_that_fails_is_the_affair_of_who_asked_it_to_join() -> No
     joiner = FakeReplica("replica 1")
     joiner.update.set_exception(RoomFailed("replica 1 died"))
     with pytest.raises(RoomFailed, match="replica 1 died"):
-        await router.join(1, joiner)
+        await router.source.join(1, joiner)
     hanging = FakeReplica("replica 1")
-    join = asyncio.create_task(router.join(1, hanging))
+    join = asyncio.create_task(router.source.join(1, hanging))
     await turns()
-    router.leave(1, "replica 1 was killed")
+    router.source.leave(1, "replica 1 was killed")
     with pytest.raises(RoomFailed, match="replica 1 was killed"):
         await join
     assert router.acknowledged() == {0: 3}
-    failure = asyncio.create_task(router.next_failure())
+    failure = asyncio.create_task(router.source.next_failure())
     await turns()
     assert not failure.done()
     failure.cancel()
@@ -653,14 +661,14 @@ async def test_weights_that_every_replica_refuses_are_refused() -> None:
     first.update.set_exception(WeightsRefused("replica 0: tensor w was corrupted"))
     second.update.set_result(report(1))
     assert await router.update_weights(WEIGHTS) == [report(1)]
-    assert await router.next_failure() == (0, "replica 0: tensor w was corrupted")
+    assert await router.source.next_failure() == (0, "replica 0: tensor w was corrupted")
 
 
 async def test_a_drained_replica_finishes_what_it_has_and_gets_nothing_new() -> None:
     router, (first, second) = fleet(2)
     task = asyncio.create_task(router.sample(request("a0", "a")))
     await turns()
-    drain = asyncio.create_task(router.drain(0, 20.0))
+    drain = asyncio.create_task(router.source.drain(0, 20.0))
     await turns()
     second.go.set()
     await router.sample(request("a1", "a"))
@@ -670,7 +678,7 @@ async def test_a_drained_replica_finishes_what_it_has_and_gets_nothing_new() -> 
     assert text(await task) == "a0"
     await drain
     assert (await router.stats()).keys() == {1}
-    await router.drain(0, 20.0)
+    await router.source.drain(0, 20.0)
 
 
 async def test_what_a_drained_replica_does_not_finish_in_time_is_handed_over() -> None:
@@ -678,10 +686,117 @@ async def test_what_a_drained_replica_does_not_finish_in_time_is_handed_over() -
     second.go.set()
     task = asyncio.create_task(router.sample(request("a0", "a")))
     await turns()
-    drain = asyncio.create_task(router.drain(0, 0.01))
+    drain = asyncio.create_task(router.source.drain(0, 0.01))
     await asyncio.wait({drain}, timeout=0.1)
     assert first.aborted == ["a0"]
     first.go.set()  # now it gives up
     await drain
     assert text(await task) == "a0"
     assert second.groups == [["a0"]]
+
+
+# ---- tables: late ones, repeated ones, those of another replica set
+
+
+def tables_of(source: ReplicaSet) -> list[Table]:
+    """Returns a list to which all tables of a replica set are added."""
+    tables: list[Table] = []
+    source.listen(tables.append)
+    return tables
+
+
+async def test_late_and_repeated_tables_change_nothing() -> None:
+    fakes = [FakeReplica(f"replica {i}") for i in range(2)]
+    source = ReplicaSet(dict(enumerate(fakes)))
+    tables, router = tables_of(source), Router(source)
+    source.leave(0, "it is dead")
+    for fake in fakes:
+        fake.go.set()
+    for table in tables[::-1]:
+        router.take(table)
+    await router.sample(request("r"))
+    assert (fakes[0].groups, fakes[1].groups) == ([], [["r"]])
+    router.take(Table((2, 1)))
+    for table in tables:
+        router.take(table)
+    with pytest.raises(RoomFailed, match="no inference replica is left"):
+        await router.sample(request("late"))
+
+
+async def test_tokens_of_weights_that_only_a_newer_table_names_are_known() -> None:
+    """They may come before that table does."""
+    fake = FakeReplica("replica 0")
+    source = ReplicaSet({0: fake})
+
+    class Late:
+        patience_s = 0.0
+        table, report = source.table, source.report
+
+        def listen(self, take: object) -> None:
+            """Its tables are on their way."""
+
+    router = Router(Late())  # type: ignore[arg-type]
+    router.take(await source.table((0, 0), 0.0))
+    fake.update.set_result(report(0))
+    await source.update(WEIGHTS)
+    fake.spans = (KNOWN,)
+    fake.go.set()
+    assert (await router.sample(request("r"))).spans == (KNOWN,)
+
+
+async def test_what_a_replica_of_the_set_before_samples_is_aborted_there_and_sampled_in_the_next_set() -> None:
+    """Else chats would be sampled to their end in its engine, and once more."""
+    fake = FakeReplica("replica 0")
+    router = Router(reports=False)
+    router.follow(ReplicaSet({0: fake}, incarnation=1))
+    for number in range(3):  # more often than a request may be lost
+        asked = asyncio.create_task(router.sample(request(f"r{number}")))
+        await turns()
+        router.follow(ReplicaSet({0: fake}, incarnation=number + 2))
+        await turns()
+        assert fake.groups == [[f"r{number}"]] * 2
+        assert set(fake.aborted) == {f"r{number}"}
+        assert named(fake.asked[0].request_id) == f"r{number}"
+        asked.cancel()
+        await turns()
+        fake.groups.clear()
+        fake.aborted.clear()
+        fake.asked.clear()
+
+
+async def test_a_replica_that_failed_a_chat_is_tried_again_unless_it_has_a_successor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(router_module, "AGAIN_S", 0.01)
+    fake, source = FakeReplica("replica 0"), ReplicaSet({})
+    router = Router(source, reports=False, patience_s=20.0)
+    await source.join(0, fake)
+    fake.failure = RoomFailed("it failed")
+    fake.go.set()
+    asked = asyncio.create_task(router.sample(request("r")))
+    await turns()
+    assert router.acknowledged() == {}
+    fake.failure = None
+    assert text(await asked) == "r"
+    assert list(tables_of(source)[-1].rows) == [0], "for others it serves"
+    successor = FakeReplica("its successor")
+    fake.failure = RoomFailed("it died")
+    asked = asyncio.create_task(router.sample(request("s")))
+    await turns()
+    await source.join(0, successor)
+    await asyncio.sleep(0.03)
+    assert successor.groups == [["s"]]
+    successor.go.set()
+    assert text(await asked) == "s"
+
+
+async def test_whoever_reads_tables_waits_for_a_newer_one_and_no_longer_than_asked() -> None:
+    source = ReplicaSet({})
+    first = await source.table((0, 0), 0.0)
+    assert await source.table(first.number, 0.01) is first
+    later = asyncio.create_task(source.table(first.number, 60.0))
+    await turns()
+    await source.join(0, FakeReplica("replica 0"))
+    assert (await later).number > first.number
+    number = first.number
+    assert (await ReplicaSet({}, incarnation=2).table(number, 0.0)).number > (await source.table(number, 0.0)).number

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
-from replica_support import IdleReplica, weights
+from replica_support import IdleReplica, router_of, weights
 
 from inference.handover import Outcome
 from inference.router import Router
@@ -50,39 +50,39 @@ async def sampled(router: Router, adapter: str, key: str) -> int:
 
 async def test_every_replica_has_all_adapters_beside_the_newest_weights() -> None:
     replicas = [Replica(0), Replica(1)]
-    router = Router(dict(enumerate(replicas)))
+    router = router_of(dict(enumerate(replicas)))
     await router.update_weights(weights(0))
     for version, name in enumerate("ab", start=1):
-        await router.load_adapter(name, weights(version))
+        await router.source.load_adapter(name, weights(version))
     await router.update_weights(weights(3))
     for key in "xyz":
         found = [await sampled(router, adapter, key) for adapter in ("", "a", "b")]
         assert found == [3, 1, 2]
-    await router.drop_adapter("a")
+    await router.source.drop_adapter("a")
     assert [sorted(replica.held) for replica in replicas] == [["", "b"]] * 2
 
 
 async def test_one_that_joins_gets_them_before_it_serves() -> None:
     first, joiner = Replica(0), Replica(1)
-    router = Router({0: first})
+    router = router_of({0: first})
     await router.update_weights(weights(0))
-    await router.load_adapter("a", weights(1))
-    await router.load_adapter("b", weights(2))
-    await router.drop_adapter("a")
-    await router.join(1, joiner)
+    await router.source.load_adapter("a", weights(1))
+    await router.source.load_adapter("b", weights(2))
+    await router.source.drop_adapter("a")
+    await router.source.join(1, joiner)
     assert joiner.calls == ["update", "b"]
-    router.leave(0, "it is dead")
+    router.source.leave(0, "it is dead")
     assert await sampled(router, "b", "x") == 2
 
 
 async def test_one_that_cannot_take_an_adapter_is_used_no_more() -> None:
     replicas = [Replica(0), Replica(1)]
     replicas[0].most = 0
-    router = Router(dict(enumerate(replicas)))
+    router = router_of(dict(enumerate(replicas)))
     await router.update_weights(weights(0))
-    await router.load_adapter("a", weights(1))
-    assert await router.next_failure() == (0, "replica 0 has no room")
+    await router.source.load_adapter("a", weights(1))
+    assert await router.source.next_failure() == (0, "replica 0 has no room")
     assert [await sampled(router, "a", key) for key in "xy"] == [1, 1]
     replicas[1].most = 0
     with pytest.raises(RoomFailed, match=r"no inference replica is left.*no room"):
-        await router.load_adapter("b", weights(2))
+        await router.source.load_adapter("b", weights(2))

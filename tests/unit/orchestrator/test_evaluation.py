@@ -31,7 +31,7 @@ from orchestrator.state import OrchestratorState
 from trireme.config import Config
 from trireme.config.schema import EvalConfig
 from trireme.core.errors import ProvenanceError, RoomFailed
-from trireme.core.types import SampledSequence, SampleRequest, WeightIdentity
+from trireme.core.types import SampledSequence, SampleRequest
 
 FIRST = 500
 """Number of the first held-out problem: no training problem comes so far."""
@@ -389,7 +389,8 @@ async def test_a_resume_repeats_what_was_under_way(turns: int, tmp_path: Path) -
 
 async def test_weights_that_are_there_can_be_evaluated_without_training() -> None:
     run = EvalRun(with_evaluation(small_config(2, 6)))
-    (row, run) = await run.pipeline.evaluate(WeightIdentity(2, 40, "loaded")), run
+    run.sampler.version = 40
+    row = await run.pipeline.evaluate(40)
     assert row["eval/fake/version"] == 40
     assert row["eval/fake/failed"] == 0, {k: v for k, v in row.items() if "errors" in k}
     assert run.asked() == run.sampler.requests, "no problem of training was sampled"
@@ -403,6 +404,7 @@ async def test_a_long_evaluation_says_how_far_it_is() -> None:
 
     said: list[str] = []
     run = EvalRun(with_evaluation(small_config(2, 6)), sampler=Asks())
-    await run.pipeline.evaluate(WeightIdentity(2, 40, "loaded"))
+    run.sampler.version = 40
+    await run.pipeline.evaluate(40)
     assert said[0] == "0 of 6 problems of fake are evaluated"
     assert run.pipeline.progress() == "0 groups are finished, and 0 are being sampled"

@@ -19,7 +19,6 @@ from orchestrator.pipeline import Pipeline
 from orchestrator.rollout import EnvExited, RolloutLimits
 from trireme.config import Config
 from trireme.config.schema import EvalConfig
-from trireme.core.types import WeightIdentity
 
 BUILDERS = [WatchedProblem, WatchedTogether]
 
@@ -162,7 +161,7 @@ async def test_a_stop_ends_an_evaluation_without_training_too() -> None:
     sampler.hold(0)
     config = config_of().model_copy(update={"eval": EvalConfig(every=1, samples=2)})
     pipeline = Pipeline(config, [WatchedProblems()], sampler, RolloutLimits(1000, 100), [held_out])
-    evaluation = asyncio.create_task(pipeline.evaluate(WeightIdentity(0, 3, "d3")))
+    evaluation = asyncio.create_task(pipeline.evaluate(3))
     await quiesce()
     assert held_out.made > len(held_out.closed), "some are being played"
     await pipeline.stop()

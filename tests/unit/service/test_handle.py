@@ -25,16 +25,6 @@ class Actor:
         return Remote
 
 
-def test_replicas_that_were_removed_between_attempts_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ServiceHandle, "_keep", lambda _self: None)
-    actor, config = Actor(), Any
-    own = ServiceHandle(config, lambda: actor, None, print, [], Roster(lambda: 0.0))  # type: ignore[arg-type]
-    own.join(0, "a")
-    own.join(1, "b")
-    own.keep([0, 2])
-    assert [told[:2] for told in actor.told] == [("join", 0), ("join", 1), ("leave", 1)]
-
-
 def test_a_service_that_is_lost_as_the_run_ends_has_no_successor(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Actor] = []
 

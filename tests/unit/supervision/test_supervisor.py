@@ -88,7 +88,7 @@ class World:
 
     def begin(self) -> None:
         self.supervisor.expect(Trainer(), self.room)
-        self.supervisor.attach(Trainer(), self.room, serving=self.room)
+        self.supervisor.attach(Trainer(), self.room, replica_set=self.room)
         self.supervisor.await_replicas(Path("logs"), lambda _names, _waited: None)
 
     def failure(self) -> TriremeError:
@@ -319,7 +319,7 @@ def test_replicas_wait_for_a_place_longer_than_for_their_start(monkeypatch: pyte
                 world.room.lost_places, world.silent = set(), set()
 
         supervisor.expect(Trainer(), world.room)
-        supervisor.attach(Trainer(), world.room, serving=world.room)
+        supervisor.attach(Trainer(), world.room, replica_set=world.room)
         supervisor.await_replicas(Path("logs"), progress)
         assert "a place in the cluster for inference replica 0" in told
         supervisor.check()

@@ -81,8 +81,8 @@ class FakeSampler:
         self.version = version
         return [UpdateReport(0, weights.identity, Drift(version / 200, version / 100), 10 * version, 0.0)]
 
-    async def adopt(self, identity: WeightIdentity) -> None:
-        self.version = identity.version
+    def on_change(self, call: Callable[[], object]) -> None:
+        """No replica comes or goes."""
 
     def acknowledged(self) -> dict[int, int]:
         return {} if self.version < 0 else {0: self.version}

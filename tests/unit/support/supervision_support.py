@@ -5,6 +5,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,15 @@ class Ref:
         return f"Ref{self.what}"
 
 
+@dataclass(frozen=True)
+class Method:
+    """A method of an actor."""
+
+    remote: Callable[..., Ref]
+
+
 class Room:
-    """The inference room, places for it, and the orchestrator: write down what they are told, give references."""
+    """The inference room, places for it, and the replica set: write down what they are told, give references."""
 
     def __init__(self, indices: list[int]) -> None:
         self.indices, self.next = indices, len(indices)
@@ -71,6 +79,8 @@ class Room:
         """Those whose actors can be asked."""
         self.looks = 0
         """How often places were looked at."""
+        self.join, self.leave = Method(self._join), Method(self._leave)
+        self.drain, self.next_failure = Method(self._drain), Method(lambda: Ref("failure"))
 
     def _ref(self, *what: object) -> Ref:
         self.told.append(what)
@@ -122,15 +132,12 @@ class Room:
     def options(self, index: int) -> dict[str, Any]:
         return {"place of": index}
 
-    def join(self, index: int, client: str) -> Ref:
+    def _join(self, index: int, client: str) -> Ref:
         return self._ref("join", index, client)
 
-    def leave(self, index: int, reason: str) -> Ref:
+    def _leave(self, index: int, reason: str) -> Ref:
         self.told.append(("leave", index))
         return Ref("leave", index)
 
-    def drain(self, index: int, _timeout_s: float) -> Ref:
+    def _drain(self, index: int, _timeout_s: float) -> Ref:
         return self._ref("drain", index)
-
-    def next_failure(self) -> Ref:
-        return Ref("failure")

@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from replica_support import IdleReplica
+from replica_support import IdleReplica, router_of
 from replica_support import weights as version
 
 from inference.handover import Outcome
+from inference.replica_set.actor import IDLE_TICK_S
 from inference.router import Router
 from trireme.core.deadline import LEAST_S, TAUGHT_BY
 from trireme.core.errors import RoomFailed, TriremeError
@@ -65,12 +66,12 @@ class Replica(IdleReplica):
 
 
 def fleet(*replicas: Replica, **options: Any) -> Router:
-    return Router(dict(enumerate(replicas)), update_s=300.0, **options)
+    return router_of(dict(enumerate(replicas)), update_s=300.0, **options)
 
 
 async def publish(router: Router, number: int) -> Session:
     """A whole publication: the session, and the update."""
-    session = await router.offer(offer(number))
+    session = await router.source.offer(offer(number))
     await router.update_weights(version(number))
     return session
 
@@ -84,23 +85,23 @@ def now() -> float:
 
 async def test_all_that_serve_are_asked_at_the_same_time() -> None:
     router = fleet(*(Replica(i, ready_s=2.0) for i in range(3)))
-    assert await router.offer(offer(0)) == Session(1, 1, dict.fromkeys((0, 1, 2), 0))
+    assert await router.source.offer(offer(0)) == Session(1, 1, dict.fromkeys((0, 1, 2), 0))
     assert now() == 2.0
 
 
 async def test_replicas_of_a_node_are_served_by_one_rank_once_they_have_said_where_they_are() -> None:
     replicas = [Replica(i, node="a" if i < 3 else "b") for i in range(4)]
     router, ranks = fleet(*replicas), ("here", "there")
-    first = await router.offer(replace(offer(0), endpoints_R=ranks))
+    first = await router.source.offer(replace(offer(0), endpoints_R=ranks))
     assert first.servers == {0: 0, 1: 1, 2: 0, 3: 1}
     await router.update_weights(version(0))
-    second = await router.offer(replace(offer(1), endpoints_R=ranks))
+    second = await router.source.offer(replace(offer(1), endpoints_R=ranks))
     assert [second.served_by(rank) for rank in range(2)] == [(0, 1, 2), (3,)]
     assert second.epoch == first.epoch + 1, "others follow each other"
     assert [replica.servers for replica in replicas] == [[0, 0], [1, 0], [0, 0], [1, 1]]
     await router.update_weights(version(1))
     replicas[1].refusal = RoomFailed("replica 1 cannot")
-    third = await router.offer(replace(offer(2), endpoints_R=ranks))
+    third = await router.source.offer(replace(offer(2), endpoints_R=ranks))
     assert [third.served_by(rank) for rank in range(2)] == [(0, 2), (3,)]
 
 
@@ -148,12 +149,12 @@ async def test_the_time_limit_is_learned_and_late_answers_teach_too() -> None:
 
 async def test_one_that_is_lost_while_it_is_asked_is_not_waited_for() -> None:
     router = fleet(Replica(0, ready_s=1.0), Replica(1, ready_s=math.inf), Replica(2, ready_s=math.inf))
-    asking = asyncio.create_task(router.offer(offer(0)))
+    asking = asyncio.create_task(router.source.offer(offer(0)))
     await asyncio.sleep(2.0)
-    router.leave(1, "replica 1 died")
-    drain = asyncio.create_task(router.drain(2, 1.0))
+    router.source.leave(1, "replica 1 died")
+    drain = asyncio.create_task(router.source.drain(2, 1.0))
     assert (await asking).members == (0,)
-    assert now() == 2.0
+    assert now() == pytest.approx(2.0 + IDLE_TICK_S)
     await drain
 
 
@@ -163,11 +164,11 @@ async def test_one_that_is_lost_while_it_is_asked_is_not_waited_for() -> None:
 async def test_those_that_have_still_to_take_the_version_before_are_not_asked_and_nothing_waits_for_them() -> None:
     replicas = [Replica(i, update_s=10.0 * (i + 1)) for i in range(3)]
     router = fleet(*replicas)
-    assert (await router.offer(offer(0))).members == (0, 1, 2)
+    assert (await router.source.offer(offer(0))).members == (0, 1, 2)
     update = asyncio.create_task(router.update_weights(version(0)))
     for after_s, members in ((5.0, ()), (15.0, (0,)), (25.0, (0, 1)), (35.0, (0, 1, 2))):
         await asyncio.sleep(after_s - now())
-        assert (await router.offer(offer(1))).members == members
+        assert (await router.source.offer(offer(1))).members == members
         assert now() == after_s
     await update
 
@@ -176,18 +177,18 @@ async def test_one_that_fetches_what_was_not_sent_to_it_is_waited_for_once() -> 
     """Else it would be busy with fetching at each offer."""
     late = Replica(1, ready_s=40.0)
     router = fleet(Replica(0), late)
-    assert (await router.offer(offer(0))).members == (0,)
+    assert (await router.source.offer(offer(0))).members == (0,)
     late.ready_s, late.update_s = 0.0, 12.0
     update = asyncio.create_task(router.update_weights(version(0)))
     await asyncio.sleep(10.0)  # its answer has come
-    assert (await router.offer(offer(1))).members == (0, 1)
+    assert (await router.source.offer(offer(1))).members == (0, 1)
     assert now() == READY_S + 12.0
     await update
     update, late.update_s = asyncio.create_task(router.update_weights(version(1))), 100.0
     for _ in range(2):
         before = now()
         await asyncio.sleep(1.0)
-        assert (await router.offer(offer(2))).members == (0,), "it was sent that version and is slow all the same"
+        assert (await router.source.offer(offer(2))).members == (0,), "it was sent that version, and is slow"
         assert now() == before + 1.0
     await update
 
@@ -204,21 +205,21 @@ async def test_an_epoch_begins_exactly_when_the_members_are_others() -> None:
 
     assert await next_epoch() == 1
     assert await next_epoch() == 0
-    await router.join(3, Replica(3))
+    await router.source.join(3, Replica(3))
     assert [await next_epoch(), await next_epoch()] == [1, 0]
-    await router.join(3, Replica(3))  # a successor: the same numbers, another member
+    await router.source.join(3, Replica(3))  # a successor: the same numbers, another member
     assert [await next_epoch(), await next_epoch()] == [1, 0]
-    router.leave(3, "replica 3 died")
+    router.source.leave(3, "replica 3 died")
     assert [await next_epoch(), await next_epoch()] == [1, 0]
     replicas[0].dead = RoomFailed("replica 0 died")
     await router.stats()
     assert [await next_epoch(), await next_epoch()] == [1, 0]
-    joining = asyncio.create_task(router.join(0, Replica(0, update_s=5.0)))
+    joining = asyncio.create_task(router.source.join(0, Replica(0, update_s=5.0)))
     await asyncio.sleep(1.0)
     assert await next_epoch() == 0, "it does not take part yet"
     await joining
     assert await next_epoch() == 1
-    await router.drain(1, 1.0)
+    await router.source.drain(1, 1.0)
     assert [await next_epoch(), await next_epoch()] == [1, 0]
     replicas[2].ready_s = math.inf
     assert [await next_epoch(), await next_epoch()] == [1, 0]
@@ -231,21 +232,21 @@ async def test_an_epoch_begins_exactly_when_the_members_are_others() -> None:
 async def test_a_member_leaves_when_the_version_that_is_being_sent_to_it_is_published() -> None:
     router = fleet(Replica(0), Replica(1))
     await publish(router, 0)
-    await router.offer(offer(1))
-    drain = asyncio.create_task(router.drain(1, 1.0))
+    await router.source.offer(offer(1))
+    drain = asyncio.create_task(router.source.drain(1, 1.0))
     await asyncio.sleep(100.0)
     assert not drain.done(), "its end would break a group that is sending"
     await router.update_weights(version(1))
     await drain
     assert now() == 100.0
-    await router.drain(0, 1.0)
-    assert now() == 100.0, "nothing is on its way"
+    await router.source.drain(0, 1.0)
+    assert now() == 100.0 + IDLE_TICK_S, "nothing is on its way"
 
 
 async def test_a_member_leaves_when_the_time_limit_of_sending_has_passed() -> None:
     router = fleet(Replica(0), Replica(1, ready_s=math.inf))
-    await router.offer(offer(0))
-    await router.drain(1, 1.0)
-    assert now() == READY_S, "it takes no part"
-    await router.drain(0, 1.0)
+    await router.source.offer(offer(0))
+    await router.source.drain(1, 1.0)
+    assert now() == READY_S + IDLE_TICK_S, "it takes no part"
+    await router.source.drain(0, 1.0)
     assert now() == TIMEOUT_S

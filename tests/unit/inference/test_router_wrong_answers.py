@@ -11,10 +11,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from orchestrator_fakes import Problems, Run, problems_of, small_config, whole_run
-from replica_support import IdleReplica
+from replica_support import IdleReplica, router_of
 
-from inference.members import SENSELESS
-from inference.router import Router
+from inference.router import SENSELESS
 from trireme.core.errors import LimitReached, RoomFailed
 from trireme.core.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity
 from trireme.core.weights import Drift, PublishedWeights, UpdateReport
@@ -66,7 +65,7 @@ def of_another_run(answer: SampledSequence) -> SampledSequence:
 
 
 def run_with(bad: Replica, *others: Replica, **options: int) -> Run:
-    router = Router(dict(enumerate((bad, *others))), vocab_size=VOCABULARY)
+    router = router_of(dict(enumerate((bad, *others))), vocab_size=VOCABULARY)
     given = {"max_steps": 10, "retries": 2} | options
     return Run(small_config(**given), Problems(), sampler=router)  # type: ignore[arg-type]
 

@@ -1,6 +1,6 @@
-"""Decides which replicas of a router receive a version while the trainer sends it.
+"""Decides which replicas receive a version while the trainer sends it.
 
-    trainer --Offer--> router --offer--> replicas that are asked --ready--> router --Session--> trainer, which sends
+    trainer --Offer--> replica set --offer--> replicas that are asked --ready--> it --Session--> trainer, which sends
 
 *Who is asked.* Members that serve and have taken all weights that they were to take. The trainer publishes a version
 before it waits for the update to the one before (`trireme.train.rl_loop.train_step`), so that some members may still
@@ -34,11 +34,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from inference.members import Member, Members
+from inference.replica_set.members import Member
 from trireme.core.deadline import LearnedDeadline
 from trireme.core.errors import TriremeError
 from trireme.core.transport import Epochs, Offer, Session, servers_of
@@ -47,9 +47,9 @@ log = logging.getLogger(__name__)
 
 
 class Offers:
-    """Makes the sessions of a router, one at a time."""
+    """Makes the sessions of a replica set, one at a time. `members` are all that it has."""
 
-    def __init__(self, members: Members) -> None:
+    def __init__(self, members: Callable[[], Iterable[Member]]) -> None:
         self._members = members
         self._deadline = LearnedDeadline(math.inf)
         self._epochs = Epochs()
@@ -57,7 +57,7 @@ class Offers:
         """The members of the last session, and the rank that sends to each."""
         self._busy: set[Member] = set()
         """Those that had still to take weights at the last offer."""
-        self._said: set[Member] = set()
+        self._warned: set[Member] = set()
         """Those of which this epoch has said why they take no part."""
         self._sent = asyncio.Event()
         self._until = 0.0
@@ -69,29 +69,30 @@ class Offers:
         now = asyncio.get_running_loop().time
         started, limit_s = now(), min(self._deadline.seconds, offer.ready_s)
         self._until = started + offer.timeout_s
-        settled = [member for member in self._members.serving if _is_settled(member, newest)]
-        servers = _servers(self._members.serving, offer.senders)
-        asked = self._ask_all(settled, offer, servers)
-        if fetching := self._note_busy([member for member in self._members.serving if member not in settled]):
+        serving = [member for member in self._members() if member.serves]
+        settled = [member for member in serving if _is_settled(member, newest)]
+        servers = _servers(serving, offer.senders)
+        offered = self._offer_all(settled, offer, servers)
+        if fetching := self._note_busy([member for member in serving if member not in settled]):
             limit_s = offer.ready_s
             await asyncio.wait(fetching.values(), timeout=limit_s / 2)
             caught_up = [member for member in fetching if member.serves and _is_settled(member, newest)]
-            asked |= self._ask_all(caught_up, offer, servers)
-        if asked:
-            await asyncio.wait(asked.values(), timeout=started + limit_s - now())
-        refusals = {member: _refusal(answer, limit_s) for member, answer in asked.items()}
+            offered |= self._offer_all(caught_up, offer, servers)
+        if offered:
+            await asyncio.wait(offered.values(), timeout=started + limit_s - now())
+        refusals = {member: _refusal(answer, limit_s) for member, answer in offered.items()}
         ready = {member for member, refusal in refusals.items() if member.serves and not refusal}
         self._begin({member: server for member, server in servers.items() if member in ready})
         for member, refusal in refusals.items():
-            if refusal and not member.gone and member not in self._said:
-                self._said.add(member)
+            if refusal and not member.gone and member not in self._warned:
+                self._warned.add(member)
                 log.warning(
                     "%s takes no part in the sending of version %d and fetches it: %s",
                     member.name,
                     offer.version,
                     refusal,
                 )
-        return Session(offer.attempt, self._epochs.number, {each.index: rank for each, rank in self._group.items()})
+        return Session(offer.attempt, self._epochs.number, {member.index: rank for member, rank in self._group.items()})
 
     def sent(self) -> None:
         """Takes note that the last session is over: its version was published, or the trainer gave up."""
@@ -109,7 +110,7 @@ class Offers:
         self._group = group
         self._sent.clear()
         if self._epochs.begins(list(group.items())):
-            self._said.clear()
+            self._warned.clear()
             names = ", ".join(member.name for member in group)
             log.info("new weights are sent to %s", names or "nobody: they are fetched")
 
@@ -117,32 +118,33 @@ class Offers:
         """Returns those that are worth a wait, and the ends of their updates: they fetch weights that were not sent to
         them, and were not busy already at the last offer."""
         before, self._busy = self._busy, set(busy)
-        worth = [member for member in busy if member not in before and member not in self._group and member.updating]
+        worth = [
+            member for member in busy if member not in before and member not in self._group and member.row.updating
+        ]
         return {member: member.catching_up for member in worth if member.catching_up}
 
-    def _ask_all(
+    def _offer_all(
         self, members: Sequence[Member], offer: Offer, servers: dict[Member, int]
     ) -> dict[Member, asyncio.Task[TriremeError | None]]:
         """Asks those whose answer to an earlier offer is not missing."""
-        free = [member for member in members if not member.asked and member in servers]
-        return {member: self._begin_asking(member, replace(offer, server=servers[member])) for member in free}
+        free = [member for member in members if not member.offering and member in servers]
+        return {member: self._begin_offer(member, replace(offer, server=servers[member])) for member in free}
 
-    def _begin_asking(self, member: Member, offer: Offer) -> asyncio.Task[TriremeError | None]:
-        member.asked = asyncio.get_running_loop().create_task(self._ask(member, offer))
-        member.tasks.add(member.asked)
-        member.asked.add_done_callback(member.tasks.discard)
-        return member.asked
+    def _begin_offer(self, member: Member, offer: Offer) -> asyncio.Task[TriremeError | None]:
+        member.offering = asyncio.get_running_loop().create_task(self._offer(member, offer))
+        member.calls.add(member.offering)
+        return member.offering
 
-    async def _ask(self, member: Member, offer: Offer) -> TriremeError | None:
+    async def _offer(self, member: Member, offer: Offer) -> TriremeError | None:
         """Returns why `member` does not take part; None once it is ready."""
         now = asyncio.get_running_loop().time
         started = now()
         try:
-            await member.client.offer(offer)
+            await member.row.client.offer(offer)
         except TriremeError as refusal:  # if it is broken, its other calls say so
             return refusal
         finally:
-            member.asked = None
+            member.offering = None
         self._deadline.note(now() - started)  # of late ones too: else none would ever be in time again
         return None
 
@@ -156,7 +158,7 @@ def _servers(members: Sequence[Member], ranks: Sequence[int]) -> dict[Member, in
 
 def _is_settled(member: Member, newest: int | None) -> bool:
     """Tells whether `member` has taken version `newest` and takes no other."""
-    return member.acknowledged == newest and not member.updating
+    return member.row.acknowledged == newest and not member.row.updating
 
 
 def _refusal(answer: asyncio.Task[TriremeError | None], limit_s: float) -> str:

@@ -1,0 +1,359 @@
+"""The one owner of a run's replicas: which there are, what each of them holds, and how all get new weights.
+
+    driver, supervisor --join, leave, drain, offer, update--> ReplicaSet --load_weights, offer--> replicas
+                                                                  |
+                                                       table of all replicas, numbered
+                                                                  v
+                                        routers (orchestrator, service, own loops) --requests--> replicas
+
+It lives in one event loop: as a Ray actor (`inference.replica_set.handle`), or in the process of its router.
+
+Weights. An update waits for the members that serve, each for ten times as long as the slowest update so far
+(`LearnedDeadline`). One that takes longer is left behind like one that joins: nothing waits for it, it gets no
+requests, and it serves (again) once it has the newest weights, however many versions that takes. The watcher of the
+processes finds out if it is dead. A member that finds the bytes of a version gone takes a newer one; if there is none
+yet, it is left behind until the next update, which waits for it.
+
+Adapters are beside the weights that updates bring. One has a name that is never used again: its values do not change,
+so nothing has to stand still while others come and go. A new version is another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from inference.replica_set.client import ReplicaCalls, ReplicaClient
+from inference.replica_set.members import Member
+from inference.replica_set.offers import Offers
+from inference.replica_set.table import Generation, NewestTable, Number, ReplicaRow, Table, check_issued
+from trireme.core.deadline import LearnedDeadline
+from trireme.core.errors import RoomFailed, TriremeError, WeightsGone, WeightsRefused
+from trireme.core.sampler import Heartbeat
+from trireme.core.transport import Offer, Session
+from trireme.core.types import WeightIdentity
+from trireme.core.weights import Drift, PublishedWeights, UpdateReport
+from trireme.process.environ import redirect_output
+
+HAND_OVER_S = 5.0
+IDLE_TICK_S = 0.2
+IDLE_LOOKS = 2
+"""A replica that leaves has finished what it had when it was idle at so many looks in a row: answers are on their way
+after the first."""
+ROUNDS = 2
+"""When a member that catches up has begun to take weights so often, the next update waits for it: else updates that
+follow each other closely would keep it out for ever."""
+DEPARTED = 64
+"""Replicas of which a table says why they are gone, at most."""
+log = logging.getLogger(__name__)
+
+
+class ReplicaSet:
+    """Owns the replicas (see the module).
+
+    A replica that fails is used no more: tables leave it out, and `next_failure` reports it. When none is left, updates
+    wait for one to join.
+    """
+
+    def __init__(
+        self,
+        replicas: Mapping[int, ReplicaClient],
+        *,
+        incarnation: int = 1,
+        adopt: WeightIdentity | None = None,
+        fixed: bool = False,
+        patience_s: float = 0.0,
+        update_s: float = math.inf,
+    ) -> None:
+        """`replicas`: those that serve from the beginning; others join.
+        `incarnation`: tables of a later one are newer than all of this.
+        `adopt`: labels the weights that the replicas loaded from disk, in place of a first update.
+        `fixed`: deterministic mode; an update waits as long as it takes, and raises the failure of a replica.
+        `patience_s`: how long to wait for a replica to join when none is left.
+        `update_s`: the longest that an update waits for a replica, whose client has a deadline of its own.
+        """
+        self._incarnation, self._fixed, self.patience_s = incarnation, fixed, patience_s
+        self._listeners: list[Callable[[Table], object]] = []
+        self._newest_table = NewestTable(patience_s)
+        self._by_index: dict[int, Member] = {}
+        self._joined = 0
+        self._failures: dict[int, TriremeError] = {}  # of those without a successor
+        self._departed: dict[Generation, TriremeError] = {}
+        self._unreported: dict[int, str] = {}
+        self._failed = asyncio.Event()
+        self._offers = Offers(lambda: self._by_index.values())
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._changing = asyncio.Lock()  # the weights
+        self._bring_newest: Callable[[Member], Awaitable[Any]] | None = None
+        self._newest: int | None = None  # the version that it brings
+        self._adapters: dict[str, PublishedWeights] = {}  # that all members have beside the weights of updates
+        self._deadline = LearnedDeadline(update_s)
+        self._drifts: tuple[Drift, Drift] | None = None  # the worst of all replicas: at the first update, and so far
+        if adopt:
+            self._bring_newest, self._newest = partial(self._adopt, adopt), adopt.version
+        self._publish()
+        for index, client in replicas.items():
+            self._add(index, client).enter()
+
+    # ---- as an actor
+
+    async def start(self, log_dir: Path | None) -> None:
+        """Sends what this process prints to its log."""
+        redirect_output(log_dir, "replica_set_0")
+
+    async def heartbeat(self) -> Heartbeat:
+        """Shows that the event loop runs."""
+        import ray  # here, because a set in the process of its router needs none
+
+        return Heartbeat((os.getpid(),), ray.get_runtime_context().get_node_id())
+
+    # ---- tables
+
+    async def table(self, after: Number, wait_s: float) -> Table:
+        """Returns the newest table as soon as it is newer than number `after`, or after `wait_s` seconds."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                await self._newest_table.wait_until(lambda table: table.number > after)
+        return self._newest_table.table
+
+    def listen(self, take: Callable[[Table], object]) -> None:
+        """Calls `take` with the newest table, and with each one from now on."""
+        self._listeners.append(take)
+        take(self._newest_table.table)
+
+    def _publish(self) -> None:
+        number = (self._incarnation, self._newest_table.table.number[1] + 1)
+        rows = {index: member.row for index, member in self._by_index.items()}
+        table = Table(number, rows, dict(self._failures), dict(self._departed))
+        self._newest_table.take(table)
+        for take in self._listeners:
+            take(table)
+
+    # ---- members
+
+    async def join(self, index: int, client: ReplicaClient) -> None:
+        """Adds replica `index`, new or in place of a lost one; `client` calls it. It takes the newest weights first, if
+        any were published, while updates go on, which do not wait for it; where their bytes are gone, it takes those of
+        the next update. Raises its failure."""
+        self.leave(index, f"{client.name} has a successor")
+        joiner = self._add(index, client)
+        await self._wait_for(joiner, None)
+        if joiner.gone:
+            raise joiner.gone
+
+    def leave(self, index: int, reason: str) -> None:
+        """Dismisses replica `index`, which its watcher found dead. `next_failure` does not report it."""
+        if member := self._by_index.get(index):
+            self._dismiss(member, RoomFailed(reason))
+
+    async def drain(self, index: int, timeout_s: float) -> None:
+        """Gives replica `index` no new requests, and dismisses it when those in flight are finished, or after
+        `timeout_s` seconds, when other replicas finish them from what they have; and when no weights are on their way
+        to it."""
+        if (member := self._by_index.get(index)) is None:
+            return
+        member.change(draining=True)
+        with suppress(TriremeError):  # it is gone then
+            if not await self._is_idle(member, timeout_s):
+                await member.calls.call(member.row.client.abort_all())
+                await self._is_idle(member, HAND_OVER_S)
+        await self._offers.await_sent(member)
+        self._dismiss(member, RoomFailed(f"{member.name} was drained"))
+
+    async def next_failure(self) -> tuple[int, str]:
+        """Waits for the next replica that failed and has no successor yet; returns its number and the reason. It is
+        used no more."""
+        while not self._unreported:
+            self._failed.clear()
+            await self._failed.wait()
+        return self._unreported.popitem()
+
+    def report(self, index: int, generation: Generation, failure: TriremeError) -> None:
+        """Takes note of what a replica did to a router."""
+        member = self._by_index.get(index)
+        if member and member.row.generation == generation:
+            self._fail(member, failure)
+
+    def _add(self, index: int, client: ReplicaClient) -> Member:
+        self._joined += 1
+        row = ReplicaRow((self._incarnation, self._joined), client)
+        member = Member(index, row, ReplicaCalls(lambda failure: self._fail(member, failure)), self._publish)
+        self._by_index = dict(sorted({**self._by_index, index: member}.items()))
+        self._publish()
+        return member
+
+    def _fail(self, member: Member, failure: TriremeError) -> None:
+        """Dismisses `member` because of something that it did; `next_failure` reports it."""
+        if self._by_index.get(member.index) is member and not member.joining:
+            log.error("%s. It is used no more; its requests go to other replicas.", failure)
+            self._unreported[member.index] = str(failure)
+            self._failed.set()
+        self._dismiss(member, failure)
+
+    def _dismiss(self, member: Member, reason: TriremeError) -> None:
+        if member.gone:
+            return
+        if self._by_index.get(member.index) is member:
+            del self._by_index[member.index]
+            if not member.joining:
+                self._failures[member.index] = reason
+        self._departed[member.row.generation] = reason
+        self._departed = dict(islice(self._departed.items(), max(len(self._departed) - DEPARTED, 0), None))
+        member.calls.end(reason)
+        self._publish()
+
+    async def _is_idle(self, member: Member, timeout_s: float) -> bool:
+        """Waits until `member` has nothing to do; returns False after `timeout_s`."""
+        looks = 0
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    stats = await member.calls.call(member.row.client.stats())
+                    looks = 0 if stats.running or stats.waiting else looks + 1
+                    if looks == IDLE_LOOKS:
+                        return True
+                    await asyncio.sleep(IDLE_TICK_S)
+        return False
+
+    # ---- weights
+
+    async def offer(self, offer: Offer) -> Session:
+        """Asks the replicas to receive a version while the trainer sends it. Returns those that are ready, maybe none,
+        after at most `offer.ready_s` seconds. Others fetch the version when they are to take it."""
+        return await self._offers.make_session(offer, self._newest)
+
+    async def update(self, weights: PublishedWeights) -> list[UpdateReport]:
+        """Brings every member that serves to `weights`, and those that joiners have waited for long enough. One that
+        fails is left out, one that takes too long is left behind, and the others finish; then, in deterministic mode, a
+        failure is raised. When none has these weights, waits for one. Returns the reports, which the newest table
+        names. Raises RoomFailed, WeightsRefused when every replica refuses them, and WeightsGone when none can have
+        their bytes any more: the next update brings newer ones."""
+        self._offers.sent()
+        async with self._changing:
+            bounded = weights.bounded_by(*self._drifts) if self._drifts else weights
+            self._bring_newest = partial(self._load, bounded)
+            self._newest = weights.identity.version
+            members = [m for m in self._by_index.values() if not m.row.behind or m.row.stranded or m.rounds >= ROUNDS]
+            await asyncio.gather(*map(self._await_update, members))
+        failures = [failure for member in members if (failure := member.gone or member.row.stranded)]
+        refused = len(failures) == len(members) and all(isinstance(failure, WeightsRefused) for failure in failures)
+        if failures and (self._fixed or refused):
+            raise failures[0]
+        reports = [member.report for member in members if member.report and not (member.gone or member.row.behind)]
+        if not reports:
+            await self._newest_table.wait_for_serving()
+            reports = [member.report for member in self._serving if member.report]
+        if reports:
+            now = Drift.worst(report.drift for report in reports)
+            first, largest = self._drifts or (now, now)
+            self._drifts = first, Drift.worst([largest, now])
+        return reports
+
+    @property
+    def _serving(self) -> list[Member]:
+        return [member for member in self._by_index.values() if member.serves]
+
+    async def _await_update(self, member: Member) -> None:
+        """Waits until `member` has the newest weights or is gone, or is left behind because it takes too long."""
+        limit_s = None if self._fixed else self._deadline.seconds
+        if await self._wait_for(member, limit_s):
+            log.warning(
+                "%s has not taken the newest weights within %.0f s, far longer than any update so far: the update does "
+                "not wait for it, and it gets no requests until it has them",
+                member.name,
+                limit_s,
+            )
+            member.rounds = 0
+            member.change(behind=True)
+
+    async def _wait_for(self, member: Member, limit_s: float | None) -> bool:
+        """Waits until `member` is at the newest weights or gone. Returns True if neither is so after `limit_s`."""
+        if member.catching_up is None or member.catching_up.done():
+            member.catching_up = asyncio.create_task(self._catch_up(member))
+            member.calls.add(member.catching_up)
+        done, late = await asyncio.wait({member.catching_up}, timeout=limit_s)
+        for task in done:
+            if not task.cancelled():
+                task.result()
+        return bool(late)
+
+    async def _catch_up(self, member: Member) -> None:
+        """Brings `member` to the newest weights, however often they change meanwhile; then it serves. It is stranded
+        if the bytes of the newest are gone."""
+        brought: object = None
+        gone: WeightsGone | None = None
+        with suppress(TriremeError):  # it is gone then
+            while (bring := self._bring_newest) and bring is not brought:
+                brought, gone = bring, None
+                member.rounds += 1
+                try:
+                    await bring(member)
+                except WeightsGone as error:  # it takes a newer one, if there is one by now
+                    gone = error
+            if gone:
+                log.warning("%s. It gets no requests until the next update, which brings it newer weights.", gone)
+                member.change(behind=True, stranded=gone)
+            else:
+                await self._bring_adapters(member)
+                self._failures.pop(member.index, None)
+                self._unreported.pop(member.index, None)
+                member.enter()
+
+    async def _load(self, weights: PublishedWeights, member: Member) -> None:
+        async def load_and_check() -> UpdateReport:
+            report = await member.row.client.load_weights(weights)
+            check_issued(f"{member.name} reports that it has", [report.identity], [weights.identity])
+            return report
+
+        now = asyncio.get_running_loop().time
+        started = now()
+        member.issue(weights.identity, updating=True, stranded=None)
+        try:
+            member.report = await member.calls.call(load_and_check())
+        except WeightsGone:  # else no update would ever wait for one that fetches longer than versions are kept
+            self._deadline.note(now() - started)
+            raise
+        finally:
+            member.change(updating=False)
+        self._deadline.note(now() - started)
+        member.change(acknowledged=weights.identity.version)
+
+    async def _adopt(self, identity: WeightIdentity, member: Member) -> None:
+        await member.calls.call(member.row.client.adopt(identity))
+        member.issue(identity, acknowledged=identity.version)
+
+    # ---- adapters
+
+    async def load_adapter(self, name: str, weights: PublishedWeights) -> None:
+        """Brings an adapter to every replica, for requests that name it, also to those that join later. One that fails
+        is used no more. Raises RoomFailed or WeightsRefused when no replica is left."""
+        self._adapters[name] = weights
+        await asyncio.gather(
+            *map(self._bring_adapters, self._serving), return_exceptions=True
+        )  # one that fails is gone
+        await self._newest_table.wait_for_serving()
+
+    async def drop_adapter(self, name: str) -> None:
+        """Has every replica forget an adapter, which no request in flight may name."""
+        self._adapters.pop(name, None)
+        holders = [member for member in self._by_index.values() if name in member.adapters]
+        for member in holders:
+            member.adapters.discard(name)
+        calls = [member.calls.call(member.row.client.drop_adapter(name)) for member in holders]
+        await asyncio.gather(*calls, return_exceptions=True)  # one that fails is gone
+
+    async def _bring_adapters(self, member: Member) -> None:
+        """Brings those that `member` does not have. Raises TriremeError if one fails: the member is gone."""
+        for name, weights in list(self._adapters.items()):
+            if name not in member.adapters:
+                member.adapters.add(name)
+                member.issue(weights.identity)
+                await member.calls.call(member.row.client.load_adapter(name, weights))

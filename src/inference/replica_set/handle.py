@@ -1,0 +1,136 @@
+"""The replica set as an actor of its own: the driver's handle of it, and how routers in other processes read it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from inference.replica_set.actor import ReplicaSet
+from inference.replica_set.table import Generation, Number, Table
+from trireme.config import Config
+from trireme.core.errors import RoomFailed, TriremeError
+from trireme.core.transport import Epochs, Offer, Session
+from trireme.core.types import WeightIdentity
+from trireme.core.weights import PublishedWeights, UpdateReport
+from trireme.process import waits
+from trireme.process.ray_cluster import on_node
+
+WAIT_S = 20.0
+"""A router waits for a newer table so long at a time."""
+ANSWER_S = 30.0
+"""An answer of the set may take so much longer than the work itself."""
+AGAIN_S = 1.0
+"""Time between a table that did not come and the next request."""
+WHO = "replica set"
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class RemoteSet:
+    """Implements `inference.router.TableSource` in another process than that of the set; picklable."""
+
+    actor: Any
+    update_s: float
+    """Deadline of an update."""
+    patience_s: float
+    """How long to wait for a replica to join when none is left."""
+    _tasks: list[asyncio.Task[None]] | None = None
+
+    def listen(self, take: Callable[[Table], object]) -> None:
+        """Reads tables until `close`, or the set is dead: the last table stays."""
+        self._tasks = [asyncio.get_running_loop().create_task(self._read(take))]
+
+    def close(self) -> None:
+        """Reads no more tables."""
+        for task in self._tasks or ():
+            task.cancel()
+
+    async def table(self, after: Number, wait_s: float) -> Table:
+        """Returns the newest table (`ReplicaSet.table`), within `wait_s` and ANSWER_S seconds."""
+        answer = self.actor.table.remote(after, wait_s)
+        table: Table = await waits.get_async(answer, who=f"{WHO} (its table)", timeout_s=wait_s + ANSWER_S)
+        return table
+
+    async def _read(self, take: Callable[[Table], object]) -> None:
+        after: Number = (0, 0)
+        while True:
+            try:
+                table = await self.table(after, WAIT_S)
+            except RoomFailed as failure:
+                if waits.died(failure):
+                    log.warning("%s; the replicas that it named last are used", failure)
+                    return
+                await asyncio.sleep(AGAIN_S)
+                continue
+            after = table.number
+            take(table)
+
+    def report(self, index: int, generation: Generation, failure: TriremeError) -> None:
+        """Says that a replica failed this process, without waiting."""
+        self.actor.report.remote(index, generation, failure)
+
+    async def update(self, weights: PublishedWeights) -> list[UpdateReport]:
+        """Brings the replicas to `weights`, within `update_s` and ANSWER_S seconds."""
+        who = f"{WHO} (the update to version {weights.identity.version})"
+        return await waits.get_async(self.actor.update.remote(weights), who=who, timeout_s=self.update_s + ANSWER_S)
+
+
+class ReplicaSetHandle:
+    """The driver's handle. The supervisor calls `actor.join`, `leave`, `drain` and `next_failure` itself."""
+
+    def __init__(
+        self, config: Config, log_dir: Path | None, incarnation: int = 1, adopt: WeightIdentity | None = None
+    ) -> None:
+        """Starts the actor, on this node, without waiting. `incarnation`, `adopt`: see `ReplicaSet`."""
+        options = {"num_cpus": 0, "scheduling_strategy": on_node(ray.get_runtime_context().get_node_id())}
+        self.actor = (
+            ray.remote(ReplicaSet)
+            .options(**options)
+            .remote(
+                {},
+                incarnation=incarnation,
+                adopt=adopt,
+                fixed=config.deterministic,
+                patience_s=config.patience_s,
+                update_s=config.timeouts.update_s,
+            )
+        )
+        self._started = self.actor.start.remote(log_dir)
+        self._log = log_dir and log_dir / "replica_set_0.log"
+        self._epochs = Epochs()
+        self.source = RemoteSet(self.actor, config.update_deadline_s, config.patience_s)
+        """For routers."""
+
+    def ready_refs(self) -> tuple[list[Any], list[str]]:
+        """Returns a reference that resolves once the actor is ready, and its name."""
+        return [self._started], [WHO]
+
+    def heartbeats(self) -> Mapping[str, Callable[[], Any]]:
+        """Returns, by the name of the process, a function that gives a reference to its `Heartbeat`."""
+        return {"replica_set_0": self.actor.heartbeat.remote}
+
+    def offer(self, offer: Offer) -> Session:
+        """Asks the replicas to receive a version while the trainer sends it. Returns those that are ready, maybe none,
+        after at most `offer.ready_s` and ANSWER_S seconds. None are when the set is dead or does not answer: the
+        version can be published without it, and the next call, or its watcher, ends the attempt if it has to end."""
+        who, limit_s = f"{WHO} (which replicas are ready for new weights)", offer.ready_s + ANSWER_S
+        try:
+            answer: Session = waits.get(self.actor.offer.remote(offer), who=who, timeout_s=limit_s, log=self._log)
+        except RoomFailed as failure:
+            if failure.__cause__ and not waits.died(failure):
+                raise
+            log.warning("%s; version %d is sent to no replica: they fetch it", failure, offer.version)
+            answer = Session(offer.attempt, -1, {})
+        # Replicas may wait in the groups of an answer that came too late: those of the next one are others.
+        self._epochs.begins((answer.epoch, answer.members))
+        return replace(answer, epoch=self._epochs.number)
+
+    def stop(self) -> None:
+        """Ends the actor; the replicas stay."""
+        ray.kill(self.actor)

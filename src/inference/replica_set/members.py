@@ -1,0 +1,67 @@
+"""One replica, as a replica set sees it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from inference.replica_set.client import ReplicaCalls
+from inference.replica_set.table import ReplicaRow
+from trireme.core.errors import TriremeError
+from trireme.core.types import WeightIdentity
+from trireme.core.weights import UpdateReport
+
+ISSUED = 64
+"""Weights and adapters that a table names of a replica, at most: routers remember those of the tables before."""
+
+
+@dataclass(eq=False)
+class Member:
+    """One replica in a replica set."""
+
+    index: int
+    row: ReplicaRow
+    """Its row in the table."""
+    calls: ReplicaCalls
+    publish: Callable[[], None]
+    """Called when its row has changed."""
+    adapters: set[str] = field(default_factory=set)
+    """The names of the adapters that it was given."""
+    report: UpdateReport | None = None
+    joining: bool = True
+    """It has never served."""
+    rounds: int = 0
+    """How often it has begun to take weights since it served last."""
+    catching_up: asyncio.Task[None] | None = None
+    """Brings it to the newest weights."""
+    offering: asyncio.Task[TriremeError | None] | None = None
+    """Asks it whether it is ready for what was offered; None: there is no such question without an answer."""
+
+    @property
+    def name(self) -> str:
+        return self.row.client.name
+
+    @property
+    def gone(self) -> TriremeError | None:
+        return self.calls.gone
+
+    @property
+    def serves(self) -> bool:
+        """It takes requests."""
+        return self.row.serves and not self.gone
+
+    def change(self, **columns: Any) -> None:
+        """Changes its row."""
+        self.row = replace(self.row, **columns)
+        self.publish()
+
+    def issue(self, identity: WeightIdentity, **columns: Any) -> None:
+        """Takes note of weights that it is about to get."""
+        self.change(issued=(*self.row.issued[1 - ISSUED :], identity), **columns)
+
+    def enter(self) -> None:
+        """Lets it serve: it has the newest weights."""
+        self.joining, self.rounds = False, 0
+        self.change(behind=False, stranded=None)
