@@ -174,7 +174,7 @@ class TestQuickstart:
 
     def test_each_room_has_a_log(self, ended: Ended) -> None:
         logs = sorted((ended.root / "logs" / "attempt_1").glob("*.log"))
-        assert len(logs) == 5
+        assert len(logs) == 6
         assert not any("Failed to load weights" in log.read_text() for log in logs), "a false alarm at every update"
 
     def test_each_step_left_rollouts_to_read(self, ended: Ended) -> None:

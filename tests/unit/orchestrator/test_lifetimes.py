@@ -159,6 +159,7 @@ async def test_a_stop_is_over_in_time_though_nothing_can_be_closed_or_cleaned_up
 async def test_a_stop_ends_an_evaluation_without_training_too() -> None:
     held_out, sampler = WatchedProblems(), FakeSampler()
     sampler.hold(0)
+    sampler.version = 3
     config = config_of().model_copy(update={"eval": EvalConfig(every=1, samples=2)})
     pipeline = Pipeline(config, [WatchedProblems()], sampler, RolloutLimits(1000, 100), [held_out])
     evaluation = asyncio.create_task(pipeline.evaluate(3))
