@@ -66,6 +66,7 @@ PARTS: dict[str, tuple[tuple[str, int], ...]] = {
     "shard": (("trainer_1", 0),),
     "every shard": (("trainer_0", 0), ("trainer_1", 0)),
     "orchestrator": (("orchestrator_0", 0),),
+    "replica set": (("replica_set_0", 0),),
     "replica": (("inference_0", 0),),
     "engine": (("inference_0", 1),),
 }

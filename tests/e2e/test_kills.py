@@ -20,11 +20,13 @@ from chaos_support import (
     GROUP,
     LAST_STEP,
     STEPS,
+    Cell,
     armed,
     assert_whole,
     end_of,
     parts_of,
     reached,
+    run_cell,
     started,
     successors_serve,
     wait_for,
@@ -35,6 +37,7 @@ from run_support import DEADLINE_S, Ended, run_rl
 
 from trireme.checkpoint.store import CheckpointStore
 from trireme.core.errors import EXIT_LIMIT, EXIT_OK
+from trireme.supervision.status import Status
 
 LEAK_LIMIT = 2**30
 """Private bytes: an orchestrator has 0.3 GiB of its own, and 32 answers of 8 MiB are graded between two commits."""
@@ -58,6 +61,17 @@ def test_a_deterministic_run_that_lost_one_of_two_replicas_equals_one_that_lost_
     assert_same_run(ended.root, quiet.root)
     assert {row["attempt"] for row in ended.rows} == {2}
     ended.assert_nothing_left()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("moment", ["sampling", "in-flight update"])
+def test_replicas_outlive_a_replica_set_that_is_killed(tmp_path: Path, moment: str) -> None:
+    ended = run_cell(tmp_path, Cell("replica set", moment))
+    assert_whole(ended)
+    assert {row["attempt"] for row in ended.rows} == {1, 2}
+    status = Status.read(ended.root)
+    assert status is not None
+    assert [part.restarts for part in status.parts if part.room == "inference"] == [0, 0]
 
 
 LAST = {
