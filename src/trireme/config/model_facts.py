@@ -208,7 +208,7 @@ def _read_hub(name: str, required: bool) -> str | None:
     here = Path.cwd()
     try:
         cached = hub.try_to_load_from_cache(name, "config.json")
-        if not isinstance(cached, str) and not _hub_reachable(endpoint):
+        if not isinstance(cached, str) and not hub_reachable(endpoint):
             if not required:
                 return None
             raise Refusal(
@@ -228,7 +228,7 @@ def _read_hub(name: str, required: bool) -> str | None:
         ).error() from None
 
 
-def _hub_reachable(endpoint: str) -> bool:
+def hub_reachable(endpoint: str) -> bool:
     """Tries once, for a short time, because the hub's client tries again for 23 s."""
     if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
         return False

@@ -175,4 +175,4 @@ def test_whether_the_hub_answers(monkeypatch: pytest.MonkeyPatch, error: str, re
 
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setattr(urllib.request, "urlopen", urlopen)
-    assert model_facts._hub_reachable("https://hub.example") is reachable
+    assert model_facts.hub_reachable("https://hub.example") is reachable

