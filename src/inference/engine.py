@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from vllm.logprobs import FlatLogprobs, LogprobsOnePosition, SampleLogprobs
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.engine.llm_engine import LLMEngine
 
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 """With this variable PyTorch asks the driver's library for GPUs, and initialises no CUDA, which a fork would break."""
@@ -161,7 +160,7 @@ def end_of_sequence_ids(engine: AsyncLLM) -> list[int]:
     return sorted(found)
 
 
-def give_tokenizer(engine: AsyncLLM | LLMEngine, name: str) -> None:
+def give_tokenizer(engine: AsyncLLM, name: str) -> None:
     """Loads the tokenizer when the first request comes that strings may end: most runs have none. (vLLM itself loads
     one before it starts, or never.)"""
     if engine.output_processor.tokenizer is None:

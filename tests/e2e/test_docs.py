@@ -39,11 +39,11 @@ PORT = "8000"
 PORT_FLAGS = {"inference": "--service.port", "trireme serve": "--service.port", "trireme watch": "--port"}
 PORT_FLAGS |= {"python": "--port"}
 VLLM = "vllm.entrypoints.openai.api_server"
-ELSEWHERE = ("pip", "uv", "pytest", "bash", "ray", "curl", "trireme distill", "trireme scale")
-"""What is installed, tests, what a cluster takes (test_job.py), distillation (test_distill_command.py), and what
+ELSEWHERE = ("pip", "uv", "pytest", "bash", "ray", "curl", "trireme scale")
+"""What is installed, tests, what a cluster takes (test_job.py), and what
 this file tries on a running service."""
-SCRIPTS = ("scripts/", "examples/rl_loop.py", "examples/sl_loop.py")
-"""What test_gpu_check.py, test_examples.py and others run."""
+SCRIPTS = ("scripts/", "examples/recipes/", "examples/rl_loop.py", "examples/sl_loop.py")
+"""What test_gpu_check.py, test_examples.py, test_distill_recipe.py and others run."""
 
 
 def kind_of(words: list[str]) -> str:

@@ -4,7 +4,6 @@ tests/e2e/test_docs.py runs the commands for real, those that need a service on 
 (`page_fences.py`).
 """
 
-import argparse
 import ast
 import asyncio
 import builtins
@@ -27,7 +26,7 @@ from pydantic import TypeAdapter
 
 from service.keys import read as read_keys
 from service.routes import ROUTES
-from trireme.cli import distill, doctor, env, eval, inference, rl, serve, sweep, trireme
+from trireme.cli import doctor, env, eval, inference, rl, serve, sweep, trireme
 from trireme.config import Config
 from trireme.config.load import load, load_as
 from trireme.config.sft import SftConfig
@@ -149,8 +148,7 @@ def try_tool(tool: str, *arguments: str) -> None:
         _, config = doctor.parse(arguments)
         assert (config is None) == ("@" not in arguments)
     else:
-        parser: argparse.ArgumentParser = distill._parser() if tool == "distill" else trireme._parser()
-        parser.parse_args(arguments if tool == "distill" else [tool, *arguments])
+        trireme._parser().parse_args([tool, *arguments])
 
 
 def try_toml(fence: Fence) -> None:

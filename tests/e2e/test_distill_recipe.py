@@ -37,7 +37,7 @@ def test_the_model_learns_to_answer_without_the_prompt(tmp_path: Path) -> None:
     (tmp_path / "prompt.txt").write_text("Sort: ")
     (tmp_path / "q.jsonl").write_text("".join(json.dumps({"prompt": f"{number}\n"}) + "\n" for number in QUESTIONS))
     files = ["--prompts", "q.jsonl", "--teacher-prompt", "prompt.txt", "--output", "answers.jsonl"]
-    command = [sys.executable, "-m", "trireme.cli.trireme", "distill", str(ASSET), *files]
+    command = [sys.executable, str(ROOT / "examples" / "recipes" / "distill.py"), str(ASSET), *files]
     sampled = subprocess.run(
         [*command, "--temperature", "0.1", "--max-tokens", "10", "--max-model-len", "64"],
         cwd=tmp_path,

@@ -1,5 +1,5 @@
 """Prompt distillation: what teacher and student are asked, and what an answer becomes. (The model that answers, and the
-training after it, are in tests/e2e/test_distill_command.py.)"""
+training after it, are in tests/e2e/test_distill_recipe.py.)"""
 
 import argparse
 import json
@@ -10,12 +10,12 @@ from types import SimpleNamespace
 from typing import Any, TextIO
 
 import pytest
+from distill import TeacherQuestion, main, output_to, questions_of, sample
 
-from trireme.cli.distill import TeacherQuestion, main, output_to, questions_of, sample
 from trireme.core.errors import BadInput
 from trireme.core.tokenizer import load_tokenizer
 
-ASSET = str(Path(__file__).parents[3] / "assets" / "sort-base")
+ASSET = str(Path(__file__).parents[2] / "assets" / "sort-base")
 
 
 @pytest.fixture(scope="module")
