@@ -121,25 +121,16 @@ def test_slow_ones_are_left_alone_and_a_stopped_one_costs_seconds(simulated: Sim
     assert PartHealth.SUSPECT in simulated.health
 
 
-def test_a_stopped_engine_costs_seconds(simulated: Simulated) -> None:
-    stopped_s = simulated.run(*USUAL, STOPPED)
-    assert stopped_s is not None
-    assert 5.0 <= stopped_s < 8.0
+ENDS = {
+    "a stopped engine": ([*USUAL, STOPPED], 5.0),
+    "before ten steps": ([*USUAL[:9], STOPPED], UPDATE_S),  # the configured deadline holds
+    "steps of a second": ([*[Step(1.0, share=0.0)] * 20, STOPPED], 10.0),
+    "busy for ever": ([*USUAL, Step(10_000.0)], UPDATE_S),
+}
 
 
-def test_before_ten_steps_the_configured_deadline_holds(simulated: Simulated) -> None:
-    stopped_s = simulated.run(*USUAL[:9], STOPPED)
-    assert stopped_s is not None
-    assert UPDATE_S <= stopped_s < UPDATE_S + 3.0
-
-
-def test_steps_of_a_second_make_ten(simulated: Simulated) -> None:
-    stopped_s = simulated.run(*[Step(1.0, share=0.0)] * 20, STOPPED)
-    assert stopped_s is not None
-    assert 10.0 <= stopped_s < 13.0
-
-
-def test_one_that_is_busy_for_ever_is_lost_after_the_configured_deadline(simulated: Simulated) -> None:
-    busy_s = simulated.run(*USUAL, Step(10_000.0))
-    assert busy_s is not None
-    assert UPDATE_S <= busy_s < UPDATE_S + 3.0
+@pytest.mark.parametrize(("script", "after_s"), ENDS.values(), ids=ENDS)
+def test_seconds_until_an_engine_is_lost(simulated: Simulated, script: list[Step], after_s: float) -> None:
+    lost_s = simulated.run(*script)
+    assert lost_s is not None
+    assert after_s <= lost_s < after_s + 3.0

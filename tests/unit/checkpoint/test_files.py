@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from threading import Barrier
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -30,6 +31,11 @@ from trireme.core.errors import EXIT_FAILED, StorageFailed
 pytestmark = pytest.mark.usefixtures("instant_disk")
 
 
+def failing(number: int) -> Mock:
+    """Returns a function that raises this error of the system."""
+    return Mock(side_effect=OSError(number, os.strerror(number)))
+
+
 def test_a_record_says_what_was_written(tmp_path: Path) -> None:
     array = np.arange(6, dtype=np.int64)
     record = write_bytes(tmp_path / "step" / "trainer", "a.bin", b"abc", array.data, b"")
@@ -38,19 +44,12 @@ def test_a_record_says_what_was_written(tmp_path: Path) -> None:
     assert record == FileRecord("trainer/a.bin", 51, xxhash.xxh3_128_hexdigest(contents))
 
 
-def test_an_empty_file(tmp_path: Path) -> None:
-    assert write_bytes(tmp_path / "d", "e").size == 0
-    assert checksum_of(tmp_path / "d" / "e") == xxhash.xxh3_128_hexdigest(b"")
-
-
-def test_a_subdirectory_is_part_of_the_name(tmp_path: Path) -> None:
-    assert write_bytes(tmp_path / "trainer", "deep/a.bin", b"x").path == "trainer/deep/a.bin"
-
-
-def test_the_checksum_of_a_file_of_many_reads(tmp_path: Path) -> None:
-    contents = np.random.default_rng(0).bytes(BLOCK_BYTES + 12345)
-    record = write_bytes(tmp_path / "d", "large", contents[:100], contents[100:])
-    assert checksum_of(tmp_path / "d" / "large") == record.checksum == xxhash.xxh3_128_hexdigest(contents)
+@pytest.mark.parametrize("size", [0, BLOCK_BYTES + 12345])
+def test_the_checksum_of_an_empty_file_and_of_many_reads(tmp_path: Path, size: int) -> None:
+    contents = np.random.default_rng(0).bytes(size)
+    record = write_bytes(tmp_path / "trainer", "deep/a.bin", contents[:100], contents[100:])
+    assert (record.path, record.size) == ("trainer/deep/a.bin", size)
+    assert checksum_of(tmp_path / record.path) == record.checksum == xxhash.xxh3_128_hexdigest(contents)
 
 
 def test_an_array_of_two_dimensions_counts_in_bytes(tmp_path: Path) -> None:
@@ -138,8 +137,7 @@ class TestDirect:
 
     def test_a_kernel_without_huge_pages(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         class Memory(mmap.mmap):
-            def madvise(self, *_: int) -> None:
-                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            madvise = failing(errno.EINVAL)
 
         monkeypatch.setattr(mmap, "mmap", Memory)
         assert write_bytes(tmp_path / "d", "f", self.CONTENTS).size == len(self.CONTENTS)
@@ -183,11 +181,7 @@ class TestDirect:
 
     def test_other_refusals_are_errors(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Also EINVAL, when it has another cause."""
-
-        def broken(*_: object) -> int:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-
-        monkeypatch.setattr(os, "pwrite", broken)
+        monkeypatch.setattr(os, "pwrite", failing(errno.EINVAL))
         for large in (False, True):
             with (
                 pytest.raises(OSError, match="Invalid argument"),
@@ -218,11 +212,7 @@ def test_what_fails_is_not_forced_onto_the_disk(tmp_path: Path, monkeypatch: pyt
 class TestErrors:
     def test_no_space(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """The system's error is simulated; the end-to-end tests fill a real file system."""
-
-        def full(*_: object) -> int:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        monkeypatch.setattr(HashingWriter, "write", full)
+        monkeypatch.setattr(HashingWriter, "write", failing(errno.ENOSPC))
         with pytest.raises(StorageFailed) as failed:
             write_bytes(tmp_path / "trainer", "a.bin", b"x")
         assert failed.value.exit_code == EXIT_FAILED
@@ -249,27 +239,22 @@ class TestErrors:
             with pytest.raises(StorageFailed, match="No space left on device"):
                 save(tmp_path / "weights", large)
 
-    def test_no_space_when_forced_onto_the_disk(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        def full(_: int) -> None:
-            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-
-        monkeypatch.setattr(os, "fsync", full)
-        with pytest.raises(StorageFailed, match="quota exceeded"):
-            write_bytes(tmp_path, "a.bin", b"x")
+    @pytest.mark.parametrize(
+        ("call", "number", "why"),
+        [("fsync", errno.EDQUOT, "quota exceeded"), ("mkdir", errno.EROFS, "Read-only file system")],
+    )
+    def test_other_calls(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int, why: str
+    ) -> None:
+        monkeypatch.setattr(os, call, failing(number))
+        with pytest.raises(StorageFailed, match=why):
+            write_bytes(tmp_path / "trainer", "a.bin", b"x")
 
     def test_a_directory_that_cannot_be_written(self, tmp_path: Path) -> None:
         """A file in its place: tests may run as root, whom permissions do not stop."""
         (tmp_path / "file").write_text("")
         with pytest.raises(StorageFailed, match=r"a\.bin"):
             write_bytes(tmp_path / "file" / "trainer", "a.bin", b"x")
-
-    def test_read_only(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        def refuse(*_: object, **__: object) -> None:
-            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
-        monkeypatch.setattr(os, "mkdir", refuse)
-        with pytest.raises(StorageFailed, match="Read-only file system"):
-            write_bytes(tmp_path / "trainer", "a.bin", b"x")
 
     def test_other_errors_pass(self, tmp_path: Path) -> None:
         with pytest.raises(KeyError), storage_errors(tmp_path):
@@ -280,17 +265,11 @@ def test_replacing_a_file_leaves_the_old_or_the_new_one(tmp_path: Path) -> None:
     file = tmp_path / "HEAD"
     change = 1
     replace_file(file, b"old contents")
-    while crashes(change, lambda: replace_file(file, b"the new contents")):
-        assert file.read_bytes() in (b"old contents", b"the new contents")
-        change += 1
+    with file.open("rb", buffering=0) as reader:
+        while crashes(change, lambda: replace_file(file, b"the new contents")):
+            assert file.read_bytes() in (b"old contents", b"the new contents")
+            change += 1
+        assert reader.read() == b"old contents", "a reader keeps the old one"
     assert change > 3
     assert file.read_bytes() == b"the new contents"
-
-
-def test_a_reader_of_a_replaced_file_keeps_the_old_one(tmp_path: Path) -> None:
-    file = tmp_path / "HEAD"
-    replace_file(file, b"old contents")
-    with file.open("rb", buffering=0) as reader:
-        replace_file(file, b"new")
-        assert reader.read() == b"old contents"
     assert os.listdir(tmp_path) == ["HEAD"]

@@ -5,6 +5,7 @@ import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from checkpoint_support import PARTS, commit, flip, manifest, truncate
@@ -81,11 +82,7 @@ class TestFiles:
         assert invalid(made).startswith(f"the contents of {part} were altered")
 
     def test_unreadable(self, made: Path, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        def broken(file: Path, *_: object, **__: object) -> None:
-            raise OSError(5, os.strerror(5))
-
-        Manifest.read(made)
-        monkeypatch.setattr("trireme.checkpoint.manifest.checksum_of", broken)
+        monkeypatch.setattr("trireme.checkpoint.manifest.checksum_of", Mock(side_effect=OSError(5, os.strerror(5))))
         assert "cannot be read (Input/output error)" in invalid(made)
 
     def test_a_file_in_place_of_its_room(self, made: Path, part: str) -> None:
@@ -112,19 +109,15 @@ class TestPlaces:
         assert "leads out of its directory" in invalid(made)
         assert "leads out of its directory" in invalid(made, contents=False)
 
-    def test_a_symbolic_link_is_refused(self, made: Path) -> None:
-        secret = (made / PARTS[0]).rename(made.parent / "secret")
-        (made / PARTS[0]).symlink_to(secret)
+    @pytest.mark.parametrize("place", [PARTS[0], str(Path(PARTS[0]).parent)])
+    def test_a_linked_file_or_directory_is_refused(self, made: Path, place: str) -> None:
+        (made / place).symlink_to((made / place).rename(made.parent / "elsewhere"))
         assert "symbolic link" in invalid(made)
 
-    def test_a_linked_directory_is_refused(self, made: Path) -> None:
-        room = (made / PARTS[0]).parent
-        room.symlink_to(room.rename(made.parent / "elsewhere"))
-        assert "symbolic link" in invalid(made)
-
-    def test_a_run_behind_a_link_verifies(self, made: Path, tmp_path: Path) -> None:
+    def test_a_run_behind_a_link_verifies_and_a_commit_of_another_name(self, made: Path, tmp_path: Path) -> None:
         (tmp_path / "linked").symlink_to(made.parent)
         Manifest.verified(tmp_path / "linked" / made.name)
+        assert Manifest.verified(made.rename(made.with_name("best"))).step == 20
 
 
 class TestTheManifestItself:
@@ -136,10 +129,6 @@ class TestTheManifestItself:
         (made / MANIFEST).unlink()
         (made / MANIFEST).mkdir()
         assert f"{MANIFEST} cannot be read" in invalid(made)
-
-    def test_a_deep_one_is_torn(self) -> None:
-        with pytest.raises(CheckpointInvalid, match="torn"):
-            Manifest.from_json("[" * 10**6)
 
     def test_every_truncation_is_seen(self, made: Path) -> None:
         text = (made / MANIFEST).read_text()
@@ -160,7 +149,9 @@ class TestTheManifestItself:
         flip(made / MANIFEST, bit=bit)
         assert invalid(made, contents=False).startswith(MANIFEST)
 
-    @pytest.mark.parametrize("text", ["null", "[]", "3", "{}", '{"format": 4}', '{"format": 4, "checksum": ""}', ""])
+    @pytest.mark.parametrize(
+        "text", ["null", "[]", "3", "{}", '{"format": 4}', '{"format": 4, "checksum": ""}', "", "[" * 10**6], ids=len
+    )
     def test_other_json_is_no_manifest(self, text: str) -> None:
         with pytest.raises(CheckpointInvalid, match="torn or was altered"):
             Manifest.from_json(text)
@@ -173,16 +164,9 @@ class TestTheManifestItself:
     def test_in_the_directory_of_another_step(self, made: Path) -> None:
         assert "step 20, in a directory named step_000040" in invalid(made.rename(made.with_name(step_name(40))))
 
-    def test_in_a_directory_of_another_name(self, made: Path) -> None:
-        assert Manifest.verified(made.rename(made.with_name("best"))).step == 20
 
-
-@settings(deadline=None)
-@given(st.integers(0, 10**8))
-def test_names_of_commits(step: int) -> None:
-    assert step_of(step_name(step)) == step
-
-
-@pytest.mark.parametrize("name", ["step_20", "step_000020.partial-1", "step_000020.removed", "xstep_000020", "step_"])
-def test_other_names(name: str) -> None:
-    assert step_of(name) is None
+def test_names_of_commits() -> None:
+    for step in (0, 20, 10**6 - 1, 10**6, 10**8):
+        assert step_of(step_name(step)) == step
+    for name in ("step_20", "step_000020.partial-1", "step_000020.removed", "xstep_000020", "step_"):
+        assert step_of(name) is None

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from config_support import REQUIRED, refused
+from config_support import BASE, REQUIRED, refused
 
 from trireme.config import Config
 from trireme.config.keys import keys_of
@@ -51,16 +51,11 @@ class TestOrder:
         assert (got.shards, got.warmup_steps) == (3, 7)
         assert config("@", second, "@", first).trainer.shards == 2
 
-    def test_environment_beats_file(self, toml: Toml) -> None:
+    def test_flag_beats_environment_and_that_a_file(self, toml: Toml) -> None:
         file = toml("[trainer]\nshards = 2")
         assert config("@", file, TRIREME__TRAINER__SHARDS="3").trainer.shards == 3
-
-    def test_flag_beats_environment_wherever_it_stands(self, toml: Toml) -> None:
-        file = toml("[trainer]\nshards = 2")
         assert config("--trainer.shards", "4", "@", file, TRIREME__TRAINER__SHARDS="3").trainer.shards == 4
-
-    def test_other_variables_are_left_alone(self) -> None:
-        assert config(TRIREME="x", HOME="/root", TRAINER__SHARDS="3").trainer.shards == 1
+        assert config(TRIREME="x", HOME="/root", TRAINER__SHARDS="3").trainer.shards == 1, "others are left alone"
 
 
 class TestForms:
@@ -149,18 +144,34 @@ class TestForms:
         file = toml("[env.args]\na.x = 1\nb = 1")
         assert config("@", file, "--env.args.a", "2", "--env.args.b.y", "3").env[0].args == {"a": 2, "b": {"y": 3}}
 
-    def test_list(self) -> None:
-        assert config("--wandb.tags", '["a", "b"]').wandb.tags == ["a", "b"]
+    @pytest.mark.parametrize(
+        ("layers", "args"),
+        [
+            (("a.x = 1", "a.y = 2"), {"a": {"x": 1, "y": 2}}),
+            (("a.x = 1", "a = 5", "a.y = 2"), {"a": {"y": 2}}),
+            (("a.x = 1", "a = {}"), {"a": {}}),
+            (("a.x = 1", "a = {}", "a.y = 2"), {"a": {"y": 2}}),
+        ],
+    )
+    def test_a_replaced_table_does_not_come_back(self, toml: Toml, layers: tuple[str, ...], args: dict) -> None:
+        files = [toml(f"[env.args]\n{layer}", f"{n}.toml") for n, layer in enumerate(layers)]
+        assert config(*(word for file in files for word in ("@", file))).env[0].args == args
 
-    def test_none(self) -> None:
+    def test_a_config_from_values_reads_no_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As pydantic-settings would."""
+        monkeypatch.setenv("TRIREME__SEED", "5")
+        monkeypatch.setenv("SEED", "5")
+        assert Config.model_validate(BASE).seed == 0
+        assert load(REQUIRED).config.seed == 5
+
+    def test_lists_and_none(self) -> None:
+        assert config("--wandb.tags", '["a", "b"]').wandb.tags == ["a", "b"]
         assert config("--wandb.project", "none", TRIREME__WANDB__PROJECT="x").wandb.project is None
         assert config("--env.id", "none").env[0].id == "none"  # may not be none, so it is a name
 
-    def test_numbers(self) -> None:
+    def test_numbers_and_a_dry_run(self) -> None:
         got = config("--trainer.learning-rate", "2e-4", "--inference.sampling.top-k", "-1", "--run.name", "7")
         assert (got.trainer.learning_rate, got.inference.sampling.top_k, got.run.name) == (2e-4, -1, "7")
-
-    def test_dry_run(self) -> None:
         assert load([*REQUIRED, "--dry-run"], {}).dry_run
         assert not load(REQUIRED, {}).dry_run
 
@@ -284,15 +295,16 @@ class TestSeveralEnvironments:
         text = refusal(*WITHOUT_ENV, "@", toml(SORT_AND_GUESS), flag, "4")
         assert f"did you mean `{meant}`?" in text
 
-    def test_a_wrong_value_in_an_entry(self, toml: Toml) -> None:
-        text = refusal(*WITHOUT_ENV, "@", toml(SORT_AND_GUESS), "--env.1.weight", "0")
-        assert "env.1.weight = 0 (flag --env.1.weight)" in text
-        assert "takes: number > 0" in text
-
-    def test_a_flag_without_a_number_is_refused_where_there_are_several(self, toml: Toml) -> None:
-        text = refusal(*WITHOUT_ENV, "@", toml(SORT_AND_GUESS), "--env.args.max-digits", "4")
-        assert "because there are several in `env`" in text
-        assert "`env.0.args.max_digits`" in text
+    @pytest.mark.parametrize(
+        ("flag", "value", "said"),
+        [
+            ("--env.1.weight", "0", ("env.1.weight = 0 (flag --env.1.weight)", "takes: number > 0")),
+            ("--env.args.max-digits", "4", ("because there are several in `env`", "`env.0.args.max_digits`")),
+        ],
+    )
+    def test_a_wrong_flag(self, toml: Toml, flag: str, value: str, said: tuple[str, ...]) -> None:
+        text = refusal(*WITHOUT_ENV, "@", toml(SORT_AND_GUESS), flag, value)
+        assert [part for part in said if part not in text] == []
 
     def test_evaluations_on_several(self, toml: Toml) -> None:
         file = toml(SORT_AND_GUESS)
@@ -425,20 +437,16 @@ class TestBrokenInput:
         assert f"seen from {tmp_path}" in text
         assert "correct the path" in text
 
-    def test_missing_file_of_an_absolute_path(self) -> None:
-        text = refusal("@", "/tmp/no such place/nope.toml")
-        assert "there is none of that name\n" in text
+        assert "there is none of that name\n" in refusal("@", "/tmp/no such place/nope.toml")
 
-    def test_toml_syntax(self, toml: Toml) -> None:
-        text = refusal(*REQUIRED, "@", toml("seed = 1\n[trainer\n"))
-        assert "f.toml" in text
-        assert "line 2" in text
-
-    def test_json_syntax(self, toml: Toml) -> None:
-        assert "line 1" in refusal(*REQUIRED, "@", toml("{", "c.json"))
-
-    def test_json_without_a_table(self, toml: Toml) -> None:
-        assert "table of keys" in refusal(*REQUIRED, "@", toml("[1]", "c.json"))
+    @pytest.mark.parametrize(
+        ("contents", "name", "why"),
+        [("seed = 1\n[trainer\n", "f.toml", "line 2"), ("{", "c.json", "line 1"), ("[1]", "c.json", "table of keys")],
+    )
+    def test_syntax(self, toml: Toml, contents: str, name: str, why: str) -> None:
+        text = refusal(*REQUIRED, "@", toml(contents, name))
+        assert name in text
+        assert why in text
 
     @pytest.mark.parametrize("behind", [[], ["--clean"], ["@", "f.toml"]])
     def test_flag_without_a_value(self, toml: Toml, behind: list[str]) -> None:
@@ -474,21 +482,19 @@ class TestBrokenInput:
 
 
 class TestInformation:
-    def test_help_of_one_section(self, capsys: pytest.CaptureFixture[str]) -> None:
+    @pytest.mark.parametrize(
+        ("section", "key", "other"),
+        [
+            ("trainer", "--trainer.lora.rank", "--orchestrator"),
+            ("inference.sampling", "--inference.sampling.top-k", "--inference.replicas"),
+        ],
+    )
+    def test_help_of_a_section(self, capsys: pytest.CaptureFixture[str], section: str, key: str, other: str) -> None:
         with pytest.raises(SystemExit):
-            load(["--help", "trainer"], {})
+            load(["--help", section], {})
         out = capsys.readouterr().out
-        assert "--trainer.lora.rank" in out
-        assert "--orchestrator" not in out
-
-    def test_help_of_a_part_of_a_section(self, capsys: pytest.CaptureFixture[str]) -> None:
-        with pytest.raises(SystemExit):
-            load(["--help", "inference.sampling"], {})
-        out = capsys.readouterr().out
-        assert "--inference.sampling.top-k" in out
-        assert "--inference.replicas" not in out
-
-    def test_help_of_no_section(self) -> None:
+        assert key in out
+        assert other not in out
         assert "trainer" in refusal("--help", "trayner")
 
     def test_help_has_every_key(self, capsys: pytest.CaptureFixture[str]) -> None:

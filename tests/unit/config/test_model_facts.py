@@ -98,27 +98,20 @@ def test_a_path_that_does_not_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "correct --model.name" in text
 
 
-def test_a_directory_without_a_model(tmp_path: Path) -> None:
-    assert "a directory without config.json" in refusal(str(tmp_path))
-
-
 @pytest.mark.parametrize("text", ["{", "[]", "{}", json.dumps({**QWEN3_06B, "hidden_size": None})])
 def test_a_config_json_that_cannot_be_used(tmp_path: Path, text: str) -> None:
+    assert "a directory without config.json" in refusal(str(tmp_path))
     (tmp_path / "config.json").write_text(text)
     assert "config.json cannot be used" in refusal(str(tmp_path))
 
 
-@pytest.mark.parametrize("name", [".", "./a", "../a", "/a", "~/a", "a/b/c"])
-def test_paths(name: str) -> None:
-    assert looks_like_path(name)
-
-
-@pytest.mark.parametrize("name", ["gpt2", "Qwen/Qwen3-0.6B"])
-def test_hub_names(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_and_names_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all(map(looks_like_path, (".", "./a", "../a", "/a", "~/a", "a/b/c")))
     monkeypatch.chdir(tmp_path)
-    assert not looks_like_path(name)
-    (tmp_path / name).mkdir(parents=True)
-    assert looks_like_path(name)
+    for name in ("gpt2", "Qwen/Qwen3-0.6B"):
+        assert not looks_like_path(name)
+        (tmp_path / name).mkdir(parents=True)
+        assert looks_like_path(name)
 
 
 class TestHub:

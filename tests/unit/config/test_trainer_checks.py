@@ -53,17 +53,20 @@ def test_ranks_are_those_of_the_installed_vllm() -> None:
     assert get_args(MaxLoRARanks) == RANKS
 
 
-@pytest.mark.parametrize(("rank", "nearest"), [(4, "1 or 8"), (12, "8 or 16"), (300, "256 or 320"), (1000, "to 512")])
-def test_a_rank_that_vllm_does_not_take(rank: int, nearest: str) -> None:
-    text = refusal({"rank": rank})
-    assert f"trainer.lora.rank = {rank}" in text
-    assert nearest in text
-
-
-def test_targets_that_no_decoder_has() -> None:
-    text = refusal({"rank": 8, "targets": ["q_proj", "query"]})
-    assert "trainer.lora.targets with query" in text
-    assert "q_proj, k_proj" in text
+@pytest.mark.parametrize(
+    ("lora", "named", "expected"),
+    [
+        ({"rank": 4}, "trainer.lora.rank = 4", "1 or 8"),
+        ({"rank": 12}, "trainer.lora.rank = 12", "8 or 16"),
+        ({"rank": 300}, "trainer.lora.rank = 300", "256 or 320"),
+        ({"rank": 1000}, "trainer.lora.rank = 1000", "to 512"),
+        ({"rank": 8, "targets": ["q_proj", "query"]}, "trainer.lora.targets with query", "q_proj, k_proj"),
+    ],
+)
+def test_what_no_engine_or_decoder_takes(lora: dict[str, Any], named: str, expected: str) -> None:
+    text = refusal(lora)
+    assert named in text
+    assert expected in text
 
 
 def test_the_engine_has_room_for_one_adapter_on_the_layers_that_are_not_merged() -> None:
@@ -125,19 +128,19 @@ def test_only_the_base_becomes_the_policy() -> None:
     assert "trainer.kl.reference.update_every = 2" in text
 
 
-@pytest.mark.parametrize("lora", [{}, {"train_mlp": False}, {"targets": ["k_proj", "down_proj"]}])
-def test_parameters_are_counted_as_peft_makes_them(lora: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "lora"),
+    [
+        ("qwen3", {}),
+        ("qwen3", {"train_mlp": False}),
+        ("qwen3", {"targets": ["k_proj", "down_proj"]}),
+        ("mistral", {}),
+        ("starcoder2", {}),
+        ("deepseek_v3", {"train_mlp": False}),  # experts get none
+    ],
+)
+def test_parameters_are_counted_as_peft_makes_them(model_type: str, lora: dict[str, Any]) -> None:
     options = LoraConfig.model_validate({"rank": 8, **lora})
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(BASE))
-    facts = ModelFacts.from_json(str(BASE), (BASE / "config.json").read_text())
-    adapted = get_peft_model(model, PeftConfig(r=8, target_modules=list(options.target_modules)))
-    assert facts.trained_parameters(options) == adapted.get_nb_trainable_parameters()[0]
-
-
-@pytest.mark.parametrize("model_type", ["mistral", "starcoder2", "deepseek_v3"])
-def test_so_are_those_of_other_architectures(model_type: str) -> None:
-    options = LoraConfig.model_validate({"rank": 8, "train_mlp": model_type != "deepseek_v3"})  # experts get none
     described = AutoConfig.for_model(model_type, num_hidden_layers=2)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(described)

@@ -62,6 +62,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize("key", HOSTILE)
 def test_code_of_a_recorded_configuration_is_listed(write: Any, key: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """It runs only where it is trusted; a file of one's own needs no trust."""
     given = write(HOSTILE[key])
     for words in (given, [*given, "--dry-run"]):
         assert rl(words) == EXIT_BAD_INPUT
@@ -69,19 +70,10 @@ def test_code_of_a_recorded_configuration_is_listed(write: Any, key: str, capfd:
         assert f"\n    {key} = " in said
         assert "add --trust-config" in said
         assert given[1] in said
-
-
-@pytest.mark.parametrize("key", HOSTILE)
-def test_it_is_listed_and_taken_where_it_is_trusted(write: Any, key: str, capfd: pytest.CaptureFixture[str]) -> None:
-    given = write(HOSTILE[key])
-    assert load([*given, "--trust-config"], {}).config == load(write(HOSTILE[key], "own.json"), {}).config
-    assert capfd.readouterr().err.startswith(f"--trust-config: {key} = ")
-
-
-@pytest.mark.parametrize("key", HOSTILE)
-def test_a_file_of_ones_own_needs_no_trust(write: Any, key: str, capfd: pytest.CaptureFixture[str]) -> None:
-    load(write(HOSTILE[key], "own.json"), {})
+    own = load(write(HOSTILE[key], "own.json"), {}).config
     assert capfd.readouterr().err == ""
+    assert load([*given, "--trust-config"], {}).config == own
+    assert capfd.readouterr().err.startswith(f"--trust-config: {key} = ")
 
 
 @pytest.mark.parametrize("key", HOSTILE)
@@ -95,6 +87,7 @@ def test_the_command_that_continues_a_run_of_ones_own_runs(write: Any, key: str)
 
 
 def test_values_of_ones_own_need_no_trust(write: Any, tmp_path: Path) -> None:
+    load(write({}), {})  # an ordinary one
     recorded = write(HOSTILE["env.0.id"])
     assert load([*recorded, "--env.id", "sort"], {}).config.env[0].id == "sort"
     assert load([*recorded, "--env.id", "evil:Env"], {}).config.env[0].id == "evil:Env", "they wrote it too"
@@ -110,10 +103,6 @@ def test_a_section_of_a_recorded_configuration_is_recorded_too(write: Any, tmp_p
     (tmp_path / "run" / "config.json").write_text('{"loss_fn": "evil:loss"}')
     with pytest.raises(BadInput, match=r"trainer.loss_fn = \"evil:loss\""):
         load([*write({}, "own.json"), "--trainer", "@", str(tmp_path / "run" / "config.json")], {})
-
-
-def test_an_ordinary_recorded_configuration_needs_no_trust(write: Any) -> None:
-    load(write({}), {})
 
 
 def test_a_commits_configuration_needs_trust(write: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

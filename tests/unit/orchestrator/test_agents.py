@@ -148,15 +148,21 @@ async def test_the_error_of_an_agent_is_that_of_its_rollout_and_its_session_is_c
         assert gone.value.status_code == 410
 
 
-async def test_the_error_of_a_room_is_raised_whatever_the_agent_makes_of_it() -> None:
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_the_error_of_a_room_is_raised_whatever_the_agent_makes_of_it(hangs: bool) -> None:
+    """Although the deadline may come before the agent gives up."""
+
     async def play(client: openai.AsyncOpenAI) -> Any:
         with pytest.raises(openai.InternalServerError):
             await ask(client, user("q"))
+        if hangs:
+            await asyncio.Event().wait()
         return 1.0
 
     async with rollout(RoomFailed("no replica is left")) as run:
         with pytest.raises(RoomFailed, match="no replica is left"):
-            await run.play(play)
+            async with asyncio.timeout(0.3 if hangs else 60):
+                await run.play(play)
 
 
 async def test_a_request_that_replicas_refuse_is_refused_to_the_agent_and_ends_its_rollout() -> None:
@@ -383,19 +389,6 @@ async def test_an_agent_is_told_why_it_gets_no_answer_and_may_ask_again() -> Non
             await run.play(fails)
         with pytest.raises(AnswerTimeout):
             await run.play(gives_up)
-
-
-async def test_the_error_of_a_room_is_raised_although_the_deadline_came_before_the_agent_gave_up() -> None:
-    async def play(client: openai.AsyncOpenAI) -> float:
-        with pytest.raises(openai.InternalServerError):
-            await ask(client, user("q"))
-        await asyncio.Event().wait()
-        return 1.0
-
-    async with rollout(RoomFailed("no replica is left")) as run:
-        with pytest.raises(RoomFailed, match="no replica is left"):
-            async with asyncio.timeout(0.3):
-                await run.play(play)
 
 
 class AskingWith(Plays):

@@ -40,28 +40,21 @@ def ends(process: subprocess.Popen[str]) -> tuple[int, list[str]]:
     return process.returncode, out.split()
 
 
-def test_nothing_happens_unarmed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRIREME_FAULTS", raising=False)
-    assert fault_point("here") is None
-    monkeypatch.setenv("TRIREME_FAULTS", "elsewhere=raise")
-    assert fault_point("here") is None
-
-
-def test_it_acts_at_its_passage_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRIREME_FAULTS", "here@2=corrupt,there=skip")
-    assert [fault_point("here") for _ in range(3)] == [None, "corrupt", None]
-    assert fault_point("there") == "skip"
-
-
-def test_from_a_passage_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRIREME_FAULTS", "here@2+=corrupt")
-    assert [fault_point("here") for _ in range(4)] == [None, "corrupt", "corrupt", "corrupt"]
-
-
-def test_raise_names_the_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRIREME_FAULTS", "here=raise")
-    with pytest.raises(InjectedFault, match="here, passage 1"):
-        fault_point("here")
+@pytest.mark.parametrize(
+    ("armed", "acts"),
+    [
+        ("", [None] * 4),
+        ("elsewhere=raise", [None] * 4),
+        ("here@2=corrupt,there=skip", [None, "corrupt", None, None]),
+        ("here@2+=corrupt", [None, "corrupt", "corrupt", "corrupt"]),
+    ],
+)
+def test_it_acts_at_its_passages_alone(monkeypatch: pytest.MonkeyPatch, armed: str, acts: list[str | None]) -> None:
+    monkeypatch.setenv("TRIREME_FAULTS", armed)
+    assert [fault_point("here") for _ in range(4)] == acts
+    monkeypatch.setenv("TRIREME_FAULTS", "there=raise")
+    with pytest.raises(InjectedFault, match="there, passage 1"):
+        fault_point("there")
 
 
 @pytest.mark.parametrize("spec", ["here", "here=", "here@x=kill", "here@+=kill", "here[a]=kill", "here kill"])

@@ -83,25 +83,38 @@ def test_a_signal_is_answered_before_what_it_waits_for(mode: str) -> None:
     rest(process)
 
 
+WITHOUT = "noted\nstopped by a signal, without a commit: it got the signal too\n"
+
+
+@pytest.mark.parametrize(
+    ("mode", "grace_s", "says"),
+    [
+        ("starting", 30, "stopped\n"),
+        ("training", 30, "noted\nstopped\n"),
+        ("deaf", 0.2, "grace over\n"),
+        ("room fails", 30, WITHOUT),  # it may have got it too, and nobody wants it built anew
+    ],
+)
 @pytest.mark.parametrize(("send", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
-@pytest.mark.parametrize(("mode", "says"), [("starting", "stopped\n"), ("training", "noted\nstopped\n")])
-def test_a_signal_stops_where_it_is_looked_for(send: signal.Signals, code: int, mode: str, says: str) -> None:
-    process = start(mode, grace_s=30)
+def test_a_signal_stops_where_it_is_looked_for(
+    send: signal.Signals, code: int, mode: str, grace_s: float, says: str
+) -> None:
+    process = start(mode, grace_s)
     process.send_signal(send)
     assert rest(process) == (says, code)
 
 
-def test_the_grace_time_ends_what_does_not_look() -> None:
-    process = start("deaf", grace_s=0.2)
+def noted(mode: str, *more: str) -> subprocess.Popen[str]:
+    """Returns a process that has noted a signal."""
+    process = start(mode, grace_s=30)
     process.send_signal(signal.SIGTERM)
-    assert rest(process) == ("grace over\n", 75)
+    assert process.stdout is not None
+    assert [process.stdout.readline() for _ in ("noted", *more)] == ["noted\n", *more]
+    return process
 
 
 def test_a_second_signal_ends_at_once() -> None:
-    process = start("slow", grace_s=30)
-    process.send_signal(signal.SIGTERM)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "noted\n"
+    process = noted("slow")
     time.sleep(SAME_S + 0.2)
     process.send_signal(signal.SIGTERM)
     assert rest(process) == ("", 75)
@@ -109,10 +122,7 @@ def test_a_second_signal_ends_at_once() -> None:
 
 def test_another_signal_ends_at_once_unless_both_came_together() -> None:
     """A launcher may turn Ctrl-C, which the terminal has sent to all, into a SIGTERM."""
-    process = start("slow", grace_s=30)
-    process.send_signal(signal.SIGTERM)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "noted\n"
+    process = noted("slow")
     process.send_signal(signal.SIGINT)
     time.sleep(BOTH_S + 0.2)
     assert process.poll() is None
@@ -120,18 +130,8 @@ def test_another_signal_ends_at_once_unless_both_came_together() -> None:
     assert rest(process) == ("", 130)
 
 
-def test_a_room_that_fails_once_a_signal_came_ends_the_run_as_the_signal_does() -> None:
-    """It may have got it too, and nobody wants it built anew."""
-    process = start("room fails", grace_s=30)
-    process.send_signal(signal.SIGTERM)
-    assert rest(process) == ("noted\nstopped by a signal, without a commit: it got the signal too\n", 75)
-
-
 def test_a_signal_that_is_passed_on_while_the_driver_waits_in_ray_counts_once() -> None:
-    process = start("waits", grace_s=30)
-    process.send_signal(signal.SIGTERM)
-    assert process.stdout is not None
-    assert [process.stdout.readline(), process.stdout.readline()] == ["noted\n", "deaf\n"]
+    process = noted("waits", "deaf\n")
     process.send_signal(signal.SIGTERM)
     assert rest(process) == ("stopped\n", 75)
 

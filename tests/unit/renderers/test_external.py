@@ -225,16 +225,11 @@ def test_any_tokens_can_be_parsed_and_extended(tokens: list[int]) -> None:
 # ---- which format
 
 
-def test_auto_takes_the_format_that_the_package_names_for_a_model() -> None:
-    renderer = make_renderer("auto", tokenizer_of("llama-3", SAYS, "meta-llama/Llama-3.2-1B-Instruct"))
-    assert isinstance(renderer, PackageRenderer)
-    assert renderer.name == "llama-3"
-
-
-def test_auto_takes_the_format_that_writes_what_the_template_does() -> None:
-    renderer = make_renderer("auto", tokenizer_of("kimi-k2", TEMPLATE_OF_KIMI))
-    assert isinstance(renderer, PackageRenderer)
-    assert renderer.name == "kimi-k2"
+def test_auto_takes_the_format_of_the_model_or_that_writes_what_the_template_does() -> None:
+    for names in (("llama-3", SAYS, "meta-llama/Llama-3.2-1B-Instruct"), ("kimi-k2", TEMPLATE_OF_KIMI)):
+        renderer = make_renderer("auto", tokenizer_of(*names))
+        assert isinstance(renderer, PackageRenderer)
+        assert renderer.name == names[0]
 
 
 def logged(caplog: pytest.LogCaptureFixture) -> Sequence[str]:

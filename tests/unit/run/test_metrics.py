@@ -30,6 +30,9 @@ def test_each_name_is_reduced_by_its_suffix() -> None:
         {"a:sum": 2.0, "b:max": 3.0, "c:min": 1.0, "d:mean": 2.0},
     ]
     assert reduce_metrics(parts) == {"a:sum": 3.0, "b:max": 5.0, "c:min": 1.0, "d:mean": 1.5}
+    assert reduce_metrics([{"a:sum": 1.0}, {"b:mean": 4.0}]) == {"a:sum": 1.0, "b:mean": 4.0}
+    with pytest.raises(KeyError):
+        reduce_metrics([{"loss:median": 1.0}])
 
 
 def test_means_are_over_the_loss_tokens_however_they_are_split() -> None:
@@ -38,15 +41,6 @@ def test_means_are_over_the_loss_tokens_however_they_are_split() -> None:
     assert reduce_metrics(parts) == expected
     assert reduce_metrics([reduce_metrics(parts[:2]), parts[2]]) == expected
     assert reduce_metrics([*parts, {"loss_tokens:sum": 0.0, "d:mean": 9.0}]) == expected
-
-
-def test_a_part_may_lack_a_name() -> None:
-    assert reduce_metrics([{"a:sum": 1.0}, {"b:mean": 4.0}]) == {"a:sum": 1.0, "b:mean": 4.0}
-
-
-def test_an_unknown_reduction_is_an_error() -> None:
-    with pytest.raises(KeyError):
-        reduce_metrics([{"loss:median": 1.0}])
 
 
 def test_the_clock_counts_only_the_wait_for_items() -> None:

@@ -7,24 +7,16 @@ from trireme.checkpoint.rows import recorded_steps
 from trireme.run.rollout_records import TABLE_COLUMNS, read_records, table_rows, write_records
 
 
-def test_a_step_has_a_file_and_a_step_without_records_has_none(tmp_path: Path) -> None:
+def test_a_step_has_a_file_of_its_last_records_and_a_step_without_records_has_none(tmp_path: Path) -> None:
     files = tmp_path / "rollouts"
+    write_records(files, 12, ['{"step": 12, "why": "first"}', "{}", "{}"])
     write_records(files, 12, ['{"step": 12, "why": "best"}', '{"step": 12, "why": "w\u00f6rst"}'])
     write_records(files, 3, ['{"step": 3}'])
     write_records(files, 4, [])
-    found = recorded_steps(tmp_path / "rollouts")
+    (files / "step_000002.new").write_text('{"step"')
+    found = recorded_steps(files)
     assert list(found) == [3, 12]
     assert [record["why"] for record in read_records(found[12])] == ["best", "w\u00f6rst"]
-
-
-def test_a_step_done_again_replaces_its_file_and_an_unfinished_one_is_none(tmp_path: Path) -> None:
-    files = tmp_path / "rollouts"
-    write_records(files, 1, ['{"step": 1, "why": "best"}', "{}"])
-    write_records(files, 1, ['{"step": 1, "why": "again"}'])
-    (tmp_path / "rollouts" / "step_000002.new").write_text('{"step"')
-    found = recorded_steps(tmp_path / "rollouts")
-    assert list(found) == [1]
-    assert [record["why"] for record in read_records(found[1])] == ["again"]
     assert recorded_steps(tmp_path / "none") == {}
 
 

@@ -173,22 +173,17 @@ def test_a_failed_run_ends_the_job_with_its_code_and_is_not_started_again(job: d
     assert not any("requeue" in call for call in calls)
 
 
-def test_before_the_time_limit_it_commits_and_is_queued_again(job: dict[str, str]) -> None:
-    code, calls = run(job, signal.SIGTERM)
-    assert code == 75
-    assert calls[-2:] == ["driver got TERM", "scontrol requeue 1234"]
-
-
-def test_a_user_who_stops_it_gets_a_commit_and_no_new_start(job: dict[str, str]) -> None:
-    code, calls = run(job, signal.SIGINT)
-    assert code == 75
-    assert calls[-1] == "driver got TERM"
-
-
-def test_without_a_commit_it_is_not_queued_again(job: dict[str, str]) -> None:
-    code, calls = run(job, signal.SIGTERM, STOPPED="1")
-    assert code == 1
-    assert calls[-1] == "driver got TERM"
+@pytest.mark.parametrize(
+    ("number", "stopped", "again"),
+    [(signal.SIGTERM, 75, ["scontrol requeue 1234"]), (signal.SIGTERM, 1, []), (signal.SIGINT, 75, [])],
+    ids=["before the time limit", "without a commit", "by the user"],
+)
+def test_a_stopped_run_commits_and_may_be_queued_again(
+    job: dict[str, str], number: signal.Signals, stopped: int, again: list[str]
+) -> None:
+    code, calls = run(job, number, STOPPED=str(stopped))
+    assert code == stopped
+    assert calls[calls.index("driver got TERM") + 1 :] == again
 
 
 @pytest.mark.parametrize(("number", "again"), [(signal.SIGTERM, True), (signal.SIGINT, False)])

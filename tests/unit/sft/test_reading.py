@@ -150,16 +150,11 @@ def test_a_file_without_an_example_is_refused(content: str, tmp_path: Path) -> N
         {"tokens": np.arange(4), "weights": np.ones(4), "offsets": np.array([0, 3])},
         {"tokens": np.arange(4), "weights": np.ones(4), "offsets": np.array([0, 3, 2, 4])},
         {"tokens": np.ones(4), "weights": np.ones(4), "offsets": np.array([0, 4])},
+        None,  # no archive
     ],
 )
-def test_arrays_that_do_not_fit_are_refused(arrays: dict[str, Any], tmp_path: Path) -> None:
-    np.savez(tmp_path / "f.npz", **arrays)
-    with pytest.raises(BadInput, match=r"f\.npz"):
-        examples(tmp_path / "f.npz")
-
-
-def test_an_archive_that_is_none_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "f.npz").write_text("x")
+def test_arrays_that_do_not_fit_are_refused(arrays: dict[str, Any] | None, tmp_path: Path) -> None:
+    np.savez(tmp_path / "f.npz", **arrays) if arrays else (tmp_path / "f.npz").write_text("x")
     with pytest.raises(BadInput, match=r"f\.npz"):
         examples(tmp_path / "f.npz")
 

@@ -113,6 +113,17 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     return World(monkeypatch, [0, 1])
 
 
+def spread(monkeypatch: pytest.MonkeyPatch, replicas: int) -> World:
+    """Returns a world whose replicas serve, eight on a node."""
+    world = World(monkeypatch, list(range(replicas)))
+    world.serve()
+    world.look()
+    for index in range(replicas):
+        world.answer("heartbeat", index, value=Heartbeat((index,), f"node-{index // 8}"))
+    world.look(2.0)
+    return world
+
+
 DIED = RoomFailed("inference replica 1 died")
 
 
@@ -271,12 +282,7 @@ class TestLoss:
 
     def test_a_bad_node_among_sixteen_costs_its_own_replicas_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """128 replicas, eight on a node. Those of one node fail one after the other, each once."""
-        world = World(monkeypatch, list(range(128)))
-        world.serve()
-        world.look()
-        for index in range(128):
-            world.answer("heartbeat", index, value=Heartbeat((index,), f"node-{index // 8}"))
-        world.look(2.0)
+        world = spread(monkeypatch, 128)
         for index in range(40, 48):
             world.later += 100.0
             world.answer("heartbeat", index, value=RoomFailed(f"inference replica {index} died"))
@@ -286,12 +292,7 @@ class TestLoss:
         assert len(world.health()) == 123
 
     def test_a_node_that_is_lost_whole_counts_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        world = World(monkeypatch, list(range(16)))
-        world.serve()
-        world.look()
-        for index in range(16):
-            world.answer("heartbeat", index, value=Heartbeat((index,), f"node-{index // 8}"))
-        world.look(2.0)
+        world = spread(monkeypatch, 16)
         for index in range(8):
             world.answer("heartbeat", index, value=RoomFailed(f"inference replica {index} died"))
         assert [what for what in world.room.told if what[0] == "replace"] == [("replace", index) for index in range(8)]

@@ -6,6 +6,7 @@ A sampled letter has another token than a rendered one, so that an answer which 
 import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -154,21 +155,26 @@ def registry(
     renderer: Renderer | None = None,
     limits: SessionLimits = LIMITS,
     clock: Callable[[], float] | None = None,
-    max_steps_off_policy: int | None = None,
-    max_seq_len: int = 4096,
     boot: str = "boot",
 ) -> SessionRegistry:
     """Returns a registry that has read its store. The one before it in the directory counts as dead."""
     if dead := STORES.pop(directory, None):
         dead.close()
     STORES[directory] = store = Store(directory, FORMAT, boot)
-    models = ServedModels(("policy",), max_seq_len, 1 << 31)
+    models = ServedModels(("policy",), 4096, 1 << 31)
     places = Places(1000, 1000, 1000.0)
     turns = TurnAnswering(sampler or ScriptedSampler(), models, LetterTokens(), renderer or Letters(), places)
-    made = SessionRegistry(turns, store, limits, SamplingParams(), clock or Hand(), max_steps_off_policy)
+    made = SessionRegistry(turns, store, limits, SamplingParams(), clock or Hand(), None)
     made.restore()
     return made
 
 
 def asked(*messages: Message, retry: bool = False, n: int = 1, tools: Sequence[ToolSpec] = ()) -> TurnRequest:
     return TurnRequest(tuple(messages), tuple(tools), n=n, retry=retry)
+
+
+def opened_registry(*given: Any, **options: Any) -> SessionRegistry:
+    """Returns a registry with the open session `s`."""
+    made = registry(*given, **options)
+    made.open("s", floor=3)
+    return made

@@ -51,16 +51,13 @@ def test_less_than_one(run: Path, replicas: int, capsys: pytest.CaptureFixture[s
         assert "1 or more" in refused(capsys, run, f"--replicas={replicas}")
 
 
-def test_a_deterministic_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = make_run(tmp_path / "run", deterministic=True)
+@pytest.mark.parametrize(
+    ("config", "why"), [({"deterministic": True}, "deterministic"), ({"data": {"train": "x"}}, "a run of sft")]
+)
+def test_another_run(config: dict[str, Any], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run", **config)
     with driven(run):
-        assert "deterministic" in refused(capsys, run, "--replicas", 2)
-
-
-def test_a_run_without_replicas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = make_run(tmp_path / "run", data={"train": "x"})
-    with driven(run):
-        assert "a run of sft" in refused(capsys, run, "--replicas", 2)
+        assert why in refused(capsys, run, "--replicas", 2)
 
 
 def test_a_run_that_nobody_drives(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

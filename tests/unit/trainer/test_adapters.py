@@ -49,6 +49,15 @@ def add_gradient(shard: Shard, seed: int) -> float:
     return shard.forward_backward(make_batch(LENGTHS, seed=seed), "importance_sampling", {}, None).metrics["loss:sum"]
 
 
+def train_new(shard: Shard, name: str, steps: int = 2) -> None:
+    """Adds an adapter, and trains it."""
+    shard.add_adapter(name, SPECS[name])
+    shard.use_adapter(name)
+    for step in range(steps):
+        add_gradient(shard, step)
+        shard.optim_step(RATE, 10.0)
+
+
 def state(shard: Shard) -> list[Tensor]:
     found = []
     for parameter in shard._parameters:
@@ -71,11 +80,6 @@ def published(shard: Shard, version: int = 1) -> PublishedWeights:
     found = shard.publish_weights(version)
     assert found is not None
     return found
-
-
-def written(shard: Shard, path: Path) -> None:
-    weights = published(shard)
-    shard.save_weights(path, weights.manifest.entries, weights.source, weights.manifest.adapter)
 
 
 def test_adapters_in_turn_equal_each_alone_bit_for_bit(make: Make) -> None:
@@ -139,11 +143,7 @@ def test_what_fills_an_adapter_up_stays_zero(make: Make, name: str, lora: Mappin
         own.optim_step(RATE, 10.0)
     wanted = logprobs(own, batch)
     shard = make()
-    shard.add_adapter(name, spec)
-    shard.use_adapter(name)
-    for step in range(4):
-        add_gradient(shard, step)
-        shard.optim_step(RATE, 10.0)
+    train_new(shard, name, steps=4)
     np.testing.assert_allclose(logprobs(shard, batch), wanted, atol=2e-5)
     for parameter, tensor in zip(shard._model.named_parameters(), shard._model.parameters(), strict=True):
         if tensor.requires_grad:
@@ -158,11 +158,7 @@ def test_what_fills_an_adapter_up_stays_zero(make: Make, name: str, lora: Mappin
 def test_peft_opens_what_is_written(make: Make, model: str, tmp_path: Path, name: str) -> None:
     """An adapter in its own rank and on its own layers, whichever is in use while it is written."""
     shard, spec, batch = make(), SPECS[name], make_batch(LENGTHS)
-    shard.add_adapter(name, spec)
-    shard.use_adapter(name)
-    for step in range(2):
-        add_gradient(shard, step)
-        shard.optim_step(RATE, 10.0)
+    train_new(shard, name)
     wanted, weights = logprobs(shard, batch), published(shard)
     check_received(weights.manifest, weights.source)
     shard.use_adapter("")
@@ -178,12 +174,9 @@ def test_peft_opens_what_is_written(make: Make, model: str, tmp_path: Path, name
 
 def exported(shard: Shard, name: str, path: Path) -> None:
     """Adds an adapter, trains it, and writes it in peft's form."""
-    shard.add_adapter(name, SPECS[name])
-    shard.use_adapter(name)
-    for step in range(2):
-        add_gradient(shard, step)
-        shard.optim_step(RATE, 10.0)
-    written(shard, path)
+    train_new(shard, name)
+    weights = published(shard)
+    shard.save_weights(path, weights.manifest.entries, weights.source, weights.manifest.adapter)
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -240,10 +233,7 @@ def test_another_adapter_is_refused(make: Make, tmp_path: Path, damage: Callable
 def test_a_state_is_of_the_adapter_that_was_in_use_at_its_begin(make: Make, tmp_path: Path) -> None:
     shard = make()
     for name in ("whole", "small"):
-        shard.add_adapter(name, SPECS[name])
-        shard.use_adapter(name)
-        add_gradient(shard, 1)
-        shard.optim_step(RATE, 10.0)
+        train_new(shard, name, steps=1)
     wanted = state(shard)
     shard.begin_save(tmp_path)
     shard.use_adapter("whole")

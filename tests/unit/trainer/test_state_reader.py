@@ -103,33 +103,30 @@ def test_a_pickle_among_tensors_does_not_run(saved, planted):
         load(saved)
 
 
-@pytest.mark.parametrize("path", ["/etc/hostname", "../secret.distcp", "sub/../../secret.distcp", ".."])
-def test_files_elsewhere_are_not_read(saved, path):
+ELSEWHERE = ["/etc/hostname", "../secret.distcp", "sub/../../secret.distcp", ".."]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        *(("relative_path", path, "a file in this directory") for path in ELSEWHERE),
+        ("transform_descriptors", ["evil"], "transform"),
+    ],
+)
+def test_files_elsewhere_and_transforms_are_not_read(saved, name, value, why):
     (saved.parent / "secret.distcp").write_bytes((saved / "__0_0.distcp").read_bytes())
-    change(saved, lambda metadata: [setattr(info, "relative_path", path) for info in metadata.storage_data.values()])
-    with pytest.raises(CheckpointInvalid, match=r"a file in this directory"):
-        load(saved)
-
-
-def test_transforms_are_not_loaded(saved):
-    change(
-        saved,
-        lambda metadata: [setattr(info, "transform_descriptors", ["evil"]) for info in metadata.storage_data.values()],
-    )
-    with pytest.raises(CheckpointInvalid, match="transform"):
+    change(saved, lambda metadata: [setattr(info, name, value) for info in metadata.storage_data.values()])
+    with pytest.raises(CheckpointInvalid, match=why):
         load(saved)
 
 
 @pytest.mark.parametrize("contents", [b"", b"\x80\x04.", pickle.dumps({}), pickle.dumps(torch.Size([1])), b"garbage"])
 def test_what_is_no_metadata_is_said(saved, contents):
+    for attribute in ("state_dict_metadata", "storage_data"):
+        change(saved, lambda metadata: setattr(metadata, attribute, None))  # noqa: B023
+        with pytest.raises(CheckpointInvalid, match=r"\.metadata"):
+            load(saved)
     (saved / ".metadata").write_bytes(contents)
-    with pytest.raises(CheckpointInvalid, match=r"\.metadata"):
-        load(saved)
-
-
-@pytest.mark.parametrize("attribute", ["state_dict_metadata", "storage_data"])
-def test_metadata_that_lacks_a_part_is_said(saved, attribute):
-    change(saved, lambda metadata: setattr(metadata, attribute, None))
     with pytest.raises(CheckpointInvalid, match=r"\.metadata"):
         load(saved)
 

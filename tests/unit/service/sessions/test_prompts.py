@@ -14,7 +14,7 @@ from service_support import served
 from session_agents import QUESTION, exported, of, opened
 from session_agents import ask as ask_chat
 from session_agents import trained as trained_of
-from session_support import ScriptedSampler, registry, rendered, spoken
+from session_support import ScriptedSampler, opened_registry, rendered, spoken
 
 from service.asked import TurnRequest
 from service.sessions.prompts import match_ids, prompt_ids
@@ -76,8 +76,7 @@ def test_a_text_has_the_sampled_tokens_and_reads_as_its_client_wrote_it(turns: A
 class TestTexts:
     async def test_a_retry_gets_its_answer_when_its_text_would_lie_elsewhere_now(self, tmp_path: Path) -> None:
         sampler = ScriptedSampler()
-        service = registry(tmp_path, sampler)
-        service.open("s", floor=3)
+        service = opened_registry(tmp_path, sampler)
         lost = await service.turn("s", TurnRequest(text="pa1q"))
         await ask(service, TurnRequest(text="p"))
         again = await service.turn("s", TurnRequest(text="pa1q", retry=True))

@@ -15,6 +15,7 @@ from session_support import (
     Letters,
     ScriptedSampler,
     asked,
+    opened_registry,
     registry,
     rendered,
     said,
@@ -32,8 +33,7 @@ from trireme.core.types import SampledSequence, SamplingParams
 class TestAgents:
     async def test_thinking_that_a_client_leaves_out_stays_in_the_prompt(self, tmp_path: Path) -> None:
         sampler = ScriptedSampler(lambda request: "(hm)yes")
-        service = registry(tmp_path, sampler)
-        service.open("s", floor=3)
+        service = opened_registry(tmp_path, sampler)
         served = await ask(service, asked(FIRST))
         assert answer_of(served) == said("assistant", "yes", thinking="hm")
         served = await ask(service, asked(FIRST, said("assistant", "yes"), said("user", "q1")))
@@ -41,8 +41,7 @@ class TestAgents:
 
     async def test_thinking_that_the_format_strips_begins_the_tokens_anew(self, tmp_path: Path) -> None:
         sampler = ScriptedSampler(lambda request: "(hm)yes")
-        service = registry(tmp_path, sampler, renderer=Letters(strips=True))
-        service.open("s", floor=3)
+        service = opened_registry(tmp_path, sampler, renderer=Letters(strips=True))
         await ask(service, asked(FIRST))
         served = await ask(service, asked(FIRST, said("assistant", "yes"), said("user", "q1")))
         assert served.prompt.tolist() == [
@@ -58,8 +57,7 @@ class TestAgents:
 
     async def test_a_sub_agent_and_a_compacted_history_begin_anew(self, tmp_path: Path) -> None:
         sampler = ScriptedSampler()
-        service = registry(tmp_path, sampler)
-        service.open("s", floor=3)
+        service = opened_registry(tmp_path, sampler)
         main = await ask(service, asked(SYSTEM, FIRST))
         helper = await ask(service, asked(said("system", "help"), FIRST))
         told = said("user", answer_of(helper)["content"])
@@ -73,8 +71,7 @@ class TestAgents:
         assert trained(export) == sampled([answer for _, answer in sampler.record])
 
     async def test_other_tools_are_another_conversation(self, tmp_path: Path) -> None:
-        service = registry(tmp_path)
-        service.open("s", floor=3)
+        service = opened_registry(tmp_path)
         for tools in ((), (LOOK,), (LOOK,)):
             await ask(service, asked(FIRST, tools=tools))
         counts = service.book.sessions["s"].tree.counts
@@ -82,8 +79,7 @@ class TestAgents:
 
     async def test_equal_answers_are_told_apart_by_delivery(self, tmp_path: Path) -> None:
         sampler = ScriptedSampler(lambda request: "same")
-        service = registry(tmp_path, sampler)
-        service.open("s", floor=3)
+        service = opened_registry(tmp_path, sampler)
         await ask(service, asked(FIRST))
         await service.turn("s", asked(FIRST))  # whose client never reads it
         await ask(service, asked(FIRST, said("assistant", "same"), said("user", "q1")))
@@ -92,8 +88,7 @@ class TestAgents:
         assert trained(await ended(service)) == sampled([sampler.record[0][1], sampler.record[2][1]])
 
     async def test_tool_calls_are_compared_by_value(self, tmp_path: Path) -> None:
-        service = registry(tmp_path)
-        service.open("s", floor=3)
+        service = opened_registry(tmp_path)
         served = await ask(service, asked(FIRST, tools=(LOOK,)))
         called = said("assistant", answer_of(served)["content"], tool_calls=[{"name": "look", "arguments": {}}])
         await ask(service, asked(FIRST, called, said("tool", "r"), tools=(LOOK,)))
@@ -104,8 +99,7 @@ class TestAgents:
 
     async def test_stop_strings_are_not_for_the_client(self, tmp_path: Path) -> None:
         sampler = ScriptedSampler(lambda request: "yes###")
-        service = registry(tmp_path, sampler)
-        service.open("s", floor=3)
+        service = opened_registry(tmp_path, sampler)
         served = await ask(
             service, TurnRequest((FIRST,), params=SamplingParams(stop=("###", 7), max_tokens=9, seed=5), n=2)
         )
@@ -118,8 +112,7 @@ class TestAgents:
 class TestRetries:
     async def test_a_retry_of_another_request_is_sampled(self, tmp_path: Path) -> None:
         sampler = ScriptedSampler()
-        service = registry(tmp_path, sampler)
-        service.open("s", floor=3)
+        service = opened_registry(tmp_path, sampler)
         await ask(service, asked(FIRST))
         await ask(service, asked(FIRST, n=2, retry=True))
         await ask(service, asked(SYSTEM, FIRST, retry=True))
@@ -127,8 +120,7 @@ class TestRetries:
 
     async def test_a_turn_that_fails_leaves_nothing(self, tmp_path: Path) -> None:
         sampler = ScriptedSampler()
-        service = registry(tmp_path, sampler)
-        service.open("s", floor=3)
+        service = opened_registry(tmp_path, sampler)
         sampler.fails = RoomFailed("no replica is left")
         with pytest.raises(RoomFailed, match="no replica"):
             await service.turn("s", asked(FIRST, n=3))
@@ -140,8 +132,7 @@ class TestRetries:
 
 class TestEnds:
     async def test_an_ended_session_answers_nothing_new(self, tmp_path: Path) -> None:
-        service = registry(tmp_path)
-        service.open("s", floor=3)
+        service = opened_registry(tmp_path)
         lost = await service.turn("s", asked(FIRST))
         await service.end("s", "done")
         with pytest.raises(SessionClosed, match="done") as closed:
@@ -151,8 +142,7 @@ class TestEnds:
         assert again.nodes == lost.nodes
 
     async def test_a_forgotten_session_and_one_that_never_was_are_closed(self, tmp_path: Path) -> None:
-        service = registry(tmp_path)
-        service.open("s", floor=3)
+        service = opened_registry(tmp_path)
         with pytest.raises(BadInput, match="there already"):
             service.open("s", floor=3)
         with pytest.raises(BadInput, match="open"):
@@ -175,8 +165,7 @@ class TestEnds:
     )
     async def test_limits(self, limits: SessionLimits, why: str, tmp_path: Path) -> None:
         clock = Hand()
-        service = registry(tmp_path, limits=limits, clock=clock)
-        service.open("s", floor=3)
+        service = opened_registry(tmp_path, limits=limits, clock=clock)
         conversation = [FIRST]
         for _ in range(2):
             served = await ask(service, asked(*conversation))
@@ -188,8 +177,7 @@ class TestEnds:
 
     async def test_calls_at_the_same_time_count_as_turns(self, tmp_path: Path) -> None:
         sampler = ScriptedSampler()
-        service = registry(tmp_path, sampler, limits=SessionLimits(2, 10**6, 1e6, 1e6, 1e6))
-        service.open("s", floor=3)
+        service = opened_registry(tmp_path, sampler, limits=SessionLimits(2, 10**6, 1e6, 1e6, 1e6))
         sampler.gate.clear()
         calls = [asyncio.ensure_future(ask(service, asked(FIRST))) for _ in range(3)]
         await asyncio.sleep(0)
@@ -239,8 +227,7 @@ class TestEnds:
 
     async def test_an_agent_that_waited_in_vain_for_long_was_not_silent(self, tmp_path: Path) -> None:
         clock, sampler = Hand(), ScriptedSampler()
-        service = registry(tmp_path, sampler, clock=clock)
-        service.open("s", floor=3)
+        service = opened_registry(tmp_path, sampler, clock=clock)
         sampler.gate.clear()
         call = asyncio.ensure_future(service.turn("s", asked(FIRST)))
         await asyncio.sleep(0)
@@ -274,8 +261,7 @@ class TestEnds:
 
 class TestRewards:
     async def test_rewards_that_mean_nothing(self, tmp_path: Path) -> None:
-        service = registry(tmp_path)
-        service.open("s", floor=3)
+        service = opened_registry(tmp_path)
         served = await ask(service, asked(FIRST))
         prompt = service.book.sessions["s"].tree.nodes[served.nodes[0]].follows
         for arguments, why in (
@@ -289,8 +275,7 @@ class TestRewards:
 
 class TestRestarts:
     async def test_after_the_machine_was_started_again_sessions_are_closed(self, tmp_path: Path) -> None:
-        before = registry(tmp_path)
-        before.open("s", floor=3)
+        before = opened_registry(tmp_path)
         await ask(before, asked(FIRST))
         for boot in ("another", "another"):
             after = registry(tmp_path, boot=boot)
@@ -300,8 +285,7 @@ class TestRestarts:
 
     async def test_a_closed_service_can_be_opened_again(self, tmp_path: Path) -> None:
         sampler = ScriptedSampler()
-        before = registry(tmp_path, sampler)
-        before.open("s", floor=3)
+        before = opened_registry(tmp_path, sampler)
         sampler.gate.clear()
         call = asyncio.ensure_future(before.turn("s", asked(FIRST)))
         await asyncio.sleep(0)
