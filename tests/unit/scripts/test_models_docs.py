@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-import numpy as np
 import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -70,18 +69,6 @@ def test_it_trains_or_the_reason_is_said(docs: ModuleType, model_type: str, layo
     assert re.search(why, found.why)
 
 
-def test_none_of_the_required_is_left_out(docs: ModuleType) -> None:
-    assert {*PACKED, *ROWS} >= docs.REQUIRED
-
-
-def test_a_model_that_opens_otherwise_is_noticed(docs: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The walk itself fails, if what opens computes something else by a little."""
-    opened = docs.opened_logprobs
-    monkeypatch.setattr(docs, "opened_logprobs", lambda *args: opened(*args) + np.float32(2 * docs.TOLERANCE))
-    with pytest.raises(AssertionError, match="from those of what Hugging Face opens"):
-        docs.walk("llama")
-
-
 def test_the_page_is_of_the_installed_packages(docs: ModuleType) -> None:
     """On failure: python scripts/make_models_docs.py"""
     page = docs.TARGET.read_text(encoding="utf-8")
@@ -90,7 +77,7 @@ def test_the_page_is_of_the_installed_packages(docs: ModuleType) -> None:
     assert {name: cells[0] for name, cells in rows.items()} == dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     trains = {name for name, cells in rows.items() if cells[1] in ("packed", "rows")}
     refused = {name for name, cells in rows.items() if cells[1] == "refused"}
-    assert trains >= docs.REQUIRED
+    assert trains >= {*PACKED, *ROWS} >= docs.REQUIRED
     assert len(trains) >= 40
     assert len(trains | refused) >= 60
     assert all(rows[name][3] for name in rows.keys() - trains)  # each has its reason
@@ -110,20 +97,6 @@ def test_the_file_for_starts_agrees_with_the_page(docs: ModuleType) -> None:
         name: docs.EXAMPLES.get(name, {}) for name in shown
     }
     assert {name for name, entry in data["types"].items() if "variants" in entry} == docs.REQUIRED
-
-
-def test_the_file_has_the_options_that_are_right(docs: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [docs.Walked("mistral", "M", "packed"), docs.Walked("gpt2", "G", "rows", "why"), docs.Walked("bert", "B")]
-    monkeypatch.setattr(
-        docs,
-        "OTHER_OPTIONS",
-        {"tie_word_embeddings": [False, True], "sliding_window": [None], "hidden_act": ["none such"]},
-    )
-    data = json.loads(docs.data(rows))
-    assert data["types"] == {
-        "mistral": {"layout": "packed", "variants": [{"tie_word_embeddings": True}, {"sliding_window": None}]},
-        "gpt2": {"layout": "rows", "why": "why"},
-    }
 
 
 @pytest.mark.long
