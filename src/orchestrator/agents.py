@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from orchestrator.env import AgentEnv, Trajectory
+from orchestrator.env import AgentEnv, Trajectory, result_of
 from orchestrator.lifetimes import uninterrupted
 from orchestrator.rollout import RolloutError, RolloutKey, RolloutLimits, Sample, check_report, check_spans, checked
 from orchestrator.trajectory import TrajectoryBuilder
@@ -140,7 +140,7 @@ async def play_session(
 
     try:
         with trace.overlapping("play", "environment", problem=key.problem):
-            played = await env.play(access)
+            played = await result_of(env.play, access)
     except asyncio.CancelledError as error:  # perhaps by its deadline, while its client still waits to ask again
         if turns.failure and turns.of_a_room:
             raise turns.failure from error

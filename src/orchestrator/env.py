@@ -17,11 +17,11 @@ import os
 import runpy
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
-from typing import Any, Literal, cast
+from typing import Any, Literal, ParamSpec, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,9 @@ from trireme.core.errors import BadInput, TriremeError
 from trireme.core.own_packages import search
 from trireme.core.refusals import Refusal
 from trireme.renderers import Renderer, make_renderer
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 StopCondition = tuple[int | str, ...]
 """Token ids and strings that end an action. A stop token, and all tokens of a string that ends the action, are part of
@@ -328,16 +331,35 @@ def load_dataset(env: EnvConfig, context: EnvContext, section: str = "env") -> R
     return dataset
 
 
+async def result_of(method: Callable[P, Awaitable[T]], *args: P.args, **options: P.kwargs) -> T:
+    """Awaits a method of an environment, a MessageEnv or a builder. Raises TypeError for one that is no coroutine."""
+    returned: Any = method(*args, **options)
+    if not inspect.isawaitable(returned):
+        name = getattr(method, "__qualname__", repr(method))
+        raise TypeError(
+            f"{name}() returned a {type(returned).__name__} that cannot be awaited; expected a coroutine. Define it by "
+            "`async def`; what takes long there belongs into a worker: docs/environments.md"
+        )
+    return await returned
+
+
+async def close_env(env: Any) -> None:
+    """Closes an Env, an AgentEnv or a MessageEnv."""
+    ended = env.close()  # of a class that has long had a `close`, it may be no coroutine
+    if inspect.isawaitable(ended):
+        await ended
+
+
 @asynccontextmanager
 async def first_env(problem: EnvGroupBuilder) -> AsyncIterator[Env | AgentEnv]:
     """Yields the first environment of a problem. The end of the block gives back what the problem holds."""
-    envs = [await problem.make_env(0)] if problem.makes_one else await problem.make_envs()
+    envs = [await result_of(problem.make_env, 0)] if problem.makes_one else await result_of(problem.make_envs)
     try:
         yield envs[0]
     finally:
         for made in envs:
-            await made.close()
-        await problem.cleanup()
+            await close_env(made)
+        await result_of(problem.cleanup)
 
 
 def _find_class(env_id: str, section: str) -> Callable[..., RLDataset]:

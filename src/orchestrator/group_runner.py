@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from orchestrator.admission import Permit
 from orchestrator.advantages import ScoredGroup
 from orchestrator.agents import play_session
-from orchestrator.env import AgentEnv, EnvGroupBuilder, Trajectory
+from orchestrator.env import AgentEnv, EnvGroupBuilder, Trajectory, result_of
 from orchestrator.ledger import Group
 from orchestrator.lifetimes import NO_CONTEXT, GroupEnvs, LeakedTasks, TaskOwner, start_contained, uninterrupted
 from orchestrator.lockstep import OwnPace
@@ -281,7 +281,7 @@ class GroupRunner:
     async def _rewards(self, group: Group, builder: EnvGroupBuilder, trajectories_G: list[Trajectory]) -> ScoredGroup:
         env = self.env.label
         with trace.overlapping("compute_group_rewards", "environment", problem=group.problem):
-            extra_G = await builder.compute_group_rewards(trajectories_G)
+            extra_G = await result_of(builder.compute_group_rewards, trajectories_G)
         for reward, metrics in extra_G:
             check_report(reward, metrics, f"environment {env}, problem {group.problem}")
         tags = builder.logging_tags()

@@ -19,10 +19,9 @@ import logging
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine
 from contextvars import Context, ContextVar
-from inspect import isawaitable
 from typing import Any, TypeVar
 
-from orchestrator.env import AgentEnv, Env, EnvGroupBuilder
+from orchestrator.env import AgentEnv, Env, EnvGroupBuilder, close_env, result_of
 from orchestrator.rollout import EnvCancelled, EnvExited, EnvNotClosed, RolloutError
 from trireme.config import Config
 
@@ -149,7 +148,9 @@ class GroupEnvs:
     async def make(self, sample: int) -> Env | AgentEnv:
         """Returns an environment for the next try of rollout `sample`. Raises what the builder raises, and RolloutError
         for what is no environment."""
-        env = await (self._builder.make_env(sample) if self._builder.makes_one else self._one_of_a_group(sample))
+        env = await (
+            result_of(self._builder.make_env, sample) if self._builder.makes_one else self._one_of_a_group(sample)
+        )
         if not isinstance(env, Env | AgentEnv):
             raise RolloutError(f"{self._place}: making an environment gave {env!r}; expected an Env")
         self._open[sample] = env
@@ -161,7 +162,7 @@ class GroupEnvs:
         a whole group; its other environments are kept for retries of the other rollouts."""
         async with self._making:
             if not self._unused[sample]:
-                envs = list(await self._builder.make_envs())
+                envs = list(await result_of(self._builder.make_envs))
                 if len(envs) != self._size:
                     for number, env in enumerate(envs):
                         self._begin_closing(env, number)
@@ -188,12 +189,12 @@ class GroupEnvs:
         self._unused.clear()
         if self._closing:
             await asyncio.wait(self._closing)
-        await self._within_limit(self._builder.cleanup(), f"{self._place}: cleanup()")
+        await self._within_limit(result_of(self._builder.cleanup), f"{self._place}: cleanup()")
 
     def _begin_closing(self, env: Any, sample: int) -> asyncio.Task[None] | None:
         if not isinstance(env, Env | AgentEnv):  # refused when it was to be used
             return None
-        closing = start_contained(self._within_limit(_close(env), f"{self._place}, rollout {sample}: close()"))
+        closing = start_contained(self._within_limit(close_env(env), f"{self._place}, rollout {sample}: close()"))
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
         return closing
@@ -209,9 +210,3 @@ class GroupEnvs:
             log.warning("%s: %s: %s; what it holds may be left", what, type(error).__name__, error)
             error.add_note(f"in {what}")
             self._note(error)
-
-
-async def _close(env: Env | AgentEnv) -> None:
-    ended: Any = env.close()  # of a class that has long had a `close`, it may be no coroutine
-    if isawaitable(ended):
-        await ended

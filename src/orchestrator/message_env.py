@@ -15,7 +15,6 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from inspect import isawaitable
 from typing import Any, cast
 
 import numpy as np
@@ -29,6 +28,8 @@ from orchestrator.env import (
     StopCondition,
     TokenIds,
     Truncation,
+    close_env,
+    result_of,
 )
 from trireme.renderers import Message, Renderer, ToolSpec
 
@@ -93,13 +94,14 @@ class RenderedEnv(Env):
         """The last prompt."""
 
     async def initial_observation(self) -> tuple[TokenIds, StopCondition]:
-        self._messages = list(await self._env.initial_messages())
+        self._messages = list(await result_of(self._env.initial_messages))
         return self._whole_prompt(self._messages), self._renderer.stop_condition()
 
     async def step(self, action: Sequence[int]) -> StepResult:
         message, whole = self._renderer.parse_response(action, self._env.tools)
         cut_off = not self._renderer.ended(action)
-        result = await (self._env.step(message) if whole else self._env.unreadable(message, cut_off))
+        env = self._env
+        result = await (result_of(env.step, message) if whole else result_of(env.unreadable, message, cut_off))
         metrics = {"parse_error": float(not whole and not cut_off), **result.metrics}
         if result.episode_done:
             return StepResult(result.reward, True, metrics=metrics, logs=result.logs, in_loss=result.in_loss)
@@ -111,7 +113,7 @@ class RenderedEnv(Env):
         return self._env.known_answer()
 
     async def truncated(self, reason: Truncation) -> StepResult | None:
-        last = await self._env.truncated(reason)
+        last = await result_of(self._env.truncated, reason)
         if last is None:
             return None
         return StepResult(last.reward, True, metrics=last.metrics, logs=last.logs, in_loss=last.in_loss)
@@ -126,12 +128,10 @@ class RenderedEnv(Env):
     async def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._messages = [_without_array(message) for message in state["messages"]]
         self._prompt = array("i", state["prompt"].tolist())
-        await self._env.load_state_dict(state["env"])
+        await result_of(self._env.load_state_dict, state["env"])
 
     async def close(self) -> None:
-        ended: Any = self._env.close()
-        if isawaitable(ended):
-            await ended
+        await close_env(self._env)
 
     def _next_prompt(self, message: Message, others: Sequence[Message]) -> TokenIds | Continuation:
         """Returns the prompt after the assistant's `message` and those of `others`."""

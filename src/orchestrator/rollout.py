@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from orchestrator.env import Continuation, Env, StepResult, StopCondition, TokenIds, Truncation
+from orchestrator.env import Continuation, Env, StepResult, StopCondition, TokenIds, Truncation, result_of
 from orchestrator.trajectory import Trajectory, TrajectoryBuilder, Turn
 from orchestrator.unfinished import RolloutProgress, UnfinishedRollout
 from trireme.config.schema import Config, SamplingConfig
@@ -175,7 +175,7 @@ async def run_rollout(
         if limit:
             progress.steps()
             with trace.overlapping("truncated", "environment", problem=key.problem):
-                last_word = await env.truncated(limit)
+                last_word = await result_of(env.truncated, limit)
             builder.turns[-1] = _with_last_word(builder.turns[-1], last_word, key)
             return builder.finish("max_seq_len")
         request = SampleRequest(
@@ -189,7 +189,7 @@ async def run_rollout(
         sampled = checked(sampled, request, key, limits)
         progress.steps()
         with trace.overlapping("step", "environment", problem=key.problem):
-            result = await env.step(sampled.tokens.tolist())
+            result = await result_of(env.step, sampled.tokens.tolist())
         _add_turn(builder, sampled, result, key)
         if result.episode_done:
             return builder.finish(sampled.stop_reason)
@@ -202,9 +202,9 @@ async def _beginning(
     """Returns the turns so far, the next observation, and what ends the answer to it."""
     if begun is None:
         with trace.overlapping("initial_observation", "environment", problem=key.problem):
-            return TrajectoryBuilder(), *await env.initial_observation()
+            return TrajectoryBuilder(), *await result_of(env.initial_observation)
     with trace.overlapping("load_state_dict", "environment", problem=key.problem):
-        await env.load_state_dict(begun.env_state)
+        await result_of(env.load_state_dict, begun.env_state)
     observation = Continuation(begun.prompt) if begun.follows else begun.prompt
     return TrajectoryBuilder(begun.trajectory), observation, begun.stop
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
@@ -19,6 +20,7 @@ from orchestrator.pipeline import Pipeline
 from orchestrator.rollout import EnvExited, RolloutLimits
 from trireme.config import Config
 from trireme.config.schema import EvalConfig
+from trireme.core.errors import LimitReached
 
 BUILDERS = [WatchedProblem, WatchedTogether]
 
@@ -239,6 +241,42 @@ def test_what_is_no_environment_is_refused_by_name(made: Any, said: str) -> None
     assert run.rows[0]["rollout_errors/RolloutError"] == 2 * 3
     assert said in run.pipeline._run_limits.first_failure
     dataset.assert_each_closed_once()
+
+
+def at_once(*_: object) -> tuple[()]:
+    """A method by `def`."""
+    return ()
+
+
+REFUSED = "at_once() returned a tuple that cannot be awaited; expected a coroutine. Define it by `async def`"
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [
+        (Watched, "initial_observation"),
+        (Watched, "step"),
+        (WatchedProblem, "make_env"),
+        (WatchedTogether, "make_envs"),
+        (WatchedProblem, "compute_group_rewards"),
+    ],
+)
+def test_a_method_that_is_no_coroutine_is_refused_by_name(
+    kind: type, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What Python says of it names neither the method nor what to write."""
+    monkeypatch.setattr(kind, method, at_once, raising=False)
+    builder = WatchedProblem if kind is Watched else kind
+    with pytest.raises(LimitReached, match=re.escape(REFUSED)):
+        played(builder=builder, max_failure_rate=1.0, max_filtered_batches=1)
+
+
+def test_a_cleanup_that_is_no_coroutine_is_logged_by_name(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(WatchedProblem, "cleanup", at_once)
+    played()
+    assert REFUSED in caplog.text
 
 
 def test_a_wrong_number_of_environments_is_refused_and_they_are_closed() -> None:
