@@ -37,7 +37,6 @@ def main(argv: list[str], console: Console) -> None:
     assert plan.facts is not None, "required"
     name, absolute = config.model.name, config.with_absolute_paths()
     directory = Path(config.run.output_dir).expanduser().absolute() / (config.run.name or "tinker")
-    directory.mkdir(parents=True, exist_ok=True)
 
     def say(text: str) -> None:
         console.print(text, markup=False)
@@ -46,6 +45,7 @@ def main(argv: list[str], console: Console) -> None:
     from trireme.launch import service, tinker  # imports Ray, for which the environment is prepared first
 
     service.check_port(config)
+    directory.mkdir(parents=True, exist_ok=True)
     with locked(directory):
         keys = service.keys_of(config, directory, say, prefix="tml")
         tinker.clear(directory)
