@@ -288,9 +288,9 @@ class ProtocolState(PromiseBook):
 
     # ---- sampling
 
-    def create_sampler(self, session_id: str, seq: int, target: str, caller: Caller = SERVER) -> ClientSampler:
+    def create_sampler(self, session_id: str, seq: int, target: str) -> ClientSampler:
         """Begins a sampling session from the weights `target`. Raises UnknownId, GoneError."""
-        session, sampler_id = self.living(session_id, caller), f"{session_id}:sample:{seq}"
+        session, sampler_id = self.living(session_id), f"{session_id}:sample:{seq}"
         if sampler_id not in self.samplers:
             sampler = ClientSampler(sampler_id, session_id, target)
             self.write([row_of(sampler)])

@@ -81,11 +81,11 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return leaves
 
 
-def differences(committed: Mapping[str, Any], now: Mapping[str, Any], then: str = "in the commit") -> list[str]:
-    """Returns a line for each difference between two nested dicts of JSON values; `then` says where the first is."""
+def differences(committed: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Returns a line for each difference between two nested dicts of JSON values."""
     before, after = _leaves(committed), _leaves(json.loads(to_json(now)))
     return [
-        f"{name}: {to_json(before[name]) if name in before else ABSENT} {then}, "
+        f"{name}: {to_json(before[name]) if name in before else ABSENT} in the commit, "
         f"{to_json(after[name]) if name in after else ABSENT} now"
         for name in dict.fromkeys([*before, *after])
         if before.get(name, ABSENT) != after.get(name, ABSENT)
