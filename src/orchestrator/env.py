@@ -66,9 +66,11 @@ AGENT = "agent:"
 PREFIXES = {
     "verifiers:": "orchestrator.envs.verifiers:TasksetDataset",
     AGENT: "orchestrator.envs.agent:AgentDataset",
+    "reasoning_gym:": "orchestrator.envs.reasoning_gym:ReasoningGymDataset",
     "reward:": "orchestrator.envs.reward:RewardDataset",
 }
-"""The prefixes of ids that name a taskset of the package verifiers, an agent, or reward functions, and the datasets to
+"""The prefixes of ids that name a taskset of the package verifiers, an agent, a generator of the package
+reasoning-gym, or reward functions, and the datasets to
 which the rest of the id is given first."""
 PROGRAM, PROGRAMS = "agent:command", "orchestrator.envs.program:ProgramDataset"
 """The id of agents that are programs, and the dataset that they play."""
@@ -380,7 +382,7 @@ def _find_class(env_id: str, section: str) -> Callable[..., RLDataset]:
     built_in = ", ".join(BUILT_IN)
     expected = (
         f"expected a built-in name ({built_in}), `reward:<file>:<function>`, `verifiers:<taskset>`, "
-        f"`{AGENT}<module>:<function>`, `{PROGRAM}`, a URL or `package.module:Class`"
+        f"`reasoning_gym:<task>`, `{AGENT}<module>:<function>`, `{PROGRAM}`, a URL or `package.module:Class`"
     )
     module_name, _, class_name = BUILT_IN.get(env_id, env_id).partition(":")
     if not module_name or not class_name:

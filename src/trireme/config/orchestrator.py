@@ -57,7 +57,7 @@ def _directories(given: Any) -> Any:
 
 class EnvConfig(Section):
     id: str = Field(json_schema_extra=NAMES_CODE)
-    """Environment: a built-in name (`sort`), `reward:FILE.py:FUNCTION`, `verifiers:<taskset>`,
+    """Environment: a built-in name (`sort`), `reward:FILE.py:FUNCTION`, `verifiers:<taskset>`, `reasoning_gym:<task>`,
     `agent:<module>:<function>`, `agent:command` (a program), the URL of a server, or `package.module:Dataset`."""
     path: Annotated[list[str], BeforeValidator(_directories)] = Field([], json_schema_extra=NAMES_CODE)
     """Directories that are searched for `package.module:Dataset`, before what is installed; packages of this project

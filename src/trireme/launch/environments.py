@@ -4,6 +4,7 @@ code of environments may do anything. Imports no Ray."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import subprocess
 import sys
@@ -24,6 +25,8 @@ LAST_WORDS = 300
 """Characters of the output of a process that ended unexpectedly, in the refusal."""
 MARK = "\x00"
 """Separates the output of environments from the refusal."""
+WARNING = "warning: "
+"""Begins the lines that environments log, which the driver shows."""
 
 
 @contextmanager
@@ -49,7 +52,12 @@ def checked_environments(config: Config) -> Iterator[Callable[[float], bool]]:
                     f"the environments cannot be made: the process that tried ended with code {process.returncode}: "
                     f"...{told[-LAST_WORDS:].strip()}"
                 )
-            return process.returncode is not None
+            if process.returncode is None:
+                return False
+            for line in told.splitlines():
+                if line.startswith(WARNING):
+                    print(line, file=sys.stderr, flush=True)
+            return True
 
         try:
             yield wait
@@ -60,6 +68,9 @@ def checked_environments(config: Config) -> Iterator[Callable[[float], bool]]:
 
 def main() -> None:
     """Makes the environments of the configuration in stdin. Prints why, after MARK, if they cannot be made."""
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter(f"{WARNING}%(message)s"))
+    logging.getLogger("orchestrator").addHandler(handler)
     try:
         config = Config.model_validate_json(sys.stdin.read())
         tokenizer = load_tokenizer(config.tokenizer_name)

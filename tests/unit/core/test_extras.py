@@ -11,7 +11,7 @@ from trireme.core.errors import BadInput
 from trireme.core.extras import require
 
 REPOSITORY = Path(__file__).parents[3]
-OPTIONAL = ("gguf", "httpx", "math_verify", "matplotlib", "pyarrow", "renderers", "verifiers")
+OPTIONAL = ("gguf", "httpx", "math_verify", "matplotlib", "pyarrow", "reasoning_gym", "renderers", "verifiers")
 SERVERS = ("fastapi", "httptools", "starlette", "uvicorn")
 """The extra `web`, which vLLM's packages bring too."""
 WITHOUT = f"import sys\nfor name in {OPTIONAL + SERVERS}: sys.modules[name] = None\n"

@@ -6,7 +6,7 @@ import pytest
 
 from trireme.cli import rl
 from trireme.cli.rl import main
-from trireme.core.errors import EXIT_BAD_INPUT, EXIT_FAILED
+from trireme.core.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_OK
 
 ROOT = Path(__file__).parents[3]
 
@@ -84,3 +84,12 @@ def test_the_wait_for_a_slow_environment_is_named_and_has_a_deadline(
     said = capsys.readouterr().err
     assert "waiting for the environments and their first problems (0 s)\n" in said
     assert "waited 0.1 s (timeouts.start_s) for the environments" in said
+
+
+def test_a_dry_run_shows_what_an_environment_warns_of(capfd: pytest.CaptureFixture[str]) -> None:
+    few = ("--env.args.difficulty.max_numbers", "2", "--env.args.difficulty.max_value", "20")
+    long = ("--model.max-seq-len", "256", "--orchestrator.max-prompt-len", "240")
+    assert dry_run("--env.id", "reasoning_gym:gcd", *few, *long) == EXIT_OK
+    shown = capfd.readouterr().err
+    assert "warning: reasoning_gym:gcd: " in shown
+    assert shown.endswith(" distinct questions\n")

@@ -1,0 +1,211 @@
+"""Generators of the package reasoning-gym: `env.id = "reasoning_gym:<task>"`, with the generator's keys in
+`env.args.difficulty`.
+
+    generator[index] --question--> one chat message --> answer --extract--> the part that counts --exact--> reward
+
+Item `index` follows from `seed + index`, so generators with other seeds share items. All runs therefore use the
+generator of seed 0; a run's seed draws indexes. Training and evaluations have ranges of their own, and of their
+questions those that are theirs by the hash, because two indexes may have the same question.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import fields
+from functools import cache, partial
+from typing import Any, Literal, get_args
+
+from orchestrator.env import EnvContext, EnvGroupBuilder
+from orchestrator.envs.reward import RewardProblem, RewardRow
+from orchestrator.envs.text import HELD_OUT_EVERY, GeneratedDataset, is_held_out
+from trireme.core.extras import require
+from trireme.core.finite_json import to_json
+from trireme.renderers import Message
+
+with suppress(ImportError):  # the extra `reasoning-gym`; a worker process imports it before the time of a call begins
+    from reasoning_gym.factory import DATASETS, create_dataset
+
+log = logging.getLogger(__name__)
+
+Extraction = Literal["raw", "tag", "last_number", "last_word"]
+Reward = Literal["exact", "score"]
+Entry = Mapping[str, Any]
+"""A problem of a generator: `question`, `answer`, `metadata`."""
+
+TAGS = "Put the final answer, and nothing else, between <answer> and </answer>."
+TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+NUMBER = re.compile(r"(?<!\d)-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
+AROUND_WORDS = ".,;:!?'\"`*()[]"
+AROUND_ANSWERS = ("1 {} 2", "x {} y", "wrong {}", "{} wrong")
+"""Texts that hold a right answer, and are none."""
+MOST_TRIES = 500
+FEW_QUESTIONS = 1000
+COUNTING_S = 1.0
+"""For this time a start draws questions, to see whether they are few."""
+
+
+def extract(text: str, extraction: Extraction) -> str:
+    """Returns the part of an answer that counts; "" where there is none.
+
+    >>> extract("12 x 100 is 1,200.", "last_number")
+    '1200'
+    """
+    text = text.strip()
+    match extraction:
+        case "raw":
+            return text
+        case "tag":
+            return (TAGGED.findall(text) or [""])[-1].strip()
+        case "last_number":
+            return (NUMBER.findall(text) or [""])[-1].replace(",", "")
+        case "last_word":
+            return (text.split() or [""])[-1].strip(AROUND_WORDS)
+
+
+# ---- rewards, which worker processes compute
+
+
+def exact(
+    text: str, task: str, difficulty: Mapping[str, Any], entry: Entry, extraction: Extraction, finished: bool
+) -> float:
+    """Returns 1 for a right answer and nothing else, else 0.
+
+    The generator's scorer decides, as a question may have several right answers. Some scorers give full marks to a
+    text that holds the right answer among wrong ones: with them only the known answer counts.
+    """
+    answer = extract(text, extraction)
+    if not finished or not answer:
+        return 0.0
+    if answer == entry["answer"].strip():
+        return 1.0
+    marks = partial(_marks, task, difficulty, entry)
+    right = marks(answer) >= 1 and not any(marks(around.format(entry["answer"])) >= 1 for around in AROUND_ANSWERS)
+    return float(right)
+
+
+def score(
+    text: str, task: str, difficulty: Mapping[str, Any], entry: Entry, extraction: Extraction, finished: bool
+) -> float:
+    """Returns what the generator's scorer gives."""
+    return _marks(task, difficulty, entry, extract(text, extraction)) if finished else 0.0
+
+
+def _marks(task: str, difficulty: Mapping[str, Any], entry: Entry, answer: str) -> float:
+    scorer = _scorer(task, to_json(difficulty))
+    try:
+        return float(scorer.score_answer(answer, entry))
+    except Exception:  # some scorers raise for a text that they cannot read
+        return 0.0
+
+
+@cache
+def _scorer(task: str, difficulty: str) -> Any:
+    """Returns the generator with these keys, in JSON. Some take seconds to make."""
+    return generator(task, json.loads(difficulty))
+
+
+# ---- problems
+
+
+def generator(task: str, difficulty: Mapping[str, Any], size: int = 1) -> Any:
+    """Returns a generator of reasoning-gym, with items 0 .. `size` - 1. Raises ValueError for a task or a key that it
+    does not have, and what it raises for other values."""
+    if task not in DATASETS:
+        raise ValueError(f"reasoning-gym has no generator {task!r}; it has {', '.join(sorted(DATASETS))}")
+    known = {field.name for field in fields(DATASETS[task][1])} - {"seed", "size"}
+    if unknown := difficulty.keys() - known:
+        raise ValueError(f"difficulty of {task} has no {', '.join(sorted(unknown))}; it has {', '.join(sorted(known))}")
+    return create_dataset(task, seed=0, size=size, **difficulty)
+
+
+class ReasoningGymDataset(GeneratedDataset):
+    """Questions of the generator `task` among its first `size` items; the last eighth is for evaluations.
+
+    `answer` is the part of an answer that counts, `reward` how it is scored. Raises ValueError for wrong arguments, and
+    for a generator that knows no answers where `reward` is "exact".
+    """
+
+    name = "reasoning_gym"
+
+    def __init__(
+        self,
+        task: str,
+        context: EnvContext,
+        *,
+        answer: Extraction = "raw",
+        reward: Reward = "exact",
+        difficulty: Mapping[str, Any] | None = None,
+        size: int = 10_000,
+        batch_size: int = 16,
+        num_batches: int = 1000,
+        limit_s: float = 10.0,
+    ) -> None:
+        require("reasoning_gym", extra="reasoning-gym", what_for=f"the environment reasoning_gym:{task}")
+        super().__init__(context, batch_size, num_batches)
+        for name, value, allowed in (("answer", answer, Extraction), ("reward", reward, Reward)):
+            if value not in get_args(allowed):
+                raise ValueError(f"{name} = {value!r}; expected one of {', '.join(get_args(allowed))}")
+        if size < HELD_OUT_EVERY:
+            raise ValueError(f"size = {size}; expected at least {HELD_OUT_EVERY}")
+        self._task = task
+        self._extraction = answer
+        self._difficulty = dict(difficulty or {})
+        self._items = generator(task, self._difficulty, size)
+        held_out = size - size // HELD_OUT_EVERY
+        self._indexes = range(held_out, size) if context.split == "eval" else range(held_out)
+        self._make = partial(RewardProblem, context, __file__, {reward: 1.0}, limit_s)
+        if reward == "exact" and not isinstance(self._items[0]["answer"], str):
+            raise ValueError(f"reward = 'exact' for {task}, which knows no answers; expected reward = 'score'")
+        self._warn_of_few_questions()
+
+    def builders(self, numbers: Sequence[int]) -> list[EnvGroupBuilder]:
+        return [self._problem(number) for number in numbers]
+
+    def _problem(self, number: int) -> RewardProblem:
+        rng = self.rng(number)
+        for _ in range(MOST_TRIES):
+            index = rng.choice(self._indexes)
+            entry = self._items[index]
+            if is_held_out(entry["question"]) == (self.context.split == "eval"):
+                return self._make(self._row(index, entry))
+        raise ValueError(
+            f"{MOST_TRIES} items of reasoning_gym:{self._task} had no question for the split {self.context.split!r}; "
+            "expected a generator, difficulty or size with more questions"
+        )
+
+    def _row(self, index: int, entry: Entry) -> RewardRow:
+        question, answer = entry["question"], entry["answer"]
+        if self._extraction == "tag":
+            question = f"{question}\n{TAGS}"
+            answer = f"<answer>{answer}</answer>"
+        columns = {
+            "task": self._task,
+            "difficulty": self._difficulty,
+            "entry": entry,
+            "extraction": self._extraction,
+        }
+        place = f"item {index} of reasoning_gym:{self._task}"
+        return RewardRow(place, columns, [Message(role="user", content=question)], answer)
+
+    def _warn_of_few_questions(self) -> None:
+        drawn, distinct = few_questions(self._items, self._indexes)
+        if distinct:
+            log.warning("reasoning_gym:%s: %d items have only %d distinct questions", self._task, drawn, distinct)
+
+
+def few_questions(items: Any, indexes: range, seconds: float = COUNTING_S) -> tuple[int, int]:
+    """Returns how many items were drawn, in so many seconds at most, and how many distinct questions they have; the
+    latter is 0 unless they are fewer than FEW_QUESTIONS equally frequent questions would give."""
+    questions: set[str] = set()
+    drawn = 0
+    end = time.monotonic() + seconds
+    while drawn < min(2 * FEW_QUESTIONS, len(indexes)) and time.monotonic() < end:
+        questions.add(items[indexes[drawn]]["question"])
+        drawn += 1
+    expected = FEW_QUESTIONS * (1 - (1 - 1 / FEW_QUESTIONS) ** drawn)
+    return drawn, len(questions) if len(questions) < expected - 0.5 else 0
