@@ -48,9 +48,9 @@ def examine(task: str) -> tuple[str, str]:
     if task in NOT_ALONE:
         return "refused", NOT_ALONE[task]
     items = generator(task, {}, SIZE)
-    began = time.perf_counter()
+    began = time.process_time()
     drawn, distinct = few_questions(items, range(SIZE), COUNTING_S)
-    took_ms = 1000 * (time.perf_counter() - began) / drawn
+    took_ms = 1000 * (time.process_time() - began) / drawn
     notes = [f"few: {distinct} among {drawn} items"] if distinct else []
     return scoring(items), ", ".join(notes + (["slow"] if took_ms > SLOW_MS else []))
 
