@@ -182,7 +182,7 @@ class ReasoningGymDataset(GeneratedDataset):
         question, answer = entry["question"], entry["answer"]
         if self._extraction == "tag":
             question = f"{question}\n{TAGS}"
-            answer = f"<answer>{answer}</answer>"
+            answer = answer and f"<answer>{answer}</answer>"
         columns = {
             "task": self._task,
             "difficulty": self._difficulty,
