@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trireme.cli import fetch
+from trireme.cli.rl import main as rl
 from trireme.cli.trireme import main
 from trireme.core.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_SIGTERM
 
@@ -149,6 +150,9 @@ def test_smollm2_is_what_its_gguf_file_holds(here: Path, monkeypatch: pytest.Mon
     check_weights(here / "source.gguf", directory)
     check_tokenizer(directory)
     check_likelihood(directory)
+    run = ["--model.name", "models/smollm2-135m", "--model.max-seq-len", "256", "--inference.sampling.max-tokens", "8"]
+    run += ["--orchestrator.batch-size", "8", "--max-steps", "3", "--dry-run"]
+    assert rl(["--env.id", "reasoning_gym:chain_sum", "--env.args.answer", "last_number", *run]) == EXIT_OK
 
 
 PARTS = {
