@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
 LOOK_S = 2.0
 ANSWER_S = 20.0
-"""A service that is silent for so long is killed. Ray lets a replica wait for a receiver of its streams that stands
-still, so this is less than the time after which a silent replica is given up."""
+"""A service that is silent for so long is killed."""
 STOP_S = 10.0
 WHO = "the service"
 PART = "service_0"

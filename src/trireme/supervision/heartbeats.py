@@ -25,9 +25,6 @@ SUSPECT = 1 / 3
 LONGEST_GAP = 1 / 4
 """Part of `heartbeat_s`: the most that counts of the time between two looks. This process, or its machine, may have
 been stopped itself, and must not take all others for silent."""
-RECEIVER = "orchestrator_0"
-"""The process that replicas stream to. While it is stopped they do not answer either: inside Ray, an actor waits until
-its stream was received. So replicas are not judged while it is silent, and their time starts again once it is gone."""
 
 Handle = Callable[[Any], None]
 Lost = Callable[[str, TriremeError, bool], None]
@@ -115,8 +112,7 @@ class HeartbeatMonitor:
         silent = {name: seconds for name, seconds in waiting.items() if seconds >= SUSPECT * self._heartbeat_s}
         for name, silent_s in silent.items():
             why = f"has answered nothing for {silent_s:.0f} s (timeouts.heartbeat_s = {self._heartbeat_s:g})"
-            judged = name == RECEIVER or RECEIVER not in silent
-            self._judge(name, why, judged and silent_s >= self._heartbeat_s)
+            self._judge(name, why, silent_s >= self._heartbeat_s)
         condemned, self._condemned = self._condemned, []
         return condemned
 
@@ -159,8 +155,6 @@ class HeartbeatMonitor:
 
     def _end(self, name: str, failure: TriremeError, died: bool) -> None:
         self.drop(name)
-        if name == RECEIVER:
-            self._monitored = {other: _Monitored(process.ask) for other, process in self._monitored.items()}
         self._roster.set(name, PartHealth.DEAD, str(failure))
         self._roster.note(name, str(failure))
         self._lost(name, failure, died)

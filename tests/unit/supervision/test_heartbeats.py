@@ -10,7 +10,7 @@ from ray.exceptions import ActorUnavailableError
 from trireme.core.errors import RoomFailed, TriremeError
 from trireme.core.sampler import Heartbeat
 from trireme.supervision import heartbeats as module
-from trireme.supervision.heartbeats import EVERY_S, RECEIVER, HeartbeatMonitor
+from trireme.supervision.heartbeats import EVERY_S, HeartbeatMonitor
 from trireme.supervision.roster import PartHealth, Roster
 
 HEARTBEAT_S = 30.0
@@ -75,7 +75,7 @@ class Processes:
 
 
 def test_who_is_silent_is_suspect_then_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    processes = Processes(monkeypatch, "trainer_0", "inference_0", RECEIVER)
+    processes = Processes(monkeypatch, "trainer_0", "inference_0", "orchestrator_0")
     processes.stopped = {"inference_0"}
     processes.live(15)
     assert processes.health("inference_0") is PartHealth.SUSPECT
@@ -86,31 +86,18 @@ def test_who_is_silent_is_suspect_then_killed(monkeypatch: pytest.MonkeyPatch) -
     assert isinstance(processes.lost["inference_0"], RoomFailed)
 
 
-def test_replicas_that_wait_for_a_stopped_orchestrator_are_not_killed_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever of them was asked first."""
-    for names in (("inference_0", RECEIVER, "inference_1"), (RECEIVER, "inference_0", "inference_1")):
-        processes = Processes(monkeypatch, *names)
-        processes.stopped = set(names)
-        processes.live(33)
-        assert processes.killed == [RECEIVER]
-        processes.live(20)
-        processes.stopped = set()
-        processes.live(60)
-        assert processes.killed == [RECEIVER]
-        assert processes.health("inference_0") is PartHealth.HEALTHY
-
-
-def test_they_get_their_time_once_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    processes = Processes(monkeypatch, "inference_0", RECEIVER)
-    processes.stopped = {"inference_0", RECEIVER}
-    processes.live(70)
-    assert processes.killed == [RECEIVER, "inference_0"]
+def test_replicas_are_judged_while_the_orchestrator_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that they do waits for it."""
+    processes = Processes(monkeypatch, "inference_0", "orchestrator_0", "inference_1")
+    processes.stopped = {"inference_0", "orchestrator_0"}
+    processes.live(33)
+    assert processes.killed == ["inference_0", "orchestrator_0"]
 
 
 def test_who_cannot_be_reached_is_asked_again_until_ray_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray first calls a process on a lost node unavailable, and after some seconds dead."""
     unreached, died = unavailable(), RoomFailed("died")
-    processes = Processes(monkeypatch, "inference_0", RECEIVER)
+    processes = Processes(monkeypatch, "inference_0", "orchestrator_0")
     processes.stopped = {"inference_0"}
     for seconds in range(12):
         processes.live(1)
