@@ -11,9 +11,10 @@ that sample for training are left.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import partial
 from typing import Any, Protocol
@@ -92,6 +93,23 @@ SHOWN = {
 }
 
 
+@dataclass
+class _Life:
+    """One replica, from the start of its process on."""
+
+    state: ReplicaState
+    since: float
+    """When it was started, or last found without a place."""
+    successor: bool
+    """It replaces another and has not served yet."""
+    placeless: bool = False
+    """It waits for a place in the cluster."""
+    deciding_until: float = math.inf
+    """Until when its actor, which is lost, may answer what it has lost."""
+    join: Any = None
+    """Its newest join: answers to those of earlier attempts say nothing."""
+
+
 def _part_name(index: int) -> str:
     return f"{PREFIX}{index}"
 
@@ -114,13 +132,8 @@ class ReplicaManager:
         self._config, self._replicas, self._roster, self._monitor = config, replicas, roster, monitor
         self._limits, self._places = limits, places
         self._left_out: list[tuple[float, dict[str, Any]]] = []  # when to try again, and Ray's options
-        self._states: dict[int, ReplicaState] = {}
-        self._since: dict[int, float] = {}  # when each was last started or found without a place
-        self._placeless: set[int] = set()  # those that wait for a place in the cluster
-        self._deciding: dict[int, float] = {}  # until when each actor may answer what it has lost
+        self._lives: dict[int, _Life] = {}
         self._places_next = 0.0  # when to look at places again
-        self._successors: set[int] = set()  # the successors that have not served yet
-        self._joins: dict[int, Any] = {}  # the newest join of each: answers to earlier attempts' say nothing
         self._replica_set: Any = None
         self._reports: list[tuple[float, int, str]] = []  # (time from which to believe it, replica, reason)
 
@@ -161,7 +174,8 @@ class ReplicaManager:
 
     def placeless(self) -> list[str]:
         """Returns the replicas that wait for a place in the cluster."""
-        return [f"inference replica {index}" for index in self._of(ReplicaState.STARTING) if index in self._placeless]
+        starting = self._of(ReplicaState.STARTING)
+        return [f"inference replica {index}" for index in starting if self._lives[index].placeless]
 
     def look(self) -> None:
         """Replaces replicas whose failure was reported long enough ago, unless Ray does not know yet if they live, and
@@ -172,7 +186,7 @@ class ReplicaManager:
                 self._reports.append((at, index, reason))
             elif self.serves(index):
                 self._fail(index, reason)
-        for index in [index for index, until in self._deciding.items() if until <= now]:
+        for index in [index for index, life in self._lives.items() if life.deciding_until <= now]:
             self._monitor.drop(_part_name(index))
             self._succeed(index)
         self._look_at_starts(now)
@@ -183,13 +197,14 @@ class ReplicaManager:
 
     def serves(self, index: int) -> bool:
         """Returns True if this attempt samples with replica `index`."""
-        return self._states.get(index) is ReplicaState.SERVING
+        return index in self._lives and self._lives[index].state is ReplicaState.SERVING
 
     def lost(self, index: int, failure: TriremeError, died: bool) -> None:
         """Replaces the lost replica `index`, or leaves it out. Raises the error with which its loss ends the run."""
         if self._replica_set:
             self._monitor.wait_for(self._replica_set.leave.remote(index, str(failure)), REPORTS, lambda _outcome: None)
-        if self._states[index] is ReplicaState.DRAINING:
+        life = self._lives[index]
+        if life.state is ReplicaState.DRAINING:
             self._take_away(index)
             return
         if isinstance(failure, BadInput):
@@ -208,24 +223,23 @@ class ReplicaManager:
         if lost_engine is None:
             self._succeed(index)
             return
-        self._states[index] = ReplicaState.STARTING
-        self._since[index] = time.monotonic()
-        self._deciding[index] = self._since[index] + ALIVE_S
+        now = time.monotonic()
+        self._lives[index] = replace(life, state=ReplicaState.STARTING, since=now, deciding_until=now + ALIVE_S)
         self._monitor.wait_for(lost_engine, _part_name(index), partial(self._succeed, index))
 
     @property
     def running(self) -> int:
         """Number of replicas that have memory, those that leave too."""
-        return len(self._states)
+        return len(self._lives)
 
     def added(self, wanted: int) -> int:
         """Returns how many replicas start if there are to be `wanted`, not counting those that leave."""
-        return max(0, wanted - len(self._states) + len(self._of(ReplicaState.DRAINING)))
+        return max(0, wanted - len(self._lives) + len(self._of(ReplicaState.DRAINING)))
 
     def scale(self, wanted: int) -> str:
         """Changes the number of replicas to `wanted`; places of those that were left out serve others. Returns what
         happens now."""
-        staying = [index for index, state in self._states.items() if state is not ReplicaState.DRAINING]
+        staying = [index for index, life in self._lives.items() if life.state is not ReplicaState.DRAINING]
         while self._left_out:
             self._places.give_back(self._left_out.pop()[1])
         for _ in range(wanted - len(staying)):
@@ -247,15 +261,11 @@ class ReplicaManager:
 
     def _succeed(self, index: int, lost_engine: Any = False) -> None:
         """Starts the successor of a replica: in the same actor, if that `lost_engine` and nothing else."""
-        self._deciding.pop(index, None)
         self._starts(index, self._replicas.replace(index, same_actor=lost_engine is True), successor=True)
 
     def _starts(self, index: int, ready: Any, successor: bool = False) -> None:
-        self._since[index] = time.monotonic()
+        self._lives[index] = _Life(ReplicaState.STARTING, time.monotonic(), successor)
         self._places_next = 0.0
-        self._states[index] = ReplicaState.STARTING
-        if successor:
-            self._successors.add(index)
         self._roster.set(_part_name(index), PartHealth.STARTING, pids=(), successor=successor)
         self._monitor.wait_for(ready, _part_name(index), partial(self._started, index))
 
@@ -271,19 +281,20 @@ class ReplicaManager:
     def _join(self, index: int, replica_set: Any) -> None:
         self._become(index, ReplicaState.JOINING)
         joined = replica_set.join.remote(index, self._replicas.client(index))
-        self._joins[index] = joined
+        self._lives[index].join = joined
         self._monitor.wait_for(joined, _part_name(index), partial(self._joined, index, joined))
 
     def _joined(self, index: int, join: Any, outcome: Any) -> None:
-        if self._states[index] is not ReplicaState.JOINING or self._joins[index] is not join:
+        life = self._lives[index]
+        if life.state is not ReplicaState.JOINING or life.join is not join:
             return
         self._become(index, ReplicaState.SERVING)
         if isinstance(outcome, TriremeError):
             self._reports.append((time.monotonic() + SECOND_OPINION_S, index, f"could not join: {outcome}"))
             return
-        if index in self._successors:  # not when it joins the next attempt
-            self._successors.remove(index)
-            took = time.monotonic() - self._since[index]
+        if life.successor:
+            life.successor = False  # it joins the next attempt as any other
+            took = time.monotonic() - life.since
             self._roster.note(_part_name(index), f"its successor serves, {took:.1f} s after it was started")
 
     def _leave(self, index: int) -> None:
@@ -300,31 +311,31 @@ class ReplicaManager:
     def _remove(self, index: int) -> dict[str, Any]:
         self._monitor.drop(_part_name(index))
         options = self._replicas.remove(index)
-        del self._states[index]
-        self._successors.discard(index)
-        self._deciding.pop(index, None)
+        del self._lives[index]
         self._roster.remove(_part_name(index))
         return options
 
     def _become(self, index: int, state: ReplicaState) -> None:
-        self._states[index] = state
+        self._lives[index].state = state
         self._roster.set(_part_name(index), SHOWN[state])
 
     # -------------------------------------------------------------------------------------------------------- failures
 
     def _look_at_starts(self, now: float) -> None:
         """Ends starts that take too long. The time in which a replica has no place in the cluster does not count."""
-        starting = [index for index in self._of(ReplicaState.STARTING) if index not in self._deciding]
+        starting = [i for i in self._of(ReplicaState.STARTING) if self._lives[i].deciding_until == math.inf]
         if starting and now >= self._places_next:
             self._places_next = now + PLACES_S
             there = self._places.are_there([self._replicas.options(index) for index in starting])
-            self._placeless = {index for index, is_there in zip(starting, there, strict=True) if not is_there}
+            for index, is_there in zip(starting, there, strict=True):
+                self._lives[index].placeless = not is_there
         limit = self._config.timeouts.start_s
         for index in starting:
-            if index in self._placeless:
-                self._since[index] = now
+            life = self._lives[index]
+            if life.placeless:
+                life.since = now
                 self._roster.set(_part_name(index), PartHealth.STARTING, "it waits for a place in the cluster")
-            elif now - self._since[index] > limit:
+            elif now - life.since > limit:
                 self._fail(index, f"it did not start within {limit:g} s ({START_LIMIT})")
 
     def _can_spare(self) -> bool:
@@ -332,14 +343,14 @@ class ReplicaManager:
         cluster = self._config.cluster
         if self._config.deterministic or not cluster.max_restarts:
             return False
-        return len(self._states) > cluster.min_replicas
+        return len(self._lives) > cluster.min_replicas
 
     def _leave_out(self, index: int, refusal: TriremeError) -> None:
         retry_s = self._config.cluster.restart_window_s
         part = self._roster.part(_part_name(index))
         where = f" (node {part.node})" if part and part.node else ""
         self._left_out.append((time.monotonic() + retry_s, self._remove(index)))
-        goes_on = f"the run goes on with {count(len(self._states), 'replica')}, and tries another in {retry_s:g} s"
+        goes_on = f"the run goes on with {count(len(self._lives), 'replica')}, and tries another in {retry_s:g} s"
         self._roster.note(_part_name(index), f"is left out{where}; {goes_on}: {refusal}")
 
     def _fail(self, index: int, reason: str, failure: TriremeError | None = None) -> None:
@@ -361,4 +372,4 @@ class ReplicaManager:
         self._await_report(replica_set)
 
     def _of(self, *states: ReplicaState) -> list[int]:
-        return [index for index, state in sorted(self._states.items()) if state in states]
+        return [index for index, life in sorted(self._lives.items()) if life.state in states]
