@@ -151,8 +151,9 @@ async def alone(bench: Bench, weights: PublishedWeights, steps: int) -> Alone:
     """Lets both go on, the replica with `weights`, until `steps` batches are trained on."""
     config = bench.training.config
     inference = bench.training.inference
-    sampler = inference.router_factory(inference.replica_set())()
-    await sampler.update_weights(weights)
+    replicas = inference.replica_set()
+    sampler = inference.router_factory(replicas)()
+    await replicas.update(weights)
     generation, training = Generation(config, sampler), Training(config, bench.core.trainer)
     sequences = config.inference.sequences(on_gpus=False)
     assert sequences is not None, "on CPUs it is known"

@@ -160,13 +160,19 @@ def make_pipeline(client: Any, groups: int, steps: int) -> Pipeline:
     )
 
 
+async def begin_version(pipeline: Pipeline, weights: PublishedWeights) -> None:
+    await pipeline.end_version()
+    sampler: Any = pipeline.sampler
+    await pipeline.begin_version(weights.identity.version, sampler.source.update(weights))
+
+
 async def drive(pipeline: Pipeline, steps: int) -> None:
     """Calls the orchestrator as a driver does."""
-    await pipeline.update_weights(published(0))
+    await begin_version(pipeline, published(0))
     for step in range(steps):
         while not (await pipeline.next_minibatch(step, 0)).last:
             pass
-        await pipeline.update_weights(published(step + 1))
+        await begin_version(pipeline, published(step + 1))
         pipeline.release(step)
     await pipeline.stop()
 

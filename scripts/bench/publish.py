@@ -150,7 +150,7 @@ class Bench:
         before, began = all_cpu_s(), time.monotonic()
         published = await asyncio.to_thread(self._shards.publish_weights, version)
         sent = time.monotonic()
-        reports = await router.update_weights(published)
+        reports = await router.source.update(published)
         self.measured.published_s.append(time.monotonic() - began)
         self.measured.cpu_s.append(all_cpu_s() - before)
         self.measured.load.append(os.getloadavg()[0])

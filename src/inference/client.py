@@ -83,7 +83,7 @@ class SamplingClient:
 
         Raises WeightsRefused or RoomFailed.
         """
-        return self._begin(self._router.update_weights(weights)).result()
+        return self._begin(self._replicas.update(weights)).result()
 
     def load_adapter(self, name: str, weights: PublishedWeights) -> None:
         """Brings an adapter to every replica, for samples that name it, beside the weights of updates and others, of

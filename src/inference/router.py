@@ -25,7 +25,6 @@ from inference.replica_set.table import Generation, NewestTable, Number, Replica
 from trireme.core.errors import BadRequest, ProvenanceError, RoomFailed, TriremeError
 from trireme.core.sampler import OnProgress, ReplicaStats
 from trireme.core.types import SampledSequence, SampleRequest, WeightIdentity
-from trireme.core.weights import PublishedWeights, UpdateReport
 
 ROUTES_KEPT = 65536
 MOST_LOSSES = 2
@@ -55,9 +54,6 @@ class TableSource(Protocol):
 
     def report(self, index: int, generation: Generation, failure: TriremeError) -> None:
         """Says that a replica failed this router."""
-
-    async def update(self, weights: PublishedWeights) -> list[UpdateReport]:
-        """Brings the replicas to `weights` (`inference.replica_set.actor.ReplicaSet.update`)."""
 
 
 class HandoverNeeded(Exception):
@@ -194,7 +190,7 @@ class Router:
         self._tasks: set[asyncio.Task[None]] = set()
         self._name, self._numbers = uuid.uuid4().hex[:6], itertools.count()
         self._changed = asyncio.Event()
-        self._on_change: Callable[[], object] = lambda: None
+        self._on_change: Callable[[dict[int, int]], object] = lambda _versions: None
         if source:
             self.follow(source)
 
@@ -203,10 +199,11 @@ class Router:
         self.source = source
         source.listen(self.take)
 
-    def on_change(self, call: Callable[[], object]) -> None:
+    def on_change(self, call: Callable[[dict[int, int]], object]) -> None:
         self._on_change = call
 
     def acknowledged(self) -> dict[int, int]:
+        """Returns `versions` by the newest table that has come."""
         rows = {index: target.row for index, target in self._targets.items() if not target.calls.gone}
         return {
             index: row.acknowledged for index, row in rows.items() if row.acknowledged is not None and not row.behind
@@ -221,10 +218,9 @@ class Router:
             if found:
                 return found
 
-    async def update_weights(self, weights: PublishedWeights) -> list[UpdateReport]:
-        reports = await self.source.update(weights)
-        self.take(await self.source.table((0, 0), 0.0))  # which names what they report
-        return reports
+    async def versions(self) -> dict[int, int]:
+        self.take(await self.source.table((0, 0), 0.0))
+        return self.acknowledged()
 
     # ------------------------------------------------------------------------------------------------------ sampling
 
@@ -399,7 +395,7 @@ class Router:
         for target in before.values():
             self._leave(target, table.departed.get(target.row.generation))
         self._changed.set()
-        self._on_change()
+        self._on_change(self.acknowledged())
 
     def _leave(self, target: Target, reason: TriremeError | None) -> None:
         """Gives up a replica that a table lacks. Without a reason it lives, in another replica set: what it samples is
@@ -420,7 +416,7 @@ class Router:
         else:
             log.warning("%s; it is tried again in %g s unless it is removed", failure, AGAIN_S)
             asyncio.get_running_loop().call_later(AGAIN_S, self._try_again, target)
-        self._on_change()
+        self._on_change(self.acknowledged())
 
     def _try_again(self, target: Target) -> None:
         if self._targets.get(target.index) is target:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from orchestrator.advantages import Keep, keep_whole
 from orchestrator.agents import agent_sessions
@@ -25,7 +26,6 @@ from trireme.core.batch import Assign, StoredBatch
 from trireme.core.sampler import Heartbeat, Sampler
 from trireme.core.tokenizer import load_tokenizer
 from trireme.core.types import Minibatch, StepSummary
-from trireme.core.weights import PublishedWeights
 from trireme.process import signals, trace
 from trireme.process.collector import spare_collector
 from trireme.process.environ import redirect_output
@@ -78,8 +78,16 @@ class OrchestratorActor:
         signals.end_after(self.stop)
         spare_collector()
 
-    async def update_weights(self, weights: PublishedWeights) -> None:
-        await self._pipeline.update_weights(weights)
+    async def end_version(self) -> None:
+        await self._pipeline.end_version()
+
+    async def begin_version(self, version: int, update: list[Any]) -> None:
+        """Begins a version, with a reference to the reports of the replicas' `update` to it."""
+        from trireme.process.waits import get_async  # here, because code that only builds a pipeline needs no Ray
+
+        limit_s = self._config.update_deadline_s
+        reports = get_async(update[0], who=f"replica set (the update to version {version})", timeout_s=limit_s)
+        await self._pipeline.begin_version(version, reports)
 
     async def next_minibatch(self, step: int, substep: int) -> Minibatch:
         return await self._pipeline.next_minibatch(step, substep)

@@ -19,7 +19,6 @@ from trireme.core.batch import Assign
 from trireme.core.errors import TriremeError
 from trireme.core.sampler import Sampler
 from trireme.core.types import Minibatch, StepSummary
-from trireme.core.weights import PublishedWeights
 from trireme.process import waits
 
 ANSWER_S = 30.0
@@ -61,29 +60,26 @@ class OrchestratorHandle:
         """Returns references that resolve once the actor is ready, and the names of their owners."""
         return [self._started], ["orchestrator"]
 
-    def update_weights(
-        self,
-        weights: PublishedWeights,
-        hurry: Callable[[], bool] = lambda: False,
-        check: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Begins to bring all replicas to `weights`, in flight, once the update before has ended, and the evaluation of
-        its version if there is one. The next call raises its error. The first and the last update of a run, and all of
-        a synchronous one, end before this returns; so does the evaluation of the last version.
+    def end_version(self, on_tick: Callable[[], None] = lambda: None) -> None:
+        """Waits until the last update has ended, and the evaluation of its version if there is one. Raises its error.
+        `on_tick` is called about once a second, and may raise."""
+        self._await_update(self._actor.end_version.remote(), on_tick)
 
-        Once `hurry()` is true an evaluation is given up; it is due again after a resume. `check` is called about once a
-        second, and may raise.
-        """
+    def begin_version(self, version: int, update: Any, on_tick: Callable[[], None] = lambda: None) -> None:
+        """Samples groups of the next version once the replicas have it; `update` is a reference to their reports. The
+        first and the last update of a run, and all of a synchronous one, end before this returns; so does the
+        evaluation of the last version. `on_tick`: see `end_version`."""
+        self._await_update(self._actor.begin_version.remote(version, [update]), on_tick)
 
-        def tick() -> None:
-            check()
-            if hurry():
-                self._actor.give_up_evaluation.remote()
+    def give_up_evaluation(self) -> None:
+        """Ends a running evaluation, without waiting; it is due again after a resume."""
+        self._actor.give_up_evaluation.remote()
 
-        limit_s = 2 * self._config.update_deadline_s
+    def _await_update(self, begun: Any, on_tick: Callable[[], None]) -> None:
+        limit_s = self._config.update_deadline_s + ANSWER_S
         if self._config.eval.every:
             limit_s += self._config.batch_deadline_s
-        self._wait(self._actor.update_weights.remote(weights), "the replicas' update", limit_s, tick)
+        self._wait(begun, "the replicas' update", limit_s, on_tick)
 
     def evaluate(self, version: int) -> dict[str, float]:
         """Evaluates the weights that the replicas have, those of `version`, without training. Returns the metrics.
@@ -120,7 +116,7 @@ class OrchestratorHandle:
 
     def load_state(self, path: Path, source: CommitSource | None = None) -> str:
         """Continues from a state that `save_state` wrote, on a node that does not see `path` from `source`; once ready,
-        before the first `update_weights`. Returns how much it has of unfinished rollouts ("" if there were none).
+        before the first `begin_version`. Returns how much it has of unfinished rollouts ("" if there were none).
         Raises BadInput when the dataset lacks the problems that are to be sampled."""
         loaded = self._actor.load_state.remote(path, source)
         return str(self._wait(loaded, f"its state from {path}", self._config.timeouts.checkpoint_s))

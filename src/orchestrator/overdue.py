@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from orchestrator.ledger import Ledger
-from trireme.core.sampler import Sampler
 
 
-def missing(ledger: Ledger, requests: int, sampler: Sampler) -> str:
+def missing(ledger: Ledger, requests: int) -> str:
     """Returns who holds the groups that are missing, while so many `requests` are with replicas, and what is known."""
     running = [f"{g.problem} (dispatched at version {g.floor})" for g in ledger.active.values() if not g.finished]
-    if requests and not sampler.acknowledged():
+    if requests and not ledger.replicas:
         holds = f"no inference replica serves, and {requests} requests wait for one"
     elif requests:
         holds = f"the inference replicas hold it, with {requests} requests"

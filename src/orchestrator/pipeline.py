@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -69,7 +69,7 @@ from trireme.config import Config
 from trireme.core.errors import RoomFailed
 from trireme.core.sampler import Sampler
 from trireme.core.types import Minibatch, StepSummary
-from trireme.core.weights import PublishedWeights
+from trireme.core.weights import UpdateReport
 from trireme.process import trace
 from trireme.process.faults import fault_point
 
@@ -77,7 +77,7 @@ WITNESSED = ("problem", "index", "floor")
 
 
 class Pipeline:
-    """The orchestrator without its actor, on one event loop. The first `update_weights` starts the loops."""
+    """The orchestrator without its actor, on one event loop. The first `begin_version` starts the loops."""
 
     def __init__(
         self,
@@ -100,6 +100,7 @@ class Pipeline:
             in_order=config.deterministic,
         )
         self._update: asyncio.Task[None] | None = None
+        self._acknowledged: Mapping[int, int] = {}
         self._finished: dict[int, ScoredGroup] = {}
         self._running = RunningGroups(lambda problem: self._runners[self._mix.env_of(problem)])
         self._slots_changed, self._groups_changed = asyncio.Event(), asyncio.Event()
@@ -126,19 +127,21 @@ class Pipeline:
 
     # ---- the driver's verbs
 
-    async def update_weights(self, weights: PublishedWeights) -> None:
-        """Begins to bring all replicas to `weights`, in flight, once the update before has ended. See Updates, above.
-
-        An error of the update is raised by the next verb. Raises RoomFailed when the update before does not end.
-        """
+    async def end_version(self) -> None:
+        """Waits until the last update and the evaluation of its version have ended. Raises RoomFailed when the update
+        does not, and its error."""
         self._background.raise_error(but_limits=True)
         await self._update_ended()
         await self.evaluator.ended()
-        first, self._newest = self._newest < 0, weights.identity.version
-        last = self._newest == self._config.max_steps
+
+    async def begin_version(self, version: int, update: Awaitable[Sequence[UpdateReport]]) -> None:
+        """Takes note that the replicas take `version`, in flight, until `update`. See Updates, above. Call after
+        `end_version`. An error of the update is raised by the next verb."""
+        first, self._newest = self._newest < 0, version
+        last = version == self._config.max_steps
         if first:
             self._requests.start()
-        self._update = self._background.spawn(self._bring(weights), f"update to version {self._newest}")
+        self._update = self._background.spawn(self._follow_update(version, update), f"update to version {version}")
         if first or last or not self._options.max_steps_off_policy:
             await self._update_ended()
         if self._config.deterministic or last:
@@ -174,7 +177,7 @@ class Pipeline:
                 with trace.span("wait", "minibatches", step=step, groups=least):
                     groups, dropped = await self._take(step, least, most)
         except TimeoutError:
-            lacks = missing(self._ledger, self._requests.in_training, self.sampler)
+            lacks = missing(self._ledger, self._requests.in_training)
             raise RoomFailed(
                 f"waited {self._config.batch_deadline_s:g} s (timeouts.batch_s) for {least} finished groups of batch "
                 f"{step}; {lacks}; first failed rollout: {self._run_limits.first_failure}"
@@ -218,7 +221,7 @@ class Pipeline:
         return self._boundary or self._state()
 
     def load(self, state: OrchestratorState) -> str:
-        """Continues from a state, before the first `update_weights`. Returns how much it has of unfinished rollouts; ""
+        """Continues from a state, before the first `begin_version`. Returns how much it has of unfinished rollouts; ""
         if there were none. Raises BadInput when the dataset is another."""
         if self._config.deterministic:  # all of a turn is sampled together
             state = replace(state, running=())
@@ -262,21 +265,22 @@ class Pipeline:
         if not ended:
             raise RoomFailed(
                 f"waited {limit_s:g} s (timeouts.update_s for each replica and the start of a successor) for the "
-                f"{self._update.get_name()}; versions acknowledged by replicas: {self.sampler.acknowledged()}"
+                f"{self._update.get_name()}; versions acknowledged by replicas: {self._acknowledged}"
             )
         self._update.result()
 
-    async def _bring(self, weights: PublishedWeights) -> None:
+    async def _follow_update(self, version: int, update: Awaitable[Sequence[UpdateReport]]) -> None:
         now = asyncio.get_running_loop().time
         started = now()
-        reports = await self.sampler.update_weights(weights)
-        self._meter.note_update(weights.identity.version, reports, now() - started)
-        self.evaluator.begin(weights.identity.version, self._background.spawn)
-        self._replicas_changed()
+        reports = await update
+        self._meter.note_update(version, reports, now() - started)
+        self._replicas_changed(await self.sampler.versions())
+        self._ledger.acknowledge(self._acknowledged)
+        self.evaluator.begin(version, self._background.spawn)
 
-    def _replicas_changed(self) -> None:
-        """Looks whether slots are free that a replica has held."""
-        self._ledger.acknowledge(self.sampler.acknowledged())
+    def _replicas_changed(self, acknowledged: Mapping[int, int]) -> None:
+        """Has the dispatch loop look whether slots are free that a replica has held."""
+        self._acknowledged = acknowledged
         self._slots_changed.set()
 
     # ---- taking
@@ -315,10 +319,10 @@ class Pipeline:
         while True:
             await self._slots_changed.wait()
             self._slots_changed.clear()
-            self._ledger.acknowledge(self.sampler.acknowledged())
+            self._ledger.acknowledge(self._acknowledged)
             while self._ledger.can_dispatch():
                 permit = await self._permit()
-                self._ledger.acknowledge(self.sampler.acknowledged())
+                self._ledger.acknowledge(self._acknowledged)
                 if self._ledger.can_dispatch():
                     self._start_group(self._ledger.dispatch(self._mix.next_problem), permit)
                 else:  # the last replica was lost while it waited

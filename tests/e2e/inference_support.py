@@ -122,7 +122,7 @@ class Room:
 
     async def update(self) -> UpdateReport:
         """Publishes fresh random weights as the next version, and waits until the replica has them."""
-        return (await self.router.update_weights(self.next_weights()))[0]
+        return (await self.router.source.update(self.next_weights()))[0]
 
     def next_weights(self) -> PublishedWeights:
         """Fresh random weights, as the next version."""

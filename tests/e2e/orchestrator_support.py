@@ -7,34 +7,46 @@ import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import ray
 
 from orchestrator.env import Env, EnvContext, EnvGroupBuilder, RLDataset, StepResult, StopCondition
+from orchestrator.handle import OrchestratorHandle
 from orchestrator.workers import run_in_worker
 from trireme.core.sampler import ReplicaStats
-from trireme.core.types import SampledSequence, SampleRequest, VersionSpan
-from trireme.core.weights import Drift, PublishedWeights, UpdateReport
+from trireme.core.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity
+from trireme.core.weights import Drift, UpdateReport
+
+
+def _identity(version: int) -> WeightIdentity:
+    return WeightIdentity(0, version, f"d{version}")
+
+
+def update(handle: OrchestratorHandle, version: int, on_tick: Callable[[], None] = lambda: None) -> None:
+    """Begins a version as a driver does, with the report of one replica."""
+    handle.end_version(on_tick)
+    report = UpdateReport(0, _identity(version), Drift(0.0, 0.0), 10 * version, 0.0)
+    handle.begin_version(version, ray.put([report]), on_tick)
 
 
 class NamedSampler:
     """Answers at once with one token that follows from the request's name."""
 
-    def __init__(self) -> None:
-        self.weights: PublishedWeights | None = None
+    def __init__(self, first: int = 0) -> None:
+        """`first`: the version that it begins with."""
+        self.version = first - 1
 
     async def sample(self, request: SampleRequest) -> SampledSequence:
-        assert self.weights is not None, "asked before any weights were there"
+        assert self.version >= 0, "asked before any weights were there"
         token = hashlib.blake2b(request.request_id.encode(), digest_size=1).digest()[0] % 8
-        spans = (VersionSpan(self.weights.identity, 0, 1),)
+        spans = (VersionSpan(_identity(self.version), 0, 1),)
         return SampledSequence(np.asarray([token], np.int32), np.asarray([-2.0], np.float32), "stop", spans)
 
-    async def update_weights(self, weights: PublishedWeights) -> list[UpdateReport]:
-        self.weights = weights
-        return [UpdateReport(0, weights.identity, Drift(0.0, 0.0), 10 * weights.identity.version, 0.0)]
+    async def versions(self) -> dict[int, int]:
+        """Is called when an update has ended: the next version is there."""
+        self.version += 1
+        return {0: self.version}
 
-    def acknowledged(self) -> dict[int, int]:
-        return {} if self.weights is None else {0: self.weights.identity.version}
-
-    def on_change(self, call: Callable[[], object]) -> None:
+    def on_change(self, call: Callable[[dict[int, int]], object]) -> None:
         """No replica comes or goes."""
 
     async def stats(self) -> dict[int, ReplicaStats]:

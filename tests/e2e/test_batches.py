@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
-from orchestrator_support import NamedSampler
+from orchestrator_support import NamedSampler, update
 from trainer_support import VOCAB, make_batch, make_config, make_model
 
 from orchestrator.handle import OrchestratorHandle
@@ -22,8 +22,7 @@ from trainer.handle import TrainerHandle
 from trireme.config.model_facts import ModelFacts
 from trireme.core.batch import StoredBatch, TokenBatch
 from trireme.core.errors import BadInput, RoomFailed
-from trireme.core.types import AdamParams, Minibatch, WeightIdentity
-from trireme.core.weights import EXACT, Canary, PublishedWeights, WeightsManifest
+from trireme.core.types import AdamParams, Minibatch
 from trireme.process import waits
 from trireme.train.kl_penalty import REFERENCE, sum_distances, with_penalty
 
@@ -60,8 +59,7 @@ def rooms(tmp_path_factory: pytest.TempPathFactory, ray_cluster: str) -> Iterato
     started = [room.ready_refs() for room in (trainer, orchestrator)]
     refs, names = ([item for room in started for item in room[part]] for part in (0, 1))
     waits.get_all(refs, who=names, timeout_s=240)
-    canary = Canary(np.zeros(2, np.int32), np.zeros(1, np.float32), EXACT)
-    orchestrator.update_weights(PublishedWeights(WeightsManifest(WeightIdentity(0, 0, "d0"), (), canary), ()))
+    update(orchestrator, 0)
     yield trainer, orchestrator
     trainer.stop()
     orchestrator.stop()

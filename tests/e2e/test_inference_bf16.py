@@ -69,7 +69,7 @@ class Rounded:
         return PublishedWeights(WeightsManifest(identity, entries, canary), source)
 
     async def update(self) -> Drift:
-        return (await self.router.update_weights(self.next_weights()))[0].drift
+        return (await self.router.source.update(self.next_weights()))[0].drift
 
     async def sampled(self, name: str) -> Drift:
         """How far the log-probabilities of sampled tokens are from the trainer's."""

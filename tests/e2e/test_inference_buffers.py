@@ -37,7 +37,7 @@ def test_every_update_brings_the_buffers_of_its_version(
             room.models[version] = model_of(version + 1)
             published = publish(room.models[version], version)
             assert any("e_score_correction_bias" in entry.name for entry in published.manifest.entries)
-            report = (await room.router.update_weights(published))[0]
+            report = (await room.router.source.update(published))[0]
             assert 0 < report.drift.largest < 1e-4
             prompt = prompt_of(20, seed=version)
             answer = await room.router.sample(request(f"v{version}", prompt, 16))

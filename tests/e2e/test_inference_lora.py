@@ -275,7 +275,7 @@ def test_adapters_of_another_base_are_refused(rooms: dict[str, AdapterRoom]) -> 
     with pytest.raises(
         WeightsRefused, match=rf"base {'0' * 32}, but the files of .* have digest {base_digest(str(room.base))}"
     ):
-        asyncio.run(room.router.update_weights(strange))
+        asyncio.run(room.router.source.update(strange))
 
 
 def test_a_scale_that_was_not_published_is_refused(rooms: dict[str, AdapterRoom]) -> None:
@@ -284,4 +284,4 @@ def test_a_scale_that_was_not_published_is_refused(rooms: dict[str, AdapterRoom]
     room.next_weights()
     strange = room.publish(len(room.models) - 1, Adapter(base_digest(str(room.base)), 8, 20.0))
     with pytest.raises(WeightsRefused, match="canary of version"):
-        asyncio.run(room.router.update_weights(strange))
+        asyncio.run(room.router.source.update(strange))

@@ -91,7 +91,7 @@ async def refusal(room: Room, kind: str) -> str:
     version = len(room.models)
     room.models[version] = model_of(kind, seed=version + 1)
     try:
-        await room.router.update_weights(publish(room.models[version], version))
+        await room.router.source.update(publish(room.models[version], version))
     except WeightsRefused as refused:
         print(kind, version, refused)
         (found,) = (name for name, pattern in CHECKS.items() if re.search(pattern, str(refused)))

@@ -2,20 +2,19 @@
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 import pytest
-from orchestrator_support import NamedSampler
+from orchestrator_support import NamedSampler, update
 from tokenizers import Tokenizer, models
 
 from orchestrator.handle import OrchestratorHandle
 from trireme.config import Config
 from trireme.core.errors import BadInput, LimitReached, RoomFailed, StorageFailed
-from trireme.core.types import WeightIdentity
-from trireme.core.weights import EXACT, Canary, PublishedWeights, WeightsManifest
 from trireme.process import waits
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -36,6 +35,7 @@ def start(
     policy: str = "wait",
     evaluation: dict[str, Any] | None = None,
     envs: list[dict[str, Any]] | None = None,
+    first: int = 0,
     **env: Any,
 ) -> OrchestratorHandle:
     cfg = Config.model_validate(
@@ -50,17 +50,13 @@ def start(
         }
     )
     importable = {"env_vars": {"PYTHONPATH": str(Path(__file__).parent), "TRIREME_FAULTS": faults}}
-    return OrchestratorHandle.start(cfg, NamedSampler, {"num_cpus": 0, "runtime_env": importable}, log_dir)
+    sampler = partial(NamedSampler, first)
+    return OrchestratorHandle.start(cfg, sampler, {"num_cpus": 0, "runtime_env": importable}, log_dir)
 
 
 def wait_ready(handle: OrchestratorHandle) -> None:
     refs, names = handle.ready_refs()
     waits.get_all(refs, who=names, timeout_s=60)
-
-
-def published(version: int) -> PublishedWeights:
-    canary = Canary(np.zeros(2, np.int32), np.zeros(1, np.float32), EXACT)
-    return PublishedWeights(WeightsManifest(WeightIdentity(0, version, f"d{version}"), (), canary), ())
 
 
 @pytest.fixture(scope="module")
@@ -73,14 +69,14 @@ def handle(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 def test_a_run_of_three_steps_and_a_sudden_death(handle: OrchestratorHandle) -> None:
-    handle.update_weights(published(0))
+    update(handle, 0)
     for step in range(3):
         minibatches = list(handle.minibatches(step, 0))
         assert [(m.num_groups, m.last, m.divisor) for m in minibatches] == [(2, False, 8), (2, True, 8)]
         for minibatch in minibatches:
             assert minibatch.provenance.step == step
             assert minibatch.batch.columns["versions"].max() <= step
-        handle.update_weights(published(step + 1))
+        update(handle, step + 1)
         row = handle.release(step).metrics
         assert 0 < row["env/guesses/reward/total"] < 1
         assert row["off_policy/max"] <= 1
@@ -96,7 +92,7 @@ def test_what_goes_wrong_in_the_actor_reaches_the_driver(model_dir: Path) -> Non
     with pytest.raises(BadInput, match="'no_such'"):
         wait_ready(unknown)
     wait_ready(broken)
-    broken.update_weights(published(0))
+    update(broken, 0)
     with pytest.raises(LimitReached, match="ZeroDivisionError: the environment is broken"):
         next(broken.minibatches(0, 0))
     for handle in (unknown, broken):
@@ -113,11 +109,11 @@ def test_several_environments_one_of_which_computes_in_worker_processes(model_di
         ],
     )
     wait_ready(handle)
-    handle.update_weights(published(0))
+    update(handle, 0)
     rows = []
     for step in range(3):
         list(handle.minibatches(step, 0))
-        handle.update_weights(published(step + 1))
+        update(handle, step + 1)
         rows.append(handle.release(step).metrics)
     assert sum(row.get("rollout_errors/WorkerTimeout", 0) for row in rows) == 2, "the rollouts of one problem"
     assert rows[-1]["ledger/failed"] == 1
@@ -144,11 +140,11 @@ def test_a_step_is_given_up_and_another_process_goes_on_from_its_start(model_dir
     hanging = {"every": 1, "samples": 2, "env": {"args": {"hang_from": 5}}}
     faults = "orchestrator.save@3=raise"
     first = start(model_dir, faults=faults, policy="wait", args={"hang_from": 6}, evaluation=hanging)
-    second = start(model_dir, policy="wait", evaluation={"every": 3, "samples": 2})
+    second = start(model_dir, first=1, policy="wait", evaluation={"every": 3, "samples": 2})
     wait_ready(first)
-    first.update_weights(published(0))
+    update(first, 0)
     list(first.minibatches(0, 0))
-    first.update_weights(published(1), hurry=lambda: True)
+    update(first, 1, on_tick=first.give_up_evaluation)
     released = first.release(0)
     assert [group["problem"] for group in released.trained] == ["0.0.0", "0.0.1", "0.0.2", "0.0.3"]
     assert "eval/guesses/version" not in released.metrics
@@ -168,10 +164,10 @@ def test_a_step_is_given_up_and_another_process_goes_on_from_its_start(model_dir
 
     wait_ready(second)
     second.load_state(tmp_path / "commit" / "orchestrator")
-    second.update_weights(published(1))
+    update(second, 1)
     again = list(second.minibatches(1, 0))
     np.testing.assert_array_equal(again[0].batch.tokens, taken.batch.tokens)
-    second.update_weights(published(2))
+    update(second, 2)
     released = second.release(1)
     assert [group["problem"] for group in released.trained] == ["0.0.4", "0.0.5", "0.0.6", "0.0.7"]
     assert released.metrics["ledger/trained"] == 8

@@ -102,9 +102,9 @@ def test_a_router_samples_with_the_replicas_of_the_newest_table(start: Callable[
         router = Router(replicas.source)
         await answer(actor.join.remote(0, Replica(0, fails=True)))
         await answer(actor.join.remote(1, Replica(1)))
-        reports = await router.update_weights(weights(3))
+        reports = await answer(actor.update.remote(weights(3)))
         assert [report.replica for report in reports] == [0, 1]
-        assert router.acknowledged() == {0: 3, 1: 3}, "its table is that of the update"
+        assert await router.versions() == {0: 3, 1: 3}, "its table is that of the update"
         assert [await sampled_by(router, name) for name in ("a", "b")] == [1, 1]
         assert await answer(actor.next_failure.remote()) == (0, "replica 0 died")
         await answer(actor.join.remote(0, Replica(0)))
@@ -116,7 +116,7 @@ def test_a_router_samples_with_the_replicas_of_the_newest_table(start: Callable[
         await asyncio.sleep(1.0)
         assert await sampled_by(router, "d") == 0, "the last table stays"
         with pytest.raises(RoomFailed, match=r"replica set .* died"):
-            await router.update_weights(weights(4))
+            await router.versions()
 
     asyncio.run(run())
 

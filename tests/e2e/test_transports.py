@@ -152,7 +152,7 @@ class Rooms:
             published = await self._send(version)
             self.servers = published.source.session.servers
         assert published.identity != self.newest
-        reports = await self.router.update_weights(published)
+        reports = await self.router.source.update(published)
         self.newest = published.identity
         assert {report.identity for report in reports} == {published.identity}
         got, all_of_them = {report.replica for report in reports}, set(self.replicas.indices)

@@ -718,13 +718,18 @@ async def attempt(outcome: Outcome, router: type[Router], commits: list[Commit],
             pipeline.sampler.source.leave(index, "the attempt has ended")
 
 
+async def begin_version(pipeline: Pipeline, weights: PublishedWeights) -> None:
+    await pipeline.end_version()
+    await pipeline.begin_version(weights.identity.version, pipeline.sampler.source.update(weights))
+
+
 async def train(pipeline: Pipeline, outcome: Outcome, commits: list[Commit]) -> None:
     """The loop of `trireme.train.rl_loop.train`, from the newest commit on."""
     scenario, loop = outcome.scenario, asyncio.get_running_loop()
     start = commits[-1].step if commits else 0
     weights = await outcome.trainer.publish(start, pipeline, outcome)
     identities = (*(commits[-1].identities if commits else ()), weights.identity)
-    await pipeline.update_weights(weights)
+    await begin_version(pipeline, weights)
     if not commits:
         outcome.seconds = -loop.time()
         commits.append(Commit(0, pipeline.snapshot(), identities))
@@ -741,7 +746,7 @@ async def train(pipeline: Pipeline, outcome: Outcome, commits: list[Commit]) -> 
                 last = minibatch.last
         weights = await outcome.trainer.publish(step + 1, pipeline, outcome)
         versions.add(weights.identity)
-        await pipeline.update_weights(weights)
+        await begin_version(pipeline, weights)
         outcome.released.append(pipeline.release(step))
         outcome.ended_s.append(loop.time())
         outcome.options.append(scenario)

@@ -211,7 +211,7 @@ def test_each_request_is_answered_once_and_whole(
         first = {index: Slow(index) for index in range(replicas)}
         router = router_of(first, one_version=one_version, patience_s=PATIENCE_S, update_s=PATIENCE_S)
         fleet = Fleet(router, dict(first), restart_s)
-        await router.update_weights(weights(0))
+        await router.source.update(weights(0))
 
         async def event(at_s: float, what: str, index: int) -> None:
             await asyncio.sleep(at_s)
@@ -230,7 +230,7 @@ def test_each_request_is_answered_once_and_whole(
         async def update() -> None:
             for version, at_s in enumerate(sorted(updates), 1):
                 await asyncio.sleep(max(at_s - asyncio.get_running_loop().time(), 0.0))
-                await router.update_weights(weights(version))
+                await router.source.update(weights(version))
 
         background = [
             asyncio.create_task(work)

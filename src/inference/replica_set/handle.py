@@ -17,7 +17,6 @@ from trireme.config import Config
 from trireme.core.errors import RoomFailed, TriremeError
 from trireme.core.transport import Epochs, Offer, Session
 from trireme.core.types import WeightIdentity
-from trireme.core.weights import PublishedWeights, UpdateReport
 from trireme.process import waits
 from trireme.process.ray_cluster import on_node
 
@@ -36,8 +35,6 @@ class RemoteSet:
     """Implements `inference.router.TableSource` in another process than that of the set; picklable."""
 
     actor: Any
-    update_s: float
-    """Deadline of an update."""
     patience_s: float
     """How long to wait for a replica to join when none is left."""
     _tasks: list[asyncio.Task[None]] | None = None
@@ -75,11 +72,6 @@ class RemoteSet:
         """Says that a replica failed this process, without waiting."""
         self.actor.report.remote(index, generation, failure)
 
-    async def update(self, weights: PublishedWeights) -> list[UpdateReport]:
-        """Brings the replicas to `weights`, within `update_s` and ANSWER_S seconds."""
-        who = f"{WHO} (the update to version {weights.identity.version})"
-        return await waits.get_async(self.actor.update.remote(weights), who=who, timeout_s=self.update_s + ANSWER_S)
-
 
 class ReplicaSetHandle:
     """The driver's handle. The supervisor calls `actor.join`, `leave`, `drain` and `next_failure` itself."""
@@ -104,7 +96,7 @@ class ReplicaSetHandle:
         self._started = self.actor.start.remote(log_dir)
         self._log = log_dir and log_dir / "replica_set_0.log"
         self._epochs = Epochs()
-        self.source = RemoteSet(self.actor, config.update_deadline_s, config.patience_s)
+        self.source = RemoteSet(self.actor, config.patience_s)
         """For routers."""
 
     def ready_refs(self) -> tuple[list[Any], list[str]]:

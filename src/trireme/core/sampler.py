@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from trireme.core.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity
-from trireme.core.weights import PublishedWeights, UpdateReport
 
 
 @dataclass(frozen=True)
@@ -88,15 +87,12 @@ class FollowingSampler(SequenceSampler, Protocol):
 class Sampler(SequenceSampler, Protocol):
     """The inference room as the orchestrator sees it: all replicas behind one router."""
 
-    async def update_weights(self, weights: PublishedWeights) -> list[UpdateReport]:
-        """Brings every live replica to `weights` while it samples. Raises WeightsRefused or RoomFailed, as
-        WeightsGone when no replica can have the bytes any more: newer ones may be brought then."""
+    async def versions(self) -> dict[int, int]:
+        """Returns {replica: version} for live replicas that have acknowledged one; empty before the first update. Those
+        of an update that has ended have its version, and are sampled from."""
 
-    def acknowledged(self) -> dict[int, int]:
-        """Returns {replica: version} for live replicas that have acknowledged one; empty before the first update."""
-
-    def on_change(self, call: Callable[[], object]) -> None:
-        """Calls `call` whenever a replica has joined, left or failed, or has acknowledged a version."""
+    def on_change(self, call: Callable[[dict[int, int]], object]) -> None:
+        """Calls `call` with `versions` whenever a replica has joined, left or failed, or has acknowledged one."""
 
     async def stats(self) -> dict[int, ReplicaStats]:
         """Returns {replica: utilisation}. A replica that cannot answer is used no more; raises RoomFailed when none is

@@ -116,7 +116,12 @@ class RlRun(TrainingRun):
         )
 
     def train(self, core: Core, attempt: Attempt, journal: Journal) -> None:
-        train(self.config, Rooms(core.trainer, core.others["orchestrator"]), attempt, journal)
+        train(
+            self.config,
+            Rooms(core.trainer, core.others["orchestrator"], core.replica_set.update.remote),
+            attempt,
+            journal,
+        )
 
     def step_line(self, row: Mapping[str, Any]) -> str:
         return step_line(row, self.config.max_steps)

@@ -23,7 +23,7 @@ def train(config: Config, rooms: Rooms, attempt: Attempt, journal: Journal) -> N
     penalty = KlPenalty(rooms.trainer, kl.coef, kl.discount, kl.reference.update_every)
     weights = rooms.trainer.publish_weights(attempt.start)
     attempt.commits.at_boundary(attempt.start, weights)
-    rooms.orchestrator.update_weights(weights, attempt.stop.asked, attempt.check_rooms)
+    update_replicas(rooms, attempt, weights)
     for step in attempt.steps():
         record = StepRecord(step)
         with record.clock("step", step=step):
@@ -68,11 +68,23 @@ def train_step(
         weights = trainer.publish_weights(step + 1)
     penalty.end_step(step + 1)
     with clock("update_replicas"):  # waits for the update before; this one continues during the next step
-        orchestrator.update_weights(weights, attempt.stop.asked, attempt.check_rooms)
+        update_replicas(rooms, attempt, weights)
     released = orchestrator.release(step)
     with clock("checkpoint_stall"):
         attempt.commits.at_boundary(step + 1, weights)
     return weights, released
+
+
+def update_replicas(rooms: Rooms, attempt: Attempt, weights: PublishedWeights) -> None:
+    """Begins to bring the replicas to `weights` once the version before them, and its evaluation, have ended."""
+
+    def on_tick() -> None:
+        attempt.check_rooms()
+        if attempt.stop.asked():
+            rooms.orchestrator.give_up_evaluation()
+
+    rooms.orchestrator.end_version(on_tick)
+    rooms.orchestrator.begin_version(weights.identity.version, rooms.update(weights), on_tick)
 
 
 def rates(seconds: Mapping[str, float], rollouts: Mapping[str, float]) -> dict[str, float]:

@@ -59,9 +59,11 @@ class Orchestrator(Protocol):
 
     def minibatches(self, step: int, substep: int, on_tick: Callable[[], None]) -> Iterator[Minibatch]: ...
 
-    def update_weights(
-        self, weights: PublishedWeights, hurry: Callable[[], bool], check: Callable[[], None]
-    ) -> None: ...
+    def end_version(self, on_tick: Callable[[], None]) -> None: ...
+
+    def begin_version(self, version: int, update: Any, on_tick: Callable[[], None]) -> None: ...
+
+    def give_up_evaluation(self) -> None: ...
 
     def release(self, step: int) -> StepSummary: ...
 
@@ -72,6 +74,8 @@ class Rooms:
 
     trainer: Trainer
     orchestrator: Orchestrator
+    update: Callable[[PublishedWeights], Any]
+    """Begins to bring the replicas to a version; returns a reference to their reports."""
 
 
 @dataclass(frozen=True)

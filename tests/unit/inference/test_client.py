@@ -36,7 +36,7 @@ class Router:
         tokens = np.array(self.answer or [request.params.seed or 0])
         return SampledSequence(tokens, np.zeros(len(tokens), np.float32), "stop", (), **asked)
 
-    async def update_weights(self, weights: Any) -> list[Any]:
+    async def update(self, weights: Any) -> list[Any]:
         return [weights, "taken"]
 
 

@@ -281,7 +281,7 @@ async def test_a_request_cancelled_before_it_left_is_never_sent() -> None:
 async def test_an_acknowledgement_counts_the_moment_it_arrives() -> None:
     router, (first, second) = fleet(2)
     assert router.acknowledged() == {}
-    update = asyncio.create_task(router.update_weights(WEIGHTS))
+    update = asyncio.create_task(router.source.update(WEIGHTS))
     await turns()
     second.update.set_result(report(1))
     await turns()
@@ -294,7 +294,7 @@ async def test_an_acknowledgement_counts_the_moment_it_arrives() -> None:
 async def test_in_deterministic_mode_a_refused_update_is_raised_after_the_others_finished() -> None:
     router, (first, second) = fleet(2, fixed=True)
     first.update.set_exception(WeightsRefused("replica 0: tensor w was corrupted"))
-    update = asyncio.create_task(router.update_weights(WEIGHTS))
+    update = asyncio.create_task(router.source.update(WEIGHTS))
     await turns()
     assert not update.done()
     second.update.set_result(report(1))
@@ -308,7 +308,7 @@ async def test_new_requests_avoid_replicas_that_take_weights() -> None:
     for fake in fakes:
         fake.go.set()
     await router.sample(request("a0", "a"))  # on the first
-    update = asyncio.create_task(router.update_weights(WEIGHTS))
+    update = asyncio.create_task(router.source.update(WEIGHTS))
     for replica, fake in enumerate(fakes):
         await turns(10)
         assert router.acknowledged() == dict.fromkeys(range(replica), 3)
@@ -331,7 +331,7 @@ async def updated_fleet(n: int, **options: Any) -> tuple[Router, list[FakeReplic
     for replica, fake in enumerate(fakes):
         fake.update.set_result(report(replica))
         fake.spans = (KNOWN,)
-    await router.update_weights(WEIGHTS)
+    await router.source.update(WEIGHTS)
     return router, fakes
 
 
@@ -362,18 +362,18 @@ async def test_a_replica_that_reports_other_weights_than_it_was_sent_is_out_and_
     router, (liar, honest) = fleet(2)
     liar.update.set_result(replace(report(0), identity=WeightIdentity(1, 2, "d")))
     honest.update.set_result(report(1))
-    assert await router.update_weights(WEIGHTS) == [report(1)]
+    assert await router.source.update(WEIGHTS) == [report(1)]
     assert router.acknowledged() == {1: 3}
     honest.update = asyncio.get_running_loop().create_future()
     honest.update.set_result(replace(report(1), identity=WeightIdentity(1, 3, "e")))
     with pytest.raises(RoomFailed, match=r"no inference replica is left.*replica 1 reports that it has weights 1:3:e"):
-        await router.update_weights(WEIGHTS)
+        await router.source.update(WEIGHTS)
 
 
 async def test_tokens_of_weights_that_are_on_their_way_are_known() -> None:
     """They may come before the report does."""
     router, (only,) = fleet(1)
-    update = asyncio.create_task(router.update_weights(WEIGHTS))
+    update = asyncio.create_task(router.source.update(WEIGHTS))
     await turns()
     only.spans = (KNOWN,)
     only.go.set()
@@ -436,7 +436,7 @@ async def test_nothing_is_kept_of_what_a_replica_said_of_strange_weights(monkeyp
 async def test_one_that_hangs_is_left_when_its_death_is_told_and_that_is_not_reported_again() -> None:
     router, (_, other) = fleet(2)
     tasks = [asyncio.create_task(router.sample(request(f"r{i}"))) for i in range(2)]
-    update = asyncio.create_task(router.update_weights(WEIGHTS))
+    update = asyncio.create_task(router.source.update(WEIGHTS))
     other.go.set()
     other.update.set_result(report(1))
     await turns(20)
@@ -469,11 +469,11 @@ class Updated(FakeReplica):
 async def test_a_joiner_takes_the_newest_weights_before_it_serves_and_no_update_waits_for_it() -> None:
     first, joiner = Updated("replica 0", 3, 4), Updated("replica 1")
     router = router_of({0: first})
-    await router.update_weights(weights(3))
+    await router.source.update(weights(3))
     join = asyncio.create_task(router.source.join(1, joiner))
     await turns()
     assert joiner.begun == [3]
-    reports = await router.update_weights(weights(4))
+    reports = await router.source.update(weights(4))
     assert [report.replica for report in reports] == [0], "it does not wait"
     busy = asyncio.create_task(wave(router, ["a", "b"]))
     await turns()
@@ -515,7 +515,7 @@ async def test_the_drift_of_the_first_update_bounds_all_later_ones_also_of_joine
     first, second, joiner = (Rounding(f"replica {i}", Drift(0.02 + i / 100, 0.08 - i / 100)) for i in range(3))
     router = router_of({0: first, 1: second})
     for number in (3, 4, 5):
-        await router.update_weights(rounded(number))
+        await router.source.update(rounded(number))
     await router.source.join(2, joiner)
     later = Drift(0.15, 3.0)
     assert [fake.bounds for fake in (first, second, joiner)] == [[ROUNDED, later, later]] * 2 + [[later]]
@@ -523,7 +523,7 @@ async def test_the_drift_of_the_first_update_bounds_all_later_ones_also_of_joine
 
 async def usual_updates(router: Router, number: int) -> None:
     for each in range(number):
-        await router.update_weights(weights(each))
+        await router.source.update(weights(each))
 
 
 async def test_an_update_does_not_wait_for_one_far_slower_than_usual(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -531,12 +531,12 @@ async def test_an_update_does_not_wait_for_one_far_slower_than_usual(monkeypatch
     steady, late = Updated("replica 0", *range(9)), Updated("replica 1", *range(5))
     router = router_of({0: steady, 1: late}, update_s=300.0)
     await usual_updates(router, 5)
-    assert [report.replica for report in await router.update_weights(weights(5))] == [0]
+    assert [report.replica for report in await router.source.update(weights(5))] == [0]
     assert router.acknowledged() == {0: 5}, "so slots become free"
     requests = asyncio.create_task(wave(router, ["a", "b"]))
     await turns()
     assert (steady.groups, late.groups) == ([["a0", "b1"]], []), "its weights are too old for new requests"
-    await router.update_weights(weights(6))
+    await router.source.update(weights(6))
     assert late.begun == [0, 1, 2, 3, 4, 5], "and later updates do not wait either"
     failure = asyncio.create_task(router.source.next_failure())
     late.may_take |= {5, 6}
@@ -553,7 +553,7 @@ async def test_when_all_are_far_slower_the_update_waits_for_the_first(monkeypatc
     only = Updated("replica 0", *range(10))
     router = router_of({0: only}, update_s=300.0)
     await usual_updates(router, 10)
-    update = asyncio.create_task(router.update_weights(weights(10)))
+    update = asyncio.create_task(router.source.update(weights(10)))
     await asyncio.sleep(0.2)
     assert (router.acknowledged(), update.done()) == ({}, False)
     only.may_take.add(10)
@@ -567,7 +567,7 @@ async def test_in_deterministic_mode_updates_wait_as_long_as_it_takes(monkeypatc
     steady, late = Updated("replica 0", *range(9)), Updated("replica 1", *range(5))
     router = router_of({0: steady, 1: late}, update_s=300.0, fixed=True)
     await usual_updates(router, 5)
-    update = asyncio.create_task(router.update_weights(weights(5)))
+    update = asyncio.create_task(router.source.update(weights(5)))
     await asyncio.sleep(0.2)
     assert not update.done()
     late.may_take.add(5)
@@ -591,13 +591,13 @@ class Fetching(Updated):
 async def test_a_joiner_without_newer_weights_serves_after_the_next_update(caplog: pytest.LogCaptureFixture) -> None:
     first, joiner = Updated("replica 0", 3, 4), Fetching("replica 1", 3, gone=(3,))
     router = router_of({0: first})
-    await router.update_weights(weights(3))
+    await router.source.update(weights(3))
     await router.source.join(1, joiner)
     assert caplog.text.count("replica 1: the trainer no longer keeps version 3. It gets no requests until") == 1
     requests = asyncio.create_task(wave(router, ["a", "b"]))
     await turns()
     assert (first.groups, joiner.groups, router.acknowledged()) == ([["a0", "b1"]], [], {0: 3})
-    update = asyncio.create_task(router.update_weights(weights(4)))
+    update = asyncio.create_task(router.source.update(weights(4)))
     await turns(20)
     assert not update.done()
     joiner.may_take.add(4)
@@ -612,15 +612,15 @@ async def test_an_update_whose_bytes_are_gone_for_all_says_so_and_the_next_one_f
     fakes = {i: Fetching(f"replica {i}", 3, 4, gone=(3,)) for i in range(2)}
     router = router_of(fakes, fixed=fixed, patience_s=20.0)
     with pytest.raises(WeightsGone, match=r"replica [01]: the trainer no longer keeps version 3"):
-        await router.update_weights(weights(3))
-    assert [report.replica for report in await router.update_weights(weights(4))] == [0, 1]
+        await router.source.update(weights(3))
+    assert [report.replica for report in await router.source.update(weights(4))] == [0, 1]
 
 
 async def test_nobody_waits_for_one_whose_weights_are_gone() -> None:
     """Nothing brings them before the next update."""
     first, joiner = Updated("replica 0", 3), Fetching("replica 1", 3, gone=(3,))
     router = router_of({0: first}, patience_s=20.0)
-    await router.update_weights(weights(3))
+    await router.source.update(weights(3))
     join = asyncio.create_task(router.source.join(1, joiner))
     await turns(1)
     router.source.leave(0, "replica 0 died")
@@ -656,11 +656,11 @@ async def test_weights_that_every_replica_refuses_are_refused() -> None:
     for fake in (first, second):
         fake.update.set_exception(WeightsRefused(f"{fake.name}: tensor w was corrupted"))
     with pytest.raises(WeightsRefused, match="replica 0: tensor w"):
-        await router.update_weights(WEIGHTS)
+        await router.source.update(WEIGHTS)
     router, (first, second) = fleet(2)
     first.update.set_exception(WeightsRefused("replica 0: tensor w was corrupted"))
     second.update.set_result(report(1))
-    assert await router.update_weights(WEIGHTS) == [report(1)]
+    assert await router.source.update(WEIGHTS) == [report(1)]
     assert await router.source.next_failure() == (0, "replica 0: tensor w was corrupted")
 
 
@@ -723,8 +723,8 @@ async def test_late_and_repeated_tables_change_nothing() -> None:
         await router.sample(request("late"))
 
 
-async def test_tokens_of_weights_that_only_a_newer_table_names_are_known() -> None:
-    """They may come before that table does."""
+async def router_with_a_late_table() -> tuple[Router, FakeReplica]:
+    """Its replica has taken WEIGHTS; the table that says so is on its way."""
     fake = FakeReplica("replica 0")
     source = ReplicaSet({0: fake})
 
@@ -735,10 +735,23 @@ async def test_tokens_of_weights_that_only_a_newer_table_names_are_known() -> No
         def listen(self, take: object) -> None:
             """Its tables are on their way."""
 
-    router = Router(Late())  # type: ignore[arg-type]
+    router = Router(Late())
     router.take(await source.table((0, 0), 0.0))
     fake.update.set_result(report(0))
     await source.update(WEIGHTS)
+    return router, fake
+
+
+async def test_versions_are_those_of_the_update_though_its_table_is_late() -> None:
+    """An evaluation of the version begins then, and takes no answers of the version before."""
+    router, _ = await router_with_a_late_table()
+    assert router.acknowledged() == {}
+    assert await router.versions() == {0: 3}
+
+
+async def test_tokens_of_weights_that_only_a_newer_table_names_are_known() -> None:
+    """They may come before that table does."""
+    router, fake = await router_with_a_late_table()
     fake.spans = (KNOWN,)
     fake.go.set()
     assert (await router.sample(request("r"))).spans == (KNOWN,)

@@ -51,10 +51,10 @@ async def sampled(router: Router, adapter: str, key: str) -> int:
 async def test_every_replica_has_all_adapters_beside_the_newest_weights() -> None:
     replicas = [Replica(0), Replica(1)]
     router = router_of(dict(enumerate(replicas)))
-    await router.update_weights(weights(0))
+    await router.source.update(weights(0))
     for version, name in enumerate("ab", start=1):
         await router.source.load_adapter(name, weights(version))
-    await router.update_weights(weights(3))
+    await router.source.update(weights(3))
     for key in "xyz":
         found = [await sampled(router, adapter, key) for adapter in ("", "a", "b")]
         assert found == [3, 1, 2]
@@ -65,7 +65,7 @@ async def test_every_replica_has_all_adapters_beside_the_newest_weights() -> Non
 async def test_one_that_joins_gets_them_before_it_serves() -> None:
     first, joiner = Replica(0), Replica(1)
     router = router_of({0: first})
-    await router.update_weights(weights(0))
+    await router.source.update(weights(0))
     await router.source.load_adapter("a", weights(1))
     await router.source.load_adapter("b", weights(2))
     await router.source.drop_adapter("a")
@@ -79,7 +79,7 @@ async def test_one_that_cannot_take_an_adapter_is_used_no_more() -> None:
     replicas = [Replica(0), Replica(1)]
     replicas[0].most = 0
     router = router_of(dict(enumerate(replicas)))
-    await router.update_weights(weights(0))
+    await router.source.update(weights(0))
     await router.source.load_adapter("a", weights(1))
     assert await router.source.next_failure() == (0, "replica 0 has no room")
     assert [await sampled(router, "a", key) for key in "xy"] == [1, 1]

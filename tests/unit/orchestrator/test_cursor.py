@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from orchestrator_fakes import FakeSampler, Problem, Problems, published
+from orchestrator_fakes import FakeSampler, Problem, Problems, begin_version, published
 from orchestrator_fakes import small_config as one_env
 
 from orchestrator.cursor import Mix
@@ -108,13 +108,13 @@ class MixedRun:
             minibatch = await self.pipeline.next_minibatch(step, 0)
             self.sizes.update(minibatch.problems_D)
             last = minibatch.last
-        await self.pipeline.update_weights(published(step + 1))
+        await begin_version(self.pipeline, published(step + 1))
         released = self.pipeline.release(step)
         self.rows.append(released.metrics)
         self.trained.append([group["problem"] for group in released.trained])
 
     async def __aenter__(self) -> MixedRun:
-        await self.pipeline.update_weights(published(self.start))
+        await begin_version(self.pipeline, published(self.start))
         return self
 
     async def __aexit__(self, *error: object) -> None:

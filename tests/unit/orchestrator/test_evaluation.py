@@ -16,6 +16,7 @@ from orchestrator_fakes import (
     Problems,
     Reward,
     Run,
+    begin_version,
     by_sample,
     published,
     quiesce,
@@ -84,11 +85,11 @@ class EvalRun(Run):
 class Witness(FakeSampler):
     def __init__(self) -> None:
         super().__init__()
-        self.versions: dict[str, int] = {}
+        self.by_request: dict[str, int] = {}
 
     async def sample(self, request: SampleRequest) -> SampledSequence:
         sampled = await super().sample(request)
-        self.versions[request.request_id] = self.version
+        self.by_request[request.request_id] = self.version
         return sampled
 
 
@@ -131,7 +132,7 @@ def test_each_evaluation_stands_in_the_row_of_its_version(max_steps_off_policy: 
     assert run.evaluated == {0: 0, 2: 2, 4: 4, 5: 6}
     assert isinstance(run.sampler, Witness)
     for request in run.asked():
-        assert int(request.request_id.split("/")[2]) == run.sampler.versions[request.request_id]
+        assert int(request.request_id.split("/")[2]) == run.sampler.by_request[request.request_id]
     assert len(run.asked()) == 4 * 6
 
 
@@ -156,7 +157,7 @@ async def test_training_goes_on_but_the_next_version_waits() -> None:
         await run.pipeline.next_minibatch(0, 0)
         await quiesce()
         assert len(run.sampler.requests) == 6 + 8, "all slots of training are sampled beside it"
-        update = asyncio.create_task(run.pipeline.update_weights(published(1)))
+        update = asyncio.create_task(begin_version(run.pipeline, published(1)))
         await quiesce()
         assert not update.done()
         assert run.sampler.version == 0
@@ -302,7 +303,7 @@ async def test_one_that_does_not_end_is_named() -> None:
     async with run:
         await run.pipeline.next_minibatch(0, 0)
         with pytest.raises(RoomFailed, match=r"evaluation of version 0: 2 of 6 problems of environment fake"):
-            await run.pipeline.update_weights(published(1))
+            await begin_version(run.pipeline, published(1))
 
 
 # ---- state

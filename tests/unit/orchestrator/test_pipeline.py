@@ -15,6 +15,7 @@ from orchestrator_fakes import (
     Problem,
     Problems,
     Run,
+    begin_version,
     problems_of,
     published,
     quiesce,
@@ -49,7 +50,7 @@ async def test_synchronous_run_dispatches_nothing_before_release() -> None:
     async with Run(small_config(max_steps_off_policy=0)) as run:
         for step in range(3):
             await run.pipeline.next_minibatch(step, 0)
-            await run.pipeline.update_weights(published(step + 1))
+            await begin_version(run.pipeline, published(step + 1))
             await quiesce()
             assert len(run.sampler.requests) == 4 * (step + 1)
             row = run.pipeline.release(step).metrics
@@ -318,7 +319,7 @@ async def test_an_update_ends_first_where_nothing_goes_on(held: int, max_steps: 
     run = Run(small_config(2, max_steps, max_steps_off_policy=max_steps_off_policy))
     update = run.sampler.hold_update(held)
     async with run if held else nullcontext():
-        verb = asyncio.create_task(run.step(0) if held else run.pipeline.update_weights(published(0)))
+        verb = asyncio.create_task(run.step(0) if held else begin_version(run.pipeline, published(0)))
         await quiesce()
         assert (run.sampler.version, verb.done()) == (held - 1, False)
         update.set()
@@ -331,12 +332,12 @@ async def release(pipeline: Pipeline) -> None:
     pipeline.release(0)
 
 
-@pytest.mark.parametrize("verb", [release, lambda p: p.next_minibatch(1, 0), lambda p: p.update_weights(published(2))])
+@pytest.mark.parametrize("verb", [release, lambda p: p.next_minibatch(1, 0), lambda p: p.end_version()])
 async def test_a_failed_update_is_raised_by_the_next_verb(verb: Callable[[Pipeline], Coroutine[Any, Any, Any]]) -> None:
     async with Run(small_config(2, 5)) as run:
         await run.pipeline.next_minibatch(0, 0)
         run.sampler.update_error = WeightsRefused("canary of version 1")
-        await run.pipeline.update_weights(published(1))
+        await begin_version(run.pipeline, published(1))
         await quiesce()
         with pytest.raises(WeightsRefused, match="canary of version 1"):
             await verb(run.pipeline)
@@ -483,7 +484,7 @@ async def test_a_lost_room_is_no_failed_rollout() -> None:
             with pytest.raises(RoomFailed, match="all replicas"):
                 await run.pipeline.next_minibatch(0, 0)
         with pytest.raises(RoomFailed, match="all replicas"):
-            await run.pipeline.update_weights(published(1))
+            await begin_version(run.pipeline, published(1))
 
 
 async def test_a_token_older_than_the_floor_is_an_error() -> None:
@@ -513,7 +514,7 @@ async def test_a_batch_that_comes_late_while_no_replica_serves_is_said_to_wait_f
         run.sampler.hold(problem)
     async with run:
         await quiesce()
-        run.sampler.acknowledged = dict  # type: ignore[method-assign]
+        run.sampler.changed({})
         with pytest.raises(RoomFailed, match="no inference replica serves, and 16 requests wait for one"):
             await run.pipeline.next_minibatch(0, 0)
 

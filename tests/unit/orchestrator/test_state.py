@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from orchestrator_fakes import Problem, Problems, Run, published, quiesce, small_config, whole_run
+from orchestrator_fakes import Problem, Problems, Run, begin_version, published, quiesce, small_config, whole_run
 from whole_turns import trajectory_of
 
 from orchestrator.advantages import ScoredGroup
@@ -340,7 +340,7 @@ async def test_no_snapshot_between_two_versions() -> None:
     async with Run(small_config()) as run:
         run.sampler.hold_update(1)
         await run.pipeline.next_minibatch(0, 0)
-        await run.pipeline.update_weights(published(1))
+        await begin_version(run.pipeline, published(1))
         with pytest.raises(ValueError, match="0 batches are released, but the update to 1 has begun"):
             run.pipeline.snapshot()
         run.pipeline.release(0)

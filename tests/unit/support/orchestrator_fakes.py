@@ -72,7 +72,12 @@ class FakeSampler:
         n = len(versions)
         return SampledSequence(np.full(n, request.prompt[-1], np.int32), np.full(n, -1.0, np.float32), "stop", spans)
 
-    async def update_weights(self, weights: PublishedWeights) -> list[UpdateReport]:
+    @property
+    def source(self) -> FakeSampler:
+        """Its own replica set."""
+        return self
+
+    async def update(self, weights: PublishedWeights) -> list[UpdateReport]:
         version = weights.identity.version
         if event := self.held_updates.get(version):
             await event.wait()
@@ -81,10 +86,10 @@ class FakeSampler:
         self.version = version
         return [UpdateReport(0, weights.identity, Drift(version / 200, version / 100), 10 * version, 0.0)]
 
-    def on_change(self, call: Callable[[], object]) -> None:
-        """No replica comes or goes."""
+    def on_change(self, call: Callable[[dict[int, int]], object]) -> None:
+        self.changed = call
 
-    def acknowledged(self) -> dict[int, int]:
+    async def versions(self) -> dict[int, int]:
         return {} if self.version < 0 else {0: self.version}
 
     async def stats(self) -> dict[int, ReplicaStats]:
@@ -200,16 +205,23 @@ class Run:
                 self.batches[-1].append(minibatch)
                 await self.train()
                 last = minibatch.last
-        await self.pipeline.update_weights(published(step + 1))
+        await begin_version(self.pipeline, published(step + 1))
         self.released.append(self.pipeline.release(step))
         self.rows.append(self.released[-1].metrics)
 
     async def __aenter__(self) -> Run:
-        await self.pipeline.update_weights(published(self.start))
+        await begin_version(self.pipeline, published(self.start))
         return self
 
     async def __aexit__(self, *error: object) -> None:
         await self.pipeline.stop()
+
+
+async def begin_version(pipeline: Pipeline, weights: PublishedWeights) -> None:
+    """Begins a version as a driver does."""
+    await pipeline.end_version()
+    sampler: Any = pipeline.sampler
+    await pipeline.begin_version(weights.identity.version, sampler.source.update(weights))
 
 
 async def quiesce() -> None:

@@ -15,7 +15,7 @@ from trireme.core.types import ForwardBackwardOutput, OptimStepResponse, WeightI
 from trireme.process.signals import Stop
 from trireme.supervision.roster import Roster
 from trireme.train.guards import RefusedSteps
-from trireme.train.rl_loop import train
+from trireme.train.rl_loop import train, update_replicas
 from trireme.train.steps import Attempt, Rooms
 
 RELEASED = {"perf/tokens": 4.0, "perf/rollouts": 2.0, "perf/inference_idle_s": 0.0}
@@ -46,8 +46,16 @@ class StandIns(SimpleNamespace):
             raise NonFiniteGradient("the gradient norm is nan.")
         return OptimStepResponse({"grad_norm": norm})
 
-    def update_weights(self, weights: Any, *_: object) -> None:
-        self.asked.note("begin update", weights.identity.version)
+    def end_version(self, *_: object) -> None:
+        self.asked.note("end version")
+
+    def update(self, weights: Any) -> str:
+        self.asked.note("update", weights.identity.version)
+        return f"update {weights.identity.version}"
+
+    def begin_version(self, version: int, update: str, *_: object) -> None:
+        assert update == f"update {version}"
+        self.asked.note("begin version", version)
 
     def minibatches(self, step: int, substep: int, *_: object) -> Iterator[Any]:
         for part in range(self.parts):
@@ -82,7 +90,7 @@ def run(all_: Any, config: Config, guard: RefusedSteps, check: Callable[[], None
     roster = Roster(lambda: 0.0)
     train(
         config,
-        Rooms(all_, all_),
+        Rooms(all_, all_, all_.update),
         Attempt(config, 1, 0, lambda step: 1e-3, all_, guard, Stop(60.0), roster, check),
         all_,
     )
@@ -101,10 +109,10 @@ def asked(check: Callable[[], None] = lambda: None, max_steps: int = 1, **traine
 
 
 def test_a_step_is_published_its_update_begun_and_then_released_and_committed() -> None:
-    start = ["publish 0", "at boundary 0", "begin update 0"]
+    start = ["publish 0", "at boundary 0", "end version", "update 0", "begin version 0"]
     step = ["wait for 0.0.0", "forward_backward 0.0.0", "leave boundary", "optim_step"]
-    end = ["publish 1", "begin update 1", "release 0", "at boundary 1", "row 0 ['{}']", "seal"]
-    assert asked() == start + step + end
+    end = ["publish 1", "end version", "update 1", "begin version 1", "release 0", "at boundary 1"]
+    assert asked() == [*start, *step, *end, "row 0 ['{}']", "seal"]
 
 
 def test_what_ends_the_run_is_seen_between_two_steps_where_it_can_be_committed() -> None:
@@ -116,6 +124,26 @@ def test_what_ends_the_run_is_seen_between_two_steps_where_it_can_be_committed()
             raise failure
 
     assert asked(check, max_steps=9)[-3:] == ["row 0 ['{}']", "seal", "limit reached"]
+
+
+def test_a_signal_gives_up_the_evaluation_that_an_update_waits_for() -> None:
+    class Waits(StandIns):
+        def end_version(self, on_tick: Callable[[], None]) -> None:  # type: ignore[override]
+            on_tick()
+
+        def give_up_evaluation(self) -> None:
+            self.asked.note("give up evaluation")
+
+    all_: Any = Waits(1)
+    stop = Stop(60.0)
+    options = config(1)
+    guard = RefusedSteps(options, print)
+    attempt = Attempt(options, 1, 0, lambda step: 1e-3, all_, guard, stop, Roster(lambda: 0.0), lambda: None)
+    update_replicas(Rooms(all_, all_, all_.update), attempt, all_.publish_weights(3))
+    assert all_.asked == ["publish 3", "update 3", "begin version 3"]
+    stop.exit_code = 130
+    update_replicas(Rooms(all_, all_, all_.update), attempt, all_.publish_weights(4))
+    assert all_.asked[3:] == ["publish 4", "give up evaluation", "update 4", "begin version 4"]
 
 
 def test_a_streamed_minibatch_is_trained_on_before_the_next_one_is_there() -> None:

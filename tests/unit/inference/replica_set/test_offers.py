@@ -72,7 +72,7 @@ def fleet(*replicas: Replica, **options: Any) -> Router:
 async def publish(router: Router, number: int) -> Session:
     """A whole publication: the session, and the update."""
     session = await router.source.offer(offer(number))
-    await router.update_weights(version(number))
+    await router.source.update(version(number))
     return session
 
 
@@ -94,12 +94,12 @@ async def test_replicas_of_a_node_are_served_by_one_rank_once_they_have_said_whe
     router, ranks = fleet(*replicas), ("here", "there")
     first = await router.source.offer(replace(offer(0), endpoints_R=ranks))
     assert first.servers == {0: 0, 1: 1, 2: 0, 3: 1}
-    await router.update_weights(version(0))
+    await router.source.update(version(0))
     second = await router.source.offer(replace(offer(1), endpoints_R=ranks))
     assert [second.served_by(rank) for rank in range(2)] == [(0, 1, 2), (3,)]
     assert second.epoch == first.epoch + 1, "others follow each other"
     assert [replica.servers for replica in replicas] == [[0, 0], [1, 0], [0, 0], [1, 1]]
-    await router.update_weights(version(1))
+    await router.source.update(version(1))
     replicas[1].refusal = RoomFailed("replica 1 cannot")
     third = await router.source.offer(replace(offer(2), endpoints_R=ranks))
     assert [third.served_by(rank) for rank in range(2)] == [(0, 2), (3,)]
@@ -165,7 +165,7 @@ async def test_those_that_have_still_to_take_the_version_before_are_not_asked_an
     replicas = [Replica(i, update_s=10.0 * (i + 1)) for i in range(3)]
     router = fleet(*replicas)
     assert (await router.source.offer(offer(0))).members == (0, 1, 2)
-    update = asyncio.create_task(router.update_weights(version(0)))
+    update = asyncio.create_task(router.source.update(version(0)))
     for after_s, members in ((5.0, ()), (15.0, (0,)), (25.0, (0, 1)), (35.0, (0, 1, 2))):
         await asyncio.sleep(after_s - now())
         assert (await router.source.offer(offer(1))).members == members
@@ -179,12 +179,12 @@ async def test_one_that_fetches_what_was_not_sent_to_it_is_waited_for_once() -> 
     router = fleet(Replica(0), late)
     assert (await router.source.offer(offer(0))).members == (0,)
     late.ready_s, late.update_s = 0.0, 12.0
-    update = asyncio.create_task(router.update_weights(version(0)))
+    update = asyncio.create_task(router.source.update(version(0)))
     await asyncio.sleep(10.0)  # its answer has come
     assert (await router.source.offer(offer(1))).members == (0, 1)
     assert now() == READY_S + 12.0
     await update
-    update, late.update_s = asyncio.create_task(router.update_weights(version(1))), 100.0
+    update, late.update_s = asyncio.create_task(router.source.update(version(1))), 100.0
     for _ in range(2):
         before = now()
         await asyncio.sleep(1.0)
@@ -236,7 +236,7 @@ async def test_a_member_leaves_when_the_version_that_is_being_sent_to_it_is_publ
     drain = asyncio.create_task(router.source.drain(1, 1.0))
     await asyncio.sleep(100.0)
     assert not drain.done(), "its end would break a group that is sending"
-    await router.update_weights(version(1))
+    await router.source.update(version(1))
     await drain
     assert now() == 100.0
     await router.source.drain(0, 1.0)
