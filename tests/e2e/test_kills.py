@@ -64,9 +64,17 @@ def test_a_deterministic_run_that_lost_one_of_two_replicas_equals_one_that_lost_
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("moment", ["sampling", "in-flight update"])
-def test_replicas_outlive_a_replica_set_that_is_killed(tmp_path: Path, moment: str) -> None:
-    ended = run_cell(tmp_path, Cell("replica set", moment))
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell("replica set", "sampling"),
+        Cell("replica set", "in-flight update"),
+        Cell("orchestrator", "sampling", signal.SIGSTOP),
+    ],
+    ids=str,
+)
+def test_replicas_outlive_what_uses_them(tmp_path: Path, cell: Cell) -> None:
+    ended = run_cell(tmp_path, cell)
     assert_whole(ended)
     assert {row["attempt"] for row in ended.rows} == {1, 2}
     status = Status.read(ended.root)
