@@ -4,6 +4,7 @@ import ast
 import importlib.util
 import inspect
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -98,6 +99,18 @@ def test_both_rooms_compute_logits_in_the_same_dtype() -> None:
     assert engine_args(given, on_cpu=True)["hf_overrides"] == {"rope_theta": 1e6, "head_dtype": "model"}
     with pytest.raises(BadInput, match=r"sets hf_overrides\.head_dtype, which other keys"):
         engine_args(config(engine_args={"hf_overrides": {"head_dtype": "model"}}), on_cpu=True)
+
+
+def test_vllm_still_does_not_ask_for_the_tiles_that_its_attention_uses() -> None:
+    """Fails when it does: then `_init_amx` in `inference.worker` can go."""
+    spec = find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    root = Path(spec.origin).parent
+    uses = root / "v1" / "attention" / "backends" / "cpu_attn.py"
+    starts = [root / "platforms" / "cpu.py", *(root / "v1" / "worker").glob("*cpu*.py")]
+    assert "_is_amx_tile_supported" in uses.read_text()
+    assert not [path for path in (uses, *starts) if "_init_amx" in path.read_text()]
 
 
 @pytest.mark.parametrize(

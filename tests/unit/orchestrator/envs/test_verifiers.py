@@ -3,10 +3,13 @@
 Each is a module in a directory of its own, as it would be an installed package; worker processes find it there too.
 """
 
+import ast
 import asyncio
 import importlib
+import inspect
 import json
 import pickle
+import re
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import count
@@ -448,6 +451,20 @@ def test_a_taskset_without_end_takes_a_limit(written: Written) -> None:
     assert sorted(task.data.idx for task in tasks(opened(name, hold_out=False, select={"limit": 20}))) == list(
         range(20)
     )
+
+
+def test_without_tools_and_an_env_there_is_one_answer() -> None:
+    """What is refused for it, and what is not, hangs on that: it must hold in the version that is installed. A plain
+    taskset is one run of the agent, whose program ends with an answer that calls no tool."""
+    package = Path(vf.__file__).parent
+    run = ast.parse(dedent(inspect.getsource(vf.SingleAgentEnv.run))).body[0]
+    assert isinstance(run, ast.AsyncFunctionDef)
+    assert [ast.unparse(line) for line in run.body] == ["await agents.agent.run(task)"]
+    program = (package / "harnesses" / "utils" / "core.py").read_text()
+    assert re.search(r"if not message\.tool_calls:\s+return", program)
+    assert "multi-turn exchange" in str(inspect.getdoc(vf.Agent.run)), "which is `interaction`, called by Envs"
+    callers = [f for f in (package / "envs").rglob("*.py") if ".interaction(" in f.read_text()]
+    assert callers, "those that have several turns"
 
 
 @pytest.mark.parametrize(("patch", "said"), [("missing", "import of verifiers"), ("old", "verifiers 0.1.14 is inst")])

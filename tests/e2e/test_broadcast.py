@@ -1,0 +1,84 @@
+"""Runs whose weights travel by broadcasts: real Ray, gloo between two shards and two vLLM engines.
+
+That each run learns, publishes the same weights as with the object store, and loses no more than a lost replica. What a
+sender and receivers do when one of them is lost: unit/transports/test_broadcast.py; what shards keep for commits:
+unit/transports/test_kept.py. That it is the same run after another transport: test_resume.py.
+"""
+
+import os
+from pathlib import Path
+from statistics import mean
+
+import pytest
+from chaos_support import armed
+from resume_support import rows_of
+from run_support import Ended, assert_bound_and_conservation, run_rl, taken
+
+from trireme.core.errors import EXIT_OK
+
+BROADCAST = ("--inference.transport", "broadcast")
+STEPS = 4
+TWO_BY_TWO = [
+    *("--trainer.shards", "2", "--inference.replicas", "2", "--orchestrator.max-steps-off-policy", "0"),
+    *("--orchestrator.batch-size", "4", "--orchestrator.group-size", "4", "--max-steps", str(STEPS), *BROADCAST),
+]
+"""Synchronous: a replica that still takes a version is not asked for the next one, and fetches that."""
+
+
+def versions(ended: Ended, replica: int, how: str) -> set[int]:
+    return taken(ended.root / "logs", replica, how)
+
+
+def assert_learned(ended: Ended) -> int:
+    """Checks a quickstart; returns the number of its steps."""
+    assert ended.code == EXIT_OK, ended.out
+    rewards = [row["reward/total"] for row in ended.rows]
+    assert mean(rewards[-10:]) - mean(rewards[:5]) >= 0.25
+    assert_bound_and_conservation(ended, bound=1)
+    ended.assert_nothing_left()
+    return len(rewards)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("transport", ["object_store", "broadcast"])
+def test_the_quickstart_learns_with_each_transport(tmp_path: Path, transport: str, replicas: int) -> None:
+    """It has two shards, and its updates are in flight."""
+    ended = run_rl(tmp_path, "--inference.replicas", str(replicas), "--inference.transport", transport)
+    steps = assert_learned(ended)
+    for replica in range(replicas):
+        sent = versions(ended, replica, "as it was broadcast")
+        assert len(sent) > steps / 2 if transport == "broadcast" else not sent
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "flags",
+    [("--inference.tensor-parallel", "2"), ("--trainer.lora.rank", "16", "--trainer.learning-rate", "2e-3")],
+    ids=["two ranks", "adapters"],
+)
+def test_a_run_learns_by_broadcasts(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    ended = run_rl(tmp_path, *flags, *BROADCAST)
+    assert len(versions(ended, 0, "as it was broadcast")) > assert_learned(ended) / 2
+
+
+LOST = [
+    f"transport.{point}[1]@3={action}"
+    for point in ("bucket", "offer", "ready", "finish")
+    for action in ("kill", "stop")
+]
+
+
+@pytest.mark.long  # of senders and receivers without a run: unit/transports/test_broadcast.py
+@pytest.mark.parametrize("fault", LOST)
+def test_a_replica_that_is_lost_in_the_middle_costs_the_run_nothing_else(tmp_path: Path, fault: str) -> None:
+    """Every version has one bucket, so it is the third version. The trainer gives the sending up at its deadline."""
+    ended = run_rl(tmp_path, *TWO_BY_TWO, "--timeouts.update-s", "20", environ=armed(tmp_path, [fault]))
+    assert os.listdir(tmp_path / "once") == [fault], ended.out
+    assert ended.code == EXIT_OK, ended.out
+    assert {row["attempt"] for row in ended.rows} == {1}, "the trainer has seen nothing of it"
+    assert len({row["weights/digest"] for row in ended.rows}) == STEPS
+    lost = {incident["part"] for incident in rows_of(ended.root / "incidents.jsonl")}
+    assert lost <= {"inference_1"}, "which the run may not live long enough to report"
+    assert versions(ended, 0, "as it was broadcast") >= set(range(1, STEPS + 1))
+    ended.assert_nothing_left()

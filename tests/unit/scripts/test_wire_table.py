@@ -1,0 +1,49 @@
+"""The model of the network: hops, copies through the busiest card, and the page that is made of them."""
+
+import pytest
+
+from wire_table import GPUS_PER_NODE, MODELS, NODE_CARD, NODES, TARGET, Cluster, busiest, chain, render, seconds
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8, 9, 64])
+def test_every_rank_but_the_root_receives_once_from_one_that_has_it(size):
+    there = {0}
+    for start, end in chain(size):
+        assert start in there
+        assert end not in there
+        there.add(end)
+    assert there == set(range(size))
+
+
+def test_a_hop_within_a_node_passes_no_card():
+    # GPU 0 sends to 1 in its node and to 8 in the next, which passes it on to 9
+    assert busiest([(0, 1), (0, 8), (8, 9)], GPUS_PER_NODE) == 1
+    assert busiest([(0, 8), (1, 9)], GPUS_PER_NODE) == 2
+    assert busiest([(0, 8), (1, 9)], 1) == 1
+
+
+@pytest.mark.parametrize("gpus", sorted(set(MODELS.values())))
+@pytest.mark.parametrize("nodes", NODES)
+def test_each_replica_is_in_one_group(nodes, gpus):
+    cluster = Cluster(nodes, gpus)
+    members = [gpu for group in cluster.groups() for gpu in group[1:]]
+    assert sorted(members) == [cluster.replica_gpu(i) for i in range(cluster.replicas)]
+    assert max(members) < nodes * GPUS_PER_NODE
+    assert all(group[0] < cluster.ranks <= min(group[1:]) for group in cluster.groups())
+
+
+def test_seconds_of_a_known_case():
+    """Four nodes, of which one trains: one of its ranks sends to 24 replicas, eight on each of the others."""
+    found = seconds(Cluster(4, 1), NODE_CARD)  # as many bytes as a node's card sends in a second
+    assert found["gather"] == 0
+    assert found["object store"] == 3
+    assert found["chain"] == 1
+    assert found["chain, GPU cards"] == pytest.approx(1 / 4)
+
+
+def test_a_chain_over_gpu_cards_takes_the_same_for_any_number_of_nodes():
+    assert len({seconds(Cluster(nodes, 1), 1e9)["chain, GPU cards"] for nodes in NODES}) == 1
+
+
+def test_the_page_is_up_to_date():
+    assert TARGET.read_text(encoding="utf-8") == render()
