@@ -87,6 +87,7 @@ def test_the_wait_for_a_slow_environment_is_named_and_has_a_deadline(
 
 
 def test_a_dry_run_shows_what_an_environment_warns_of(capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("reasoning_gym", reason="`uv sync --extra reasoning-gym` installs it")
     few = ("--env.args.difficulty.max_numbers", "2", "--env.args.difficulty.max_value", "20")
     long = ("--model.max-seq-len", "256", "--orchestrator.max-prompt-len", "240")
     assert dry_run("--env.id", "reasoning_gym:gcd", *few, *long) == EXIT_OK

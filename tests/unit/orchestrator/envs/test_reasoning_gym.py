@@ -10,6 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+pytest.importorskip("reasoning_gym", reason="`uv sync --extra reasoning-gym` installs it")
+
 from reasoning_gym.factory import DATASETS, create_dataset
 
 import make_reasoning_gym_docs
