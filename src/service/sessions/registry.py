@@ -276,12 +276,14 @@ class SessionRegistry:
 
     def _unfit(self, session: AgentSession, spans: Sequence[VersionSpan]) -> str | None:
         """Returns why a session may not have an answer of these weights; None if it may."""
-        floor, oldest = session.opened.floor, min(span.identity.version for span in spans)
-        if oldest < floor:
-            return f"an answer has tokens of version {oldest}; its session was promised {floor} or later"
+        floor = session.opened.floor
+        first = min(span.identity.version for span in spans)
+        if first < floor:
+            return f"an answer has tokens of version {first}; its session was promised {floor} or later"
         if why := self._history.of(span.identity for span in spans):  # a replica that has no newer weights yet
             return f"an answer is of weights that were given up: {why}"
-        return too_old(floor, spans[0].identity.version, self._max_steps_off_policy)
+        oldest = session.oldest_version
+        return too_old(first if oldest is None else oldest, spans[0].identity.version, self._max_steps_off_policy)
 
     async def _wait(self, session: AgentSession, running: RunningTurn, on_part: OnPart | None) -> tuple[int, ...]:
         """Waits for a turn that may have other callers too. Raises SessionClosed if it was cancelled."""

@@ -164,6 +164,11 @@ class AgentSession:
             return f"seconds: it was opened {seconds:.0f} s ago, at most {limits.seconds:.0f} are allowed"
         return None
 
+    @property
+    def oldest_version(self) -> int | None:
+        """The version of its oldest token, from which its deadline counts; None: it has no answer yet."""
+        return min((weights.version for weights in self.tree.weights), default=None)
+
     def export(self, max_steps_off_policy: int | None = None) -> SessionExport:
         """Returns its answers, a segment for each strand, and its rewards.
 
@@ -179,7 +184,10 @@ class AgentSession:
         tree = self.tree
         node = tree.nodes[answer]
         newest = max((span.identity.version for span in node.spans), default=self.opened.floor)
-        bound = newest if max_steps_off_policy is None else deadline(self.opened.floor, max_steps_off_policy)
+        oldest = self.oldest_version
+        bound = newest
+        if oldest is not None and max_steps_off_policy is not None:
+            bound = deadline(oldest, max_steps_off_policy)
         prompt = tree.nodes[node.follows]
         before = prompt.parent  # an answer of this strand, unless the strand begins with it or with this prompt
         follows = before != ROOT and prompt.strand == node.strand == tree.nodes[before].strand

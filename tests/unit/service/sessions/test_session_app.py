@@ -223,9 +223,9 @@ async def test_a_turn_that_would_be_too_old_is_refused() -> None:
         session = await opened(service)
         assert session["floor"] == VERSION
         async with of(session) as agent:
-            service.sampler.version = VERSION + 1
+            service.sampler.version = VERSION + 9  # it waits for its first turn as long as it likes
             await ask(agent, QUESTION)
-            service.sampler.version = VERSION + 3
+            service.sampler.version = VERSION + 12
             error = await refused(agent)
             assert error.status_code == 410
             assert "stale" in error.message
