@@ -90,8 +90,12 @@ class RoutedRequest:
 class Target:
     """A replica as this router uses it. `serves` is looked up for each request, so it is kept, not computed."""
 
-    def __init__(self, index: int, row: ReplicaRow, fails: Callable[[Target, TriremeError], None]) -> None:
+    def __init__(
+        self, index: int, row: ReplicaRow, fails: Callable[[Target, TriremeError], None], needs_weights: bool
+    ) -> None:
+        """`needs_weights`: it serves only once a table says that it has taken weights."""
         self.index, self.row = index, row
+        self._needs_weights = needs_weights
         self.client = row.client  # the one that samples: each table brings another that calls the same replica
         self.calls = ReplicaCalls(lambda failure: fails(self, failure))
         self.issued: dict[WeightIdentity, None] = {}
@@ -106,7 +110,9 @@ class Target:
 
     def take(self, row: ReplicaRow) -> None:
         """Takes its row of a newer table."""
-        self.row, self.serves = row, row.serves and not self.calls.gone
+        self.row = row
+        has_weights = row.acknowledged is not None or not self._needs_weights
+        self.serves = row.serves and has_weights and not self.calls.gone
         self.issued.update(dict.fromkeys(row.issued))
 
     def makes_sense(self, made: SampledSequence | Progress, vocab_size: int | None) -> bool:
@@ -179,7 +185,8 @@ class Router:
         that are not finite, several times in a row, has failed.
         `progress_s`: seconds between two questions what requests have whose answers are read (None: PROGRESS_S).
         `reports`: False: another router uses the same replicas, and its failures count. One that fails this router is
-        tried again after a while, and may name any weights.
+        tried again after a while, and may name any weights. Requests may come before a run has published weights, and
+        wait for them.
         """
         self._newest = NewestTable(patience_s)
         self._targets: dict[int, Target] = {}
@@ -387,7 +394,7 @@ class Router:
         for index, row in table.rows.items():
             target = before.get(index)
             if target is None or target.row.generation != row.generation:
-                target = Target(index, row, self._fail)
+                target = Target(index, row, self._fail, not self._reports)
             else:
                 del before[index]
             self._targets[index] = target
@@ -420,7 +427,7 @@ class Router:
 
     def _try_again(self, target: Target) -> None:
         if self._targets.get(target.index) is target:
-            again = self._targets[target.index] = Target(target.index, target.row, self._fail)
+            again = self._targets[target.index] = Target(target.index, target.row, self._fail, not self._reports)
             again.take(target.row)
             self._changed.set()
 

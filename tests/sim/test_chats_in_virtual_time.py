@@ -16,7 +16,7 @@ from service.actor import ServiceActor
 from service.asked import ServedModels
 from service.places import Places
 from trireme.core.sampler import ReplicaStats
-from trireme.core.types import SampleRequest, SamplingParams
+from trireme.core.types import SampleRequest, SamplingParams, WeightIdentity
 
 CLIENTS = 50
 FULL = Scenario("drop", 1, steps=12, spread=0.2, train_s=0.1, update_s=0.1, publish_s=0.1, batch_size=16)
@@ -37,6 +37,9 @@ class WithPlaces:
     async def stats(self) -> ReplicaStats:
         return replace(await self._replica.stats(), places=FULL.slots)
 
+    async def adopt(self, identity: WeightIdentity) -> None:
+        """It has the weights of its run."""
+
 
 @dataclass
 class Chats:
@@ -51,13 +54,13 @@ class Chats:
         """Lets all clients ask, with the places that the service's own actor gives them."""
         config = outcome.scenario.config()
         config = config.model_copy(update={"service": config.service.model_copy(update={"share": self.share})})
-        replicas = ReplicaSet({}, patience_s=NO_DEADLINE_S)
+        while any(replica._identity is None for replica in outcome.replicas):  # noqa: ASYNC110  time is virtual
+            await asyncio.sleep(0.1)
+        replicas = ReplicaSet({}, adopt=outcome.replicas[0]._identity, patience_s=NO_DEADLINE_S)
         router = Router(replicas, progress_s=NO_DEADLINE_S, reports=False, patience_s=NO_DEADLINE_S)
         models = ServedModels(("policy",), 10**6, 10**6)
         actor = ServiceActor(config, lambda: router, models, [], True, Path(), None)
         actor._sampler, actor._places = router, Places(1, CLIENTS, NO_DEADLINE_S)
-        while any(replica._identity is None for replica in outcome.replicas):  # noqa: ASYNC110  time is virtual
-            await asyncio.sleep(0.1)
         for index, replica in enumerate(outcome.replicas):
             await replicas.join(index, WithPlaces(replica))  # type: ignore[arg-type]
         async with asyncio.TaskGroup() as group:

@@ -760,13 +760,20 @@ async def test_tokens_of_weights_that_only_a_newer_table_names_are_known() -> No
 async def test_what_a_replica_of_the_set_before_samples_is_aborted_there_and_sampled_in_the_next_set() -> None:
     """Else chats would be sampled to their end in its engine, and once more."""
     fake = FakeReplica("replica 0")
+    fake.update.set_result(report(0))
     router = Router(reports=False)
-    router.follow(ReplicaSet({0: fake}, incarnation=1))
+
+    async def follow_set(incarnation: int) -> None:
+        source = ReplicaSet({0: fake}, incarnation=incarnation)
+        router.follow(source)
+        await source.update(WEIGHTS)
+        await turns()
+
+    await follow_set(1)
     for number in range(3):  # more often than a request may be lost
         asked = asyncio.create_task(router.sample(request(f"r{number}")))
         await turns()
-        router.follow(ReplicaSet({0: fake}, incarnation=number + 2))
-        await turns()
+        await follow_set(number + 2)
         assert fake.groups == [[f"r{number}"]] * 2
         assert set(fake.aborted) == {f"r{number}"}
         assert named(fake.asked[0].request_id) == f"r{number}"
@@ -781,7 +788,7 @@ async def test_a_replica_that_failed_a_chat_is_tried_again_unless_it_has_a_succe
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(router_module, "AGAIN_S", 0.01)
-    fake, source = FakeReplica("replica 0"), ReplicaSet({})
+    fake, source = FakeReplica("replica 0"), ReplicaSet({}, adopt=WEIGHTS.identity)
     router = Router(source, reports=False, patience_s=20.0)
     await source.join(0, fake)
     fake.failure = RoomFailed("it failed")
@@ -801,6 +808,22 @@ async def test_a_replica_that_failed_a_chat_is_tried_again_unless_it_has_a_succe
     assert successor.groups == [["s"]]
     successor.go.set()
     assert text(await asked) == "s"
+
+
+async def test_chats_wait_for_the_first_weights() -> None:
+    """A replica without weights refuses them, which would count as its loss, and as theirs after two."""
+    fake = FakeReplica("replica 0")
+    fake.update.set_result(report(0))
+    fake.go.set()
+    source = ReplicaSet({0: fake})
+    router = Router(source, reports=False)
+    chat = asyncio.create_task(router.sample(request("r")))
+    stats = asyncio.create_task(router.stats())
+    await turns(20)
+    assert [chat.done(), stats.done(), fake.groups] == [False, False, []]
+    await source.update(WEIGHTS)
+    assert text(await chat) == "r"
+    assert list(await stats) == [0]
 
 
 async def test_whoever_reads_tables_waits_for_a_newer_one_and_no_longer_than_asked() -> None:
