@@ -74,7 +74,9 @@ class MessageReader:
 
     def _settled(self, text: str) -> str:
         place = first_of((CALL, THINK, THINK_END), text)
-        return settled(text if place is None else text[:place], self._open).rstrip("\n")
+        text = settled(text if place is None else text[:place], self._open).rstrip("\n")
+        # Renderers strip the newlines before a text, which may be the first of an end of the message.
+        return "" if any(end.lstrip("\n").startswith(text) for end in self._open) else text
 
 
 AnswerReader = TextReader | MessageReader

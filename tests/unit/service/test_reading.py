@@ -1,7 +1,7 @@
 """Answers in pieces: what was sent is never taken back, and all pieces together are the whole answer."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from renderer_support import QWEN3, SAYS, bpe, characters, scattered
 
@@ -26,6 +26,8 @@ def play(reader: TextReader | MessageReader, tokens: list[int]) -> tuple[str, st
 
 @settings(max_examples=60)
 @given(st.lists(PARTS, max_size=12).map("".join), st.integers(0, 99), st.sampled_from([(), ("STOP",), ("STOP", "the")]))
+@example("<think></think>\n\nUser:", 0, ())
+@example("<think>\n\nUser:", 0, ())
 def test_pieces_of_messages(text: str, seed: int, stop: tuple[str, ...]) -> None:
     for tokenizer in (bpe(QWEN3), characters()):
         renderer = make_renderer("auto", tokenizer)
