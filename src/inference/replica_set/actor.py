@@ -140,9 +140,11 @@ class ReplicaSet:
     # ---- members
 
     async def join(self, index: int, client: ReplicaClient) -> None:
-        """Adds replica `index`, new or in place of a lost one; `client` calls it. It takes the newest weights first, if
-        any were published, while updates go on, which do not wait for it; where their bytes are gone, it takes those of
-        the next update. Raises its failure."""
+        """Adds replica `index`, which is new or succeeds a lost one. Returns when it has the newest weights, or when
+        their bytes are gone and it waits for the next update.
+
+        `client` calls the replica. No update waits for it meanwhile. Raises its failure.
+        """
         self.leave(index, f"{client.name} has a successor")
         joiner = self._add(index, client)
         await self._wait_for(joiner, None)

@@ -49,7 +49,7 @@ class ReplicaClient(Protocol):
         """Ends requests in flight; they end as Progress."""
 
     async def abort_all(self) -> None:
-        """Ends all requests, whoever asked for them."""
+        """Ends the requests of all clients."""
 
 
 class ReplicaCalls:
