@@ -71,7 +71,8 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 Step = Callable[[str, Awaitable[Any]], Awaitable[Any]]
 WARM_UP = SampleRequest("warm-up", np.zeros(2, np.int32), SamplingParams(max_tokens=2, seed=0), "")
-GONE_S, GONE_TICK_S = 30.0, 0.02
+GONE_S = 30.0
+GONE_TICK_S = 0.02
 HEALTH_TICK_S = 0.5
 CHATS_LATER_S = 5.0
 """A chat enters the engine, and loses its place for lack of space, as if it had come this much later: the run's
@@ -348,7 +349,8 @@ class ReplicaActor:
             return error
 
     async def _enter_adapted(self, request: SampleRequest) -> EngineRequest:
-        if (held := self.adapters.get(request.adapter)) is None:
+        held = self.adapters.get(request.adapter)
+        if held is None:
             there = ", ".join(self.adapters) or "none"
             raise BadInput(f"the adapter {request.adapter!r}; expected one that was loaded: {there}")
         return EngineRequest(held.identity, await self._submit(request, str(held.identity), held.asked), held)
@@ -370,7 +372,9 @@ class ReplicaActor:
             await self.engine.abort(entry.collector.request_id, internal=True)
             raise
         action = fault_point("inference.answer")
-        return await wrong_answer(answer, action) if action else answer
+        if action:
+            return await wrong_answer(answer, action)
+        return answer
 
     async def _submit(
         self, request: SampleRequest, salt: str, adapter: LoRARequest | None = None
@@ -413,7 +417,8 @@ class ReplicaActor:
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Ends requests whose answers are not needed any more; ignores unknown and finished ones."""
         for request_id in request_ids:
-            if running := self.running.get(request_id):
+            running = self.running.get(request_id)
+            if running:
                 running.task.cancel()
 
     async def abort_all(self) -> None:
@@ -429,7 +434,8 @@ class ReplicaActor:
         self.halting = True
         # AsyncLLM.pause_generation would do the same, then sleep for 20 ms.
         await self._core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
-        self.halting, self.standing = False, True
+        self.halting = False
+        self.standing = True
 
     async def resume(self) -> None:
         """Lets the engine continue with the requests."""
@@ -480,7 +486,8 @@ class ReplicaActor:
     async def drop_adapter(self, name: str) -> None:
         """Forgets an adapter, which no request in flight may name. Raises RoomFailed."""
         self._raise_if_broken()
-        if held := self.adapters.pop(name, None):
+        held = self.adapters.pop(name, None)
+        if held:
             dropped = self._in_engine("drop_adapter", (held.asked.lora_int_id,))
             await self._guarded(f"dropping the adapter {name}", dropped, self.config.timeouts.update_s)
 
@@ -582,7 +589,8 @@ class ReplicaActor:
         self.proved.set()
         await step("free memory", self._in_engine("free_memory"))
         seconds = time.monotonic() - started
-        waited, paused = still - asked, resumed - still
+        waited = still - asked
+        paused = resumed - still
         return UpdateReport(self.index, manifest.identity, drift, prefilled, seconds, waited, paused, self.node)
 
     def _cleared(self) -> int:
@@ -608,7 +616,8 @@ class ReplicaActor:
         params = SamplingParams(
             max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
         )
-        tokens, salt = manifest.canary.tokens, str(manifest.identity)
+        tokens = manifest.canary.tokens
+        salt = str(manifest.identity)
         return await self._add(CANARY_REQUEST, tokens, params, salt, CANARY_PRIORITY, adapter)
 
     async def _prove(self, manifest: WeightsManifest, canary: RequestOutputCollector) -> Drift:
@@ -695,7 +704,8 @@ class ReplicaActor:
         the deadline."""
         # Nothing is expected of the engine while it stands still for an update, which has a deadline of its own.
         works = (self._has_requests or self.halting) and not self.standing
-        silent_s, limit_s = self.engine_stats.silent_s if works else 0.0, self.config.timeouts.update_s
+        silent_s = self.engine_stats.silent_s if works else 0.0
+        limit_s = self.config.timeouts.update_s
         stalled = self._stalls.look(silent_s), self._step_deadline.seconds
         behind_s, limit_s = max((silent_s, limit_s), stalled, key=lambda pair: pair[0] / pair[1])
         if behind_s >= limit_s:
@@ -713,8 +723,11 @@ class ReplicaActor:
         """Returns the value of `awaitable`. vLLM leaves calls pending for ever when its engine process is dead, so the
         process is checked while waiting. Raises RoomFailed when it died or has a successor, after `timeout_s` seconds,
         or when it made no progress for `usual` seconds: only for what the engine does itself."""
-        task, engine = asyncio.ensure_future(awaitable), self.engine
-        started, stalls, stalled_s = time.monotonic(), StallClock(self._cpu_s), 0.0
+        task = asyncio.ensure_future(awaitable)
+        engine = self.engine
+        started = time.monotonic()
+        stalls = StallClock(self._cpu_s)
+        stalled_s = 0.0
         while not task.done():
             await asyncio.wait({task}, timeout=HEALTH_TICK_S)
             waited_s = time.monotonic() - started
@@ -757,7 +770,8 @@ class ReplicaActor:
         return self._failure() is None
 
     def _raise_if_broken(self) -> None:
-        if failure := self._failure():
+        failure = self._failure()
+        if failure:
             raise failure
 
     def _give_up_all(self) -> None:

@@ -63,7 +63,8 @@ class SamplingClient:
             raise ValueError(
                 f"{num_samples} samples of a prompt of {prompt.length} tokens; expected at least one of each"
             )
-        name, params = f"sample-{next(self._numbers)}", sampling_params
+        name = f"sample-{next(self._numbers)}"
+        params = sampling_params
         requests = [
             SampleRequest(
                 request_id=f"{name}/{i}",
@@ -110,7 +111,8 @@ class SamplingClient:
 
     async def _answer(self, requests: list[SampleRequest]) -> SampleResponse:
         sequences = await asyncio.gather(*(self._router.sample(request) for request in requests))
-        if strings := requests[0].params.stop_strings:
+        strings = requests[0].params.stop_strings
+        if strings:
             sequences = [cut(sequence, strings, self._tokenizer.decode) for sequence in sequences]
         return SampleResponse(sequences, sequences[0].prompt_logprobs, sequences[0].topk_prompt_logprobs)
 

@@ -36,10 +36,12 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
-READ_S, UNREAD_S = 0.05, 0.25
+READ_S = 0.05
+UNREAD_S = 0.25
 """The longest that a token waits for others: while an answer is read as it is sampled, as long as between two pieces
 that a person reads; else only ends are waited for, and all is looked at once a second."""
-END_SHARE, END_S = 0.05, 0.1
+END_SHARE = 0.05
+END_S = 0.1
 """The longest that an end waits for others: this share of the time since the first token, and no more than END_S."""
 
 
@@ -85,12 +87,17 @@ class HeldOutputs:
         """Returns all of the requests that have ended, if one of them must go by `now`."""
         if now < self._due:
             return []
-        ended, self._ended, self._due = self._ended, [], inf
+        ended = self._ended
+        self._ended = []
+        self._due = inf
         return [joined(self._held.pop(name)) for name in ended]
 
     def take(self, running: Container[str]) -> list[EngineCoreOutput]:
         """Returns all that is kept. `running`: the requests of which more may come."""
-        held, self._held, self._ended, self._due = self._held, defaultdict(list), [], inf
+        held = self._held
+        self._held = defaultdict(list)
+        self._ended = []
+        self._due = inf
         self._began = {name: began for name, began in self._began.items() if name in running}  # others were aborted
         return [joined(outputs) for outputs in held.values()]
 
@@ -144,7 +151,8 @@ def joined_logprobs(parts: Sequence[LogprobsLists]) -> LogprobsLists | None:
     token_ids, logprobs, ranks, _ = zip(*parts, strict=True)
     if len(widths := {each.shape[1] for each in logprobs}) > 1:
         width = min(widths)
-        token_ids, logprobs = [each[:, :width] for each in token_ids], [each[:, :width] for each in logprobs]
+        token_ids = [each[:, :width] for each in token_ids]
+        logprobs = [each[:, :width] for each in logprobs]
     return LogprobsLists(np.concatenate(token_ids), np.concatenate(logprobs), np.concatenate(ranks))
 
 
@@ -171,7 +179,9 @@ class CoalescingScheduler(Scheduler):
     def longest_wait_s(self) -> float:
         """The longest that a token waits for others."""
         self._read.intersection_update(self.requests)
-        return READ_S if self._read else UNREAD_S
+        if self._read:
+            return READ_S
+        return UNREAD_S
 
     def has_requests(self) -> bool:
         """True while the engine is to make a step: an empty one for what is held, where it would make no other."""
@@ -188,7 +198,8 @@ class CoalescingScheduler(Scheduler):
             step.outputs = self._held[client].pass_on(step.outputs, self._may_wait, now)
         due_by = now if self.has_unfinished_requests() else inf  # without any, no step follows
         for client, held in self._held.items():
-            if outputs := held.take(self.requests) if sends_all else held.take_ended(due_by):
+            outputs = held.take(self.requests) if sends_all else held.take_ended(due_by)
+            if outputs:
                 message = made.setdefault(client, EngineCoreOutputs())
                 message.outputs = [*message.outputs, *outputs]
         if sends_all:

@@ -88,10 +88,12 @@ class Outbox:
             return
         if self._timer:
             self._timer.cancel()
-        self._timer, self._due_at = loop.call_later(seconds, self._hand_out), due_at
+        self._timer = loop.call_later(seconds, self._hand_out)
+        self._due_at = due_at
 
     def _hand_out(self) -> None:
-        self._due, self._timer = True, None
+        self._due = True
+        self._timer = None
         if self._fetching and not self._fetching.done():
             self._fetching.set_result(None)
 
@@ -108,7 +110,8 @@ class Desk:
         sample: Callable[[list[SampleRequest], Give], Awaitable[None]],
         failure: Callable[[], TriremeError | None],
     ) -> None:
-        self._sample, self._failure = sample, failure
+        self._sample = sample
+        self._failure = failure
         self._outboxes: OrderedDict[str, Outbox] = OrderedDict()
         self._entering: set[asyncio.Task[None]] = set()
 
@@ -116,7 +119,8 @@ class Desk:
         """Takes the requests of a message. Returns what there is for the caller, as soon as there is something or the
         caller makes another call."""
         outbox = self._outbox(caller)
-        if requests := unpack_requests(message):
+        requests = unpack_requests(message)
+        if requests:
             outbox.unanswered += len(requests)
             entering = asyncio.create_task(self._enter(requests, outbox))  # it may wait for an update
             self._entering.add(entering)
@@ -134,7 +138,10 @@ class Desk:
         try:
             await self._sample(requests, give)
         except Exception as error:
-            failure = error if isinstance(error, TriremeError) else RoomFailed(f"{type(error).__name__}: {error}")
+            if isinstance(error, TriremeError):
+                failure = error
+            else:
+                failure = RoomFailed(f"{type(error).__name__}: {error}")
             outbox.fail(failure)
             for name in list(pending):
                 give(name, NOTHING)

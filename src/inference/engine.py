@@ -106,7 +106,8 @@ def engine_seed(config: Config, start: str) -> int:
 def engine_args(config: Config, on_cpu: bool, start: str = "") -> dict[str, Any]:
     """Returns the arguments of vLLM's AsyncEngineArgs. `start` names one start of an engine. Raises BadInput for
     `inference.engine_args` that are decided here."""
-    lora, ranks = config.trainer.lora, config.inference.tensor_parallel
+    lora = config.trainer.lora
+    ranks = config.inference.tensor_parallel
     args: dict[str, Any] = {
         "model": config.model.name,
         "dtype": {"auto": "float32" if on_cpu else "bfloat16"}.get(config.model.dtype, config.model.dtype),
@@ -136,7 +137,8 @@ def engine_args(config: Config, on_cpu: bool, start: str = "") -> dict[str, Any]
         args["enable_chunked_prefill"] = False
     else:
         args["gpu_memory_utilization"] = config.inference.gpu_memory_utilization
-        if (cache := config.inference.gpu_cache_gb) is not None:
+        cache = config.inference.gpu_cache_gb
+        if cache is not None:
             args["kv_cache_memory_bytes"] = int(cache * 2**30)
     if config.deterministic:
         args["enable_prefix_caching"] = False  # its contents depend on the earlier requests, and their times
@@ -245,7 +247,8 @@ def sampled_sequence(
     own: list[float | None] | None = None
     likeliest: list[list[tuple[int, float]] | None] | None = None
     if request.wants_prompt_logprobs:  # one table for each token of the prompt but the first
-        k, tables = request.topk_prompt_logprobs, tables_of(output.prompt_logprobs)
+        k = request.topk_prompt_logprobs
+        tables = tables_of(output.prompt_logprobs)
         if request.prompt_logprobs:
             pairs = zip(request.prompt[1:].tolist(), tables, strict=True)
             own = [None, *(table[token].logprob for token, table in pairs)]

@@ -150,7 +150,9 @@ def choose_method(*, on_cpu: bool, ranks: int) -> str:
     if torch.cuda.is_initialized():
         log.warning("the engine is spawned and imports vLLM again: CUDA is initialised in process %d", os.getpid())
         return "spawn"
-    return "fork" if ranks == 1 else "spawn"
+    if ranks == 1:
+        return "fork"
+    return "spawn"
 
 
 def prepare_start(on_cpu: bool, ranks: int = 1) -> None:

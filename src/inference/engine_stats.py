@@ -54,7 +54,8 @@ class EngineStats(PrometheusStatLogger):
         """Call when an update has cleared the KV cache; `unfinished`: as in `stats`. vLLM counts each running sequence
         as preempted then, and reports it with its next tokens; that is no lack of space."""
         self._excused = min(self._excused + self.running, unfinished)
-        self.running, self.kv_used = 0, 0.0
+        self.running = 0
+        self.kv_used = 0.0
 
     def listen(self) -> None:
         """Restarts the clock of `silent_s`: the engine has answered, or had nothing to do until now."""

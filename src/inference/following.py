@@ -42,7 +42,8 @@ from trireme.transports.tensor_sums import TensorPart, part_sums
 PACK = "process_weights_after_loading"
 AHEAD = 4
 """Limits the plain parameters that wait to be summed while vLLM loads more, because they take memory."""
-WITHIN, AFTER = "within the reload", "after the reload"
+WITHIN = "within the reload"
+AFTER = "after the reload"
 
 
 def own_tensors(layer: nn.Module) -> dict[str, Tensor]:
@@ -55,7 +56,8 @@ class TensorFollower:
     it looks at of each layer, by names."""
 
     def __init__(self, model: nn.Module, tensors_of: Callable[[nn.Module], Mapping[str, Tensor]] = own_tensors) -> None:
-        self._model, self._tensors_of = model, tensors_of
+        self._model = model
+        self._tensors_of = tensors_of
         self._prefixes = {module: f"{name}." if name else "" for name, module in model.named_modules()}
         self._table: list[tuple[str, torch.dtype, torch.Size, float | None]] | None = None
         self._watch: CopyWatch | None = None  # while what the loaders do is not yet known
@@ -84,7 +86,9 @@ class TensorFollower:
         with ExitStack() as stack:
             if not known or table != self._table:
                 self._watch = stack.enter_context(CopyWatch(tensors))
-                self._table, self._copies, self._packed = table, self._watch.copies, {}
+                self._table = table
+                self._copies = self._watch.copies
+                self._packed = {}
                 self._dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
             for module in self._model.modules():
                 method = getattr(module, "quant_method", None)
@@ -133,7 +137,8 @@ class TensorFollower:
                         self._await(0)
             pack(layer)
             return
-        idle, self._watch.idle = self._watch.idle, True
+        idle = self._watch.idle
+        self._watch.idle = True
         self._layouts = self._watch.layouts()
         before = {name: tensor for name, tensor in self._own(layer).items() if name not in self._packed}
         memory = {name: tensor.data_ptr() for name, tensor in before.items()}
@@ -151,7 +156,8 @@ class TensorFollower:
     def loaded(self, unfollowed: Mapping[str, str] = MappingProxyType({})) -> LoadedSums:
         """Sums what is still plain; returns the sums of all that was loaded. Call it once after `following`.
         `unfollowed`: {tensor that it was not given: why}."""
-        watch, self._watch = self._watch, None
+        watch = self._watch
+        self._watch = None
         if watch:
             self._layouts = watch.layouts()
         held = self._held()
@@ -201,10 +207,12 @@ class TensorFollower:
             return {}
         parts = {}
         for copy, number in self._copies[name].items():
-            dtype, place = self._dtypes[copy.part.name], copy.place
+            dtype = self._dtypes[copy.part.name]
+            place = copy.place
             if widens(dtype, tensor.dtype):
                 view = _elements(tensor.data, place)
-                if (factor := self._factors.get(copy.part.name)) is not None:
+                factor = self._factors.get(copy.part.name)
+                if factor is not None:
                     view = view / factor
                 parts[number] = TensorPart(view, copy.source.offset, copy.source.stride, dtype)
         return parts
@@ -226,7 +234,8 @@ def computes_nothing(model: nn.Module) -> bool:
         if isinstance(method, QuantizeMethodBase) and type(method).process_weights_after_loading not in plain:
             return False
         if isinstance(module, Attention):
-            attends, computes = type(module), type(module.impl)
+            attends = type(module)
+            computes = type(module.impl)
             after = attends.process_weights_after_loading, computes.process_weights_after_loading
             if after != (Attention.process_weights_after_loading, AttentionImplBase.process_weights_after_loading):
                 return False

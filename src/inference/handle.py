@@ -62,7 +62,9 @@ class RayReplica:
     async def _exchange(self, caller: str, requests: list[SampleRequest], timeout_s: float) -> Reply:
         answer = self.handle.exchange.remote(caller, pack_requests(requests))
         reply = Reply.unpack(await self._get(answer, "sampling", timeout_s))
-        return replace(reply, failure=with_log(reply.failure, self.log)) if reply.failure else reply
+        if reply.failure:
+            return replace(reply, failure=with_log(reply.failure, self.log))
+        return reply
 
     async def progress(self, known: Mapping[str, int]) -> Mapping[str, Progress]:
         packed = await self._get(self.handle.packed_progress.remote(known), "asked for its progress")
@@ -92,7 +94,8 @@ class RayReplica:
         await self._get(self.handle.abort_all.remote(), "aborting")
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        if left := self._line.withdraw(request_ids) if self._line else list(request_ids):
+        left = self._line.withdraw(request_ids) if self._line else list(request_ids)
+        if left:
             await self._get(self.handle.abort.remote(left), "aborting")
 
     async def _get(self, awaitable: Awaitable[Value], doing: str, timeout_s: float | None = None) -> Value:
@@ -137,8 +140,12 @@ class InferenceHandle:
 
     def client(self, index: int) -> RayReplica:
         """Returns the router's client of replica `index`; picklable."""
-        log_file = self.log_dir / f"inference_{index}.log" if self.log_dir else None
-        answer_s, update_s = self.config.inference.answer_s + GRACE_S, self.config.timeouts.update_s
+        if self.log_dir:
+            log_file = self.log_dir / f"inference_{index}.log"
+        else:
+            log_file = None
+        answer_s = self.config.inference.answer_s + GRACE_S
+        update_s = self.config.timeouts.update_s
         gathers = not self.config.deterministic
         return RayReplica(self.replicas[index], self.name(index), log_file, answer_s, update_s, gathers)
 
@@ -154,7 +161,9 @@ class InferenceHandle:
     def lost_engine_ref(self, index: int) -> Any | None:
         """Returns a reference that resolves to True if the actor of replica `index` lost nothing but its engine; None
         if it has not started."""
-        return self.replicas[index].has_lost_engine.remote() if self._info(index) else None
+        if self._info(index):
+            return self.replicas[index].has_lost_engine.remote()
+        return None
 
     def replace(self, index: int, *, same_actor: bool) -> Any:
         """Starts a new replica in the place of replica `index`; returns its `ready_ref`. `same_actor`: its actor starts
@@ -168,7 +177,8 @@ class InferenceHandle:
 
     def add(self, options: dict[str, Any]) -> int:
         """Starts one more replica, with these options of Ray; returns its number."""
-        index, self._next = self._next, self._next + 1
+        index = self._next
+        self._next = self._next + 1
         self._options[index] = options
         self._start(index)
         return index

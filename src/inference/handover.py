@@ -47,7 +47,8 @@ class Progress:
 
         `kept_from`: as for `inference.engine.sampled_sequence`.
         """
-        detokenizer, logprobs_processor = state.detokenizer, state.logprobs_processor
+        detokenizer = state.detokenizer
+        logprobs_processor = state.logprobs_processor
         assert detokenizer is not None
         assert logprobs_processor is not None
         begins = [(WeightIdentity.parse(label), begin) for label, begin in state.weight_version_starts]
@@ -75,7 +76,11 @@ class Handover:
     __slots__ = ("_base", "_kept", "_request", "_told")
 
     def __init__(self, request: SampleRequest, told: Callable[[Progress], None] | None = None) -> None:
-        self._request, self._told = request if told is None else replace(request, read=True), told
+        if told is None:
+            self._request = request
+        else:
+            self._request = replace(request, read=True)
+        self._told = told
         self._kept = NOTHING
         self._base = 0
 

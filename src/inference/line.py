@@ -53,7 +53,10 @@ class Line:
 
     def __init__(self, exchange: Exchange, *, name: str, answer_s: float, gathers: bool) -> None:
         self.loop = asyncio.get_running_loop()
-        self._exchange, self._name, self._answer_s, self._gathers = exchange, name, answer_s, gathers
+        self._exchange = exchange
+        self._name = name
+        self._answer_s = answer_s
+        self._gathers = gathers
         self._caller = uuid.uuid4().hex
         self._waiting: dict[str, Waiting] = {}
         self._queued: list[SampleRequest] = []
@@ -67,7 +70,8 @@ class Line:
         outcomes that it still gave."""
         if self._failure:
             raise self._failure
-        stream, now = Stream(), self.loop.time()
+        stream = Stream()
+        now = self.loop.time()
         try:
             for place, request in enumerate(requests):
                 self._waiting[request.request_id] = Waiting(place, stream, now)
@@ -91,7 +95,8 @@ class Line:
 
     def _end(self, names: Iterable[str]) -> None:
         for name in names:
-            if ended := self._waiting.pop(name, None):
+            ended = self._waiting.pop(name, None)
+            if ended:
                 ended.stream.put_nowait([(ended.place, NOTHING)])
 
     def _send(self, requests: Sequence[SampleRequest]) -> None:
@@ -111,7 +116,8 @@ class Line:
         if self._timer:
             self._timer.cancel()
             self._timer = None
-        queued, self._queued = [each for each in self._queued if each.request_id in self._waiting], []
+        queued = [each for each in self._queued if each.request_id in self._waiting]
+        self._queued = []
         if self._waiting and (queued or not self._calls) and not self._failure:
             self._calls += 1
             self._spawn(self._call(queued))
@@ -136,7 +142,8 @@ class Line:
         self._failure = self._failure or reply.failure
         streams: defaultdict[Stream, list[tuple[int, Outcome]]] = defaultdict(list)
         for name, outcome in reply.outcomes:
-            if ended := self._waiting.pop(name, None):  # else nothing waits for it any more
+            ended = self._waiting.pop(name, None)
+            if ended:  # else nothing waits for it any more
                 streams[ended.stream].append((ended.place, outcome))
         for stream, outcomes in streams.items():
             stream.put_nowait(outcomes)

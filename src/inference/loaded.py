@@ -88,7 +88,8 @@ class LoadedProof:
         """Raises WeightsRefused unless the ranks, whose answers are of type `LoadedSums`, pickled, hold what was
         published."""
         ranks: list[LoadedSums] = [pickle.loads(answer) for answer in answers_R]
-        if found := [rank.following for rank in ranks if rank.following]:  # by all of them at the same update
+        found = [rank.following for rank in ranks if rank.following]
+        if found:  # by all of them at the same update
             held = Held(found, manifest)
             held.warn(self._who)
             self._held = held
@@ -119,11 +120,13 @@ class Held:
         self._packed = sum(each.packed for each in followings_R)
         self._proved = np.array([name not in self._unfollowed for name in self._names], np.bool_)
         version = manifest.identity.version
-        if disordered := sorted({name for each in followings_R for name in each.disordered}):
+        disordered = sorted({name for each in followings_R for name in each.disordered})
+        if disordered:
             raise WeightsRefused(
                 f"version {version}: {some(disordered)} were loaded to places in another order than their numbers"
             )
-        if missing := [name for name in self._names if name not in self._unfollowed and loaded[name] < sizes[name]]:
+        missing = [name for name in self._names if name not in self._unfollowed and loaded[name] < sizes[name]]
+        if missing:
             parts = [f"{name} ({loaded[name]} of {sizes[name]} values)" for name in missing]
             raise WeightsRefused(f"version {version}: the engine has loaded only a part, or nothing, of {some(parts)}")
 
@@ -187,7 +190,10 @@ def _words(digest: str) -> tuple[int, int]:
 
 def some(names: Sequence[str]) -> str:
     """Returns the first names, and how many more there are."""
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    if len(names) > NAMED:
+        more = f" and {len(names) - NAMED} more"
+    else:
+        more = ""
     return ", ".join(names[:NAMED]) + more
 
 

@@ -53,7 +53,8 @@ class Receiving:
         last = self._current
         if last:
             last.given_up.set()
-        spare, self._spare = self._spare, None
+        spare = self._spare
+        self._spare = None
         self._current = Broadcast(offer, number, serial, pipe, last, spare, self._places)
 
     def sums(self, paths: Set[str]) -> dict[TensorPlace, str]:
@@ -61,7 +62,9 @@ class Receiving:
         thread: it waits for sums that are not ready yet."""
         current = self._current
         landing = current.landing if current else None
-        return current.sums() if current and landing and paths == {landing.path} else {}
+        if current and landing and paths == {landing.path}:
+            return current.sums()
+        return {}
 
     def forget(self, version: int, places: Sequence[TensorPlace], *, copied: bool) -> None:
         """Lets the memory of a version go that has been loaded, whose tensors have these `places`: those of later
@@ -70,7 +73,8 @@ class Receiving:
         anyway."""
         self._places = places
         if self._current and self._current.version == version:
-            landing, self._current.landing = self._current.landing, None
+            landing = self._current.landing
+            self._current.landing = None
             if copied:
                 self._spare = landing
 
@@ -113,7 +117,11 @@ class Broadcast:
         places: Sequence[TensorPlace],
     ) -> None:
         self.version = offer.version
-        self._offer, self._number, self._serial, self._pipe, self._before = offer, number, serial, pipe, before
+        self._offer = offer
+        self._number = number
+        self._serial = serial
+        self._pipe = pipe
+        self._before = before
         self._deadline = time.monotonic() + offer.timeout_s
         self.given_up = threading.Event()
         self.group: BroadcastGroup | None = None
@@ -152,12 +160,15 @@ class Broadcast:
 
     def _last_group(self) -> BroadcastGroup | None:
         """Returns the group by which the version before arrived, if its thread has ended."""
-        before, self._before = self._before, None
+        before = self._before
+        self._before = None
         if before is None:
             return None
         before.landing = None
         before._thread.join(PASS_ON_S)
-        return None if before._thread.is_alive() else before.group
+        if before._thread.is_alive():
+            return None
+        return before.group
 
     @property
     def _left_s(self) -> float:
@@ -174,7 +185,8 @@ class Broadcast:
         if landing is None:
             raise RoomFailed("a later version was offered")
         whole = landing.memory(max(ends[-1], 1))
-        version, attempt = self._offer.version, self._offer.attempt
+        version = self._offer.version
+        attempt = self._offer.attempt
         member = GroupMember(store, host, self._number, attempt, version, self.given_up.is_set)
         # A store whose process is stopped never answers. Then this thread waits until that process ends, and the
         # replica takes the version on demand at the deadline.

@@ -94,7 +94,8 @@ class Target:
         self, index: int, row: ReplicaRow, fails: Callable[[Target, TriremeError], None], needs_weights: bool
     ) -> None:
         """`needs_weights`: it serves only once a table says that it has taken weights."""
-        self.index, self.row = index, row
+        self.index = index
+        self.row = row
         self._needs_weights = needs_weights
         self.client = row.client  # the one that samples: each table brings another that calls the same replica
         self.calls = ReplicaCalls(lambda failure: fails(self, failure))
@@ -118,7 +119,8 @@ class Target:
     def makes_sense(self, made: SampledSequence | Progress, vocab_size: int | None) -> bool:
         """Tells whether `made` is tokens of the vocabulary (None: not known) with finite log-probabilities. Raises
         RoomFailed when it is not for the `SENSELESS`th time in a row."""
-        tokens, logprobs = made.tokens, made.logprobs
+        tokens = made.tokens
+        logprobs = made.logprobs
         # Ufuncs, without the Python around them. A negative token is a large one without its sign, and a sum is finite
         # if all are: one pass over each.
         known = not len(tokens) or np.maximum.reduce(tokens.view(np.uint32)) < (vocab_size or 2**31)
@@ -190,12 +192,16 @@ class Router:
         """
         self._newest = NewestTable(patience_s)
         self._targets: dict[int, Target] = {}
-        self._fixed, self._one_version, self._reports = fixed, one_version, reports
-        self._vocab_size, self._progress_s = vocab_size, progress_s
+        self._fixed = fixed
+        self._one_version = one_version
+        self._reports = reports
+        self._vocab_size = vocab_size
+        self._progress_s = progress_s
         self._routes: OrderedDict[str, Target] = OrderedDict()
         self._queued: defaultdict[Target, list[RoutedRequest]] = defaultdict(list)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._name, self._numbers = uuid.uuid4().hex[:6], itertools.count()
+        self._name = uuid.uuid4().hex[:6]
+        self._numbers = itertools.count()
         self._changed = asyncio.Event()
         self._on_change: Callable[[dict[int, int]], object] = lambda _versions: None
         if source:
@@ -311,16 +317,19 @@ class Router:
         return target
 
     def _send_queued(self) -> None:
-        queued, self._queued = self._queued, defaultdict(list)
+        queued = self._queued
+        self._queued = defaultdict(list)
         for target, group in queued.items():
-            if waited_for := [routed for routed in group if not routed.future.done()]:
+            waited_for = [routed for routed in group if not routed.future.done()]
+            if waited_for:
                 target.calls.add(self._spawn(self._stream(target, waited_for)))
                 if not target.followed and not self._fixed:
                     target.calls.add(self._spawn(self._follow(target)))
 
     async def _stream(self, target: Target, group: list[RoutedRequest]) -> None:
         """Sends one group of requests and hands out what comes back; leaves none of them with this replica."""
-        silent, name = set(group), target.client.name
+        silent = set(group)
+        name = target.client.name
         try:
             async for index, outcome in target.client.sample([routed.request for routed in group]):
                 await self._check_issued(target, outcome)
@@ -356,17 +365,23 @@ class Router:
 
     async def _follow(self, target: Target) -> None:
         """Collects the progress of the replica's requests while it has any; of those that none reads, more seldom."""
-        target.followed, tick_s = True, self._progress_s or PROGRESS_S
-        ticks, seldom = itertools.count(1), max(round(PROGRESS_S / tick_s), 1) if tick_s else 1
+        target.followed = True
+        tick_s = self._progress_s or PROGRESS_S
+        ticks = itertools.count(1)
+        seldom = max(round(PROGRESS_S / tick_s), 1) if tick_s else 1
         try:
             await asyncio.sleep(tick_s)
             while target.requests:
                 every = not next(ticks) % seldom
                 known = {n: r.handover.known for n, r in target.requests.items() if every or r.handover.is_read}
-                made = await target.calls.call(target.client.progress(known)) if known else {}
+                if known:
+                    made = await target.calls.call(target.client.progress(known))
+                else:
+                    made = {}
                 for name, progress in made.items():
                     await self._check_issued(target, progress)
-                    if routed := target.requests.get(name):
+                    routed = target.requests.get(name)
+                    if routed:
                         self._hand_out(target, routed, progress)
                 await asyncio.sleep(tick_s)
         except TriremeError as failure:
@@ -390,7 +405,8 @@ class Router:
         """Takes the newest table. Late and repeated ones change nothing."""
         if not self._newest.take(table):
             return
-        before, self._targets = self._targets, {}
+        before = self._targets
+        self._targets = {}
         for index, row in table.rows.items():
             target = before.get(index)
             if target is None or target.row.generation != row.generation:

@@ -50,7 +50,8 @@ class _Incoming:
     def hear(self, message: dict[str, Any]) -> None:
         """Takes a message of the receiving thread."""
         if "arrived" in message:
-            path, offsets = message["arrived"]["path"], message["arrived"]["offsets"]
+            path = message["arrived"]["path"]
+            offsets = message["arrived"]["offsets"]
             pairs = zip(offsets, self.offer.sizes, strict=True)
             self._settle(self.arrived, [Region(path, offset, nbytes) for offset, nbytes in pairs])
         elif "failed" in message:
@@ -78,7 +79,8 @@ class Broadcasts:
     and write messages with the given number to a pipe with the given path. `receiver` has versions on demand."""
 
     def __init__(self, receiver: Receiver, start: Callable[[Offer, int, str], Awaitable[Any]]) -> None:
-        self._receiver, self._start = receiver, start
+        self._receiver = receiver
+        self._start = start
         self._incoming: _Incoming | None = None
         self._pipe: tuple[int, int] | None = None
         self._unread = b""
@@ -94,7 +96,8 @@ class Broadcasts:
         try:
             async with asyncio.timeout(offer.timeout_s):
                 async with self._mapping:
-                    deadline, self._serial = time.monotonic() + offer.timeout_s, self._serial + 1
+                    deadline = time.monotonic() + offer.timeout_s
+                    self._serial = self._serial + 1
                     self._incoming = incoming = _Incoming(offer, self._serial, deadline)
                     await self._start(offer, self._serial, self._open_pipe())
                 await asyncio.shield(incoming.ready)
@@ -109,10 +112,14 @@ class Broadcasts:
         `number`, else as they are had on demand. Other processes can map them until the end of the block. Raises
         RoomFailed when they cannot be had."""
         session = getattr(source, "session", None)  # None: another transport, or a loop that makes no offers
-        why = await self._why_not(number, source) if session else "there is no session"
+        if session:
+            why = await self._why_not(number, source)
+        else:
+            why = "there is no session"
         if not why:
             async with self._mapping:
-                if (incoming := self._incoming) and incoming.is_of(source):
+                incoming = self._incoming
+                if incoming and incoming.is_of(source):
                     log.info("inference replica %d takes version %d as it was broadcast", number, source.version)
                     regions = incoming.arrived.result()
                     yield Arrived(regions, [region.map() for region in regions])
@@ -137,7 +144,8 @@ class Broadcasts:
         """Waits until the version of `source` has arrived; returns the reason if it does not ("" if it does)."""
         if number not in source.session.members:
             return "it is not in the session: it joined later, or was not ready in time"
-        if (incoming := self._incoming) is None or not incoming.is_of(source):
+        incoming = self._incoming
+        if incoming is None or not incoming.is_of(source):
             return "its engine was started anew, or another version was offered"
         await asyncio.wait({incoming.arrived}, timeout=max(incoming.deadline + GRACE_S - time.monotonic(), 0.0))
         if not incoming.arrived.done():
@@ -190,11 +198,13 @@ def copy_to_memory(buckets: Sequence[npt.NDArray[np.uint8]]) -> tuple[int, list[
     The file exists until its descriptor is closed and no process maps it. Call it in a thread: copying blocks.
     """
     file = os.memfd_create("weights")
-    regions, end = [], 0
+    regions = []
+    end = 0
     for bucket in buckets:
         regions.append(Region(f"/proc/{os.getpid()}/fd/{file}", end, len(bucket)))
         view = bucket.data
         while view:  # a call writes at most 2 GiB
             written = os.pwrite(file, view, end)
-            view, end = view[written:], end + written
+            view = view[written:]
+            end = end + written
     return file, regions

@@ -15,7 +15,8 @@ from contextlib import suppress
 
 import psutil
 
-LEAST_CPU_S, LEAST_SHARE = 0.01, 0.01
+LEAST_CPU_S = 0.01
+LEAST_SHARE = 0.01
 """Using less CPU time than this, and than this share of the time, is no progress: idle threads wake up now and then."""
 QUIET_S = 1.0
 """A shorter silence is not looked into."""
@@ -41,7 +42,8 @@ class StallClock:
     def look(self, silent_s: float) -> float:
         """Returns for how many seconds it has made none."""
         now = time.monotonic()
-        gap_s, self._looked = now - self._looked, now
+        gap_s = now - self._looked
+        self._looked = now
         self._stalled_s = min(self._stalled_s + min(gap_s, LONGEST_GAP_S), silent_s)
         if self._stalled_s >= QUIET_S:
             used_s = self._cpu_s()
@@ -49,7 +51,9 @@ class StallClock:
             pairs = zip(used_s, self._used_s or [0.0] * len(used_s), strict=True)
             if all(abs(used - before) >= least_s for used, before in pairs):  # less than before: a child ended
                 self._longest_s = max(self._longest_s, self._stalled_s - gap_s)  # in the last gap it did something
-                self._used_s, self._stalled_s, self._progressed = used_s, 0.0, now
+                self._used_s = used_s
+                self._stalled_s = 0.0
+                self._progressed = now
         return self._stalled_s
 
     def answered(self, silent_s: float) -> float:

@@ -73,13 +73,15 @@ class CopyWatch(TorchDispatchMode):
     def _note(self, target: Tensor, source: Tensor) -> None:
         if _memory(source) == _memory(target):
             return  # vLLM copies a loaded layer to where its parameters always lie; some never lay elsewhere
-        held, name = self._holders[_memory(target)], self._name(source)
+        held = self._holders[_memory(target)]
+        name = self._name(source)
         if name is None:
             self.unfollowed.update(dict.fromkeys(self._origin(source), COMPUTED))
             return
         self._into[held].add(name)
         published = self._published[name]
-        if why := _unlike(published, source, target):
+        why = _unlike(published, source, target)
+        if why:
             self.unfollowed[name] = why
             return
         dims = list(zip(target.shape, source.stride(), target.stride(), strict=True))
@@ -106,9 +108,11 @@ class CopyWatch(TorchDispatchMode):
 
     def _origin(self, tensor: Tensor) -> set[str]:
         """Returns the published tensors of which values are in this memory."""
-        if (name := self._name(tensor)) is not None:
+        name = self._name(tensor)
+        if name is not None:
             return {name}
-        if (held := self._holders.get(_memory(tensor))) is not None:
+        held = self._holders.get(_memory(tensor))
+        if held is not None:
             return self._into[held]
         return self._computed.get(_memory(tensor), set())
 
@@ -116,10 +120,13 @@ class CopyWatch(TorchDispatchMode):
         """Returns the published tensor in whose memory this one lies."""
         if tensor.is_meta or not (address := tensor.data_ptr()):
             return None
-        if (at := bisect_right(self._addresses, (address, LAST_NAME)) - 1) < 0:
+        at = bisect_right(self._addresses, (address, LAST_NAME)) - 1
+        if at < 0:
             return None
         start, name = self._addresses[at]
-        return name if address < start + self._published[name].nbytes else None
+        if address < start + self._published[name].nbytes:
+            return name
+        return None
 
 
 def disordered(copies: Sequence[Copy]) -> list[str]:

@@ -129,7 +129,9 @@ def _corrupt(model: torch.nn.Module) -> None:
 def readers() -> int:
     """Returns how many threads read what has arrived. On CPUs it is one, as the engine computes by the same cores. On
     GPUs an engine needs few cores, and the next step's sampling waits for the check."""
-    return 1 if current_platform.is_cpu() else max(1, min(READERS, len(os.sched_getaffinity(0)) // 2))
+    if current_platform.is_cpu():
+        return 1
+    return max(1, min(READERS, len(os.sched_getaffinity(0)) // 2))
 
 
 def _refusal_of(
@@ -191,18 +193,25 @@ class WorkerExtension:
         the same memory. `pickled_files`: a manifest and where its buckets are, of type `inference.mapping.Region`."""
         manifest, regions = pickle.loads(pickled_files)
         buckets = [region.map() for region in regions]
-        known = (
-            partial(self.receiving.sums, {region.path for region in regions})
-            if self.receiving
-            else dict[TensorPlace, str]
-        )
-        work = partial(_refusal_of, manifest, buckets, known) if self.rank == 0 else partial(populate, buckets)
-        self._checking, self.received = Future(), (manifest, buckets)
+        if self.receiving:
+            known: Callable[[], Mapping[TensorPlace, str]] = partial(
+                self.receiving.sums, {region.path for region in regions}
+            )
+        else:
+            known = dict[TensorPlace, str]
+        if self.rank == 0:
+            work: Callable[[], str | None] = partial(_refusal_of, manifest, buckets, known)
+        else:
+            work = partial(populate, buckets)
+        self._checking = Future()
+        self.received = (manifest, buckets)
         Thread(target=_resolve, args=(self._checking, work), name="check", daemon=True).start()
 
     def checked(self) -> str | None:
         """Returns why what has arrived is refused, "" if it is not; None while rank 0 still reads it."""
-        return self._checking.result() if self._checking.done() else None
+        if self._checking.done():
+            return self._checking.result()
+        return None
 
     def take_weights(self, known: bool) -> bytes:
         """Loads the received weights, while the scheduler is paused. Returns what was loaded, a pickled

@@ -51,7 +51,8 @@ class OrchestratorActor:
         redirect_output(log_dir, "orchestrator_0")
         number_process(0)
         trace.start(log_dir, "orchestrator_0", config.trace.max_mb)
-        self._config, self._sampler_factory = config, sampler_factory
+        self._config = config
+        self._sampler_factory = sampler_factory
         self._sessions_factory = sessions_factory
         self._layout = LayoutThread(store_parts(assign) if assign else keep_whole)
         self._stopping: asyncio.Task[None] | None = None

@@ -135,9 +135,11 @@ class Backpressure:
     """
 
     def __init__(self, config: Config) -> None:
-        limit, self._group_size = config.orchestrator.max_concurrent, config.largest_group
+        limit = config.orchestrator.max_concurrent
+        self._group_size = config.largest_group
         self._auto = limit == "auto" and not config.deterministic
-        self._config, self._places = config, 0
+        self._config = config
+        self._places = 0
         if limit == "auto":
             each = config.inference.sequences(on_gpus=config.cluster.device == "gpu") or LEAST_PLACES
             limit = config.enough_rollouts(config.inference.replicas * each)

@@ -95,7 +95,8 @@ def lay_out(weighted: Sequence[WeightedTrajectory]) -> TokenBatch:
     end = 0
     for part in _parts(weighted):
         starts, ends, laid_out = _laid_out(part)
-        start, end = end, end + ends[-1] - len(ends)
+        start = end
+        end = end + ends[-1] - len(ends)
         tokens[start:end] = np.delete(laid_out["target_tokens"], np.asarray(ends) - 1)
         for name, column in laid_out.items():
             columns[name][start:end] = np.delete(column, starts)
@@ -189,7 +190,8 @@ class Segments:
     """The segments of trajectories as the datums of a minibatch, each of which can be laid out when it is wanted."""
 
     def __init__(self, weighted: Sequence[WeightedTrajectory], normalization: Normalization) -> None:
-        self._weighted, self._normalization = weighted, normalization
+        self._weighted = weighted
+        self._normalization = normalization
         lengths_N = [_segment_lengths(one.trajectory) for one in weighted]
         self.lengths: Numbers = np.concatenate(lengths_N) - 1
         """[D], as a datum's inputs are its tokens without the last."""

@@ -63,8 +63,11 @@ class SessionTurns:
         sampling: SamplingConfig,
         run_seed: int | None,
     ) -> None:
-        self._sample, self._key, self._limits = sample, key, limits
-        self._sampling, self._run_seed = sampling, run_seed
+        self._sample = sample
+        self._key = key
+        self._limits = limits
+        self._sampling = sampling
+        self._run_seed = run_seed
         self._one_by_one = asyncio.Lock()
         self._number = 0
         self.failure: Exception | None = None
@@ -91,14 +94,17 @@ class SessionTurns:
         return is_of_a_room(self.failure)
 
     async def _one(self, request: SampleRequest, *on_progress: OnProgress) -> SampledSequence:
-        key, limits, prompt = self._key, self._limits, len(request.prompt)
+        key = self._key
+        limits = self._limits
+        prompt = len(request.prompt)
         room = limits.max_seq_len - prompt
         if room <= 0 or prompt > (limits.max_prompt_len or prompt):
             raise BadInput(
                 f"a prompt of {prompt} tokens; it leaves no room below model.max_seq_len = {limits.max_seq_len}, or "
                 f"exceeds orchestrator.max_prompt_len = {limits.max_prompt_len}: shorten the conversation"
             )
-        turn, self._number = self._number, self._number + 1
+        turn = self._number
+        self._number = self._number + 1
         stop = tuple(dict.fromkeys((*request.params.stop_token_ids, *request.params.stop_strings, *limits.stop)))
         params = self._sampling.params(key.seed(self._run_seed, turn), stop, room)
         own = SampleRequest(
@@ -160,7 +166,9 @@ async def play_session(
 
 def _reward(played: Any) -> tuple[Any, Any]:
     """Returns reward and metrics of what an agent returned, which `check_report` then looks at."""
-    return played if isinstance(played, tuple) and len(played) == 2 else (played, {})
+    if isinstance(played, tuple) and len(played) == 2:
+        return played
+    return (played, {})
 
 
 def _trajectory(session: PlayedSession, reward: float, metrics: Mapping[str, float], key: RolloutKey) -> Trajectory:
@@ -168,7 +176,8 @@ def _trajectory(session: PlayedSession, reward: float, metrics: Mapping[str, flo
     says how it ended. Raises NoAnswer."""
     if not session.turns:
         raise NoAnswer(f"{key}: the agent ended without an answer of the policy; there is nothing to train on")
-    builder, last = TrajectoryBuilder(), max(session.turns, key=lambda turn: (turn.delivered, turn.answer))
+    builder = TrajectoryBuilder()
+    last = max(session.turns, key=lambda turn: (turn.delivered, turn.answer))
     for turn in session.turns:
         builder.ask(turn.prompt, follows=turn.follows)
         own = float(reward) if turn is last else 0.0

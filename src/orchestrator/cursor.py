@@ -34,9 +34,11 @@ class ProblemCursor:
         problem = f"{self.epoch}.{self.batch}.{self.position}"
         self.position += 1
         if self.position >= len(self._problems(self.batch)):
-            self.batch, self.position = self.batch + 1, 0
+            self.batch = self.batch + 1
+            self.position = 0
         if self.batch >= len(self.dataset):
-            self.epoch, self.batch = self.epoch + 1, 0
+            self.epoch = self.epoch + 1
+            self.batch = 0
         return problem
 
     def builder(self, problem: str) -> EnvGroupBuilder:
@@ -54,7 +56,9 @@ class ProblemCursor:
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continues where another cursor stood. Raises BadInput when the dataset has no such place."""
-        self.epoch, self.batch, self.position = state["epoch"], state["batch"], state["position"]
+        self.epoch = state["epoch"]
+        self.batch = state["batch"]
+        self.position = state["position"]
         self.builder(f"{self.epoch}.{self.batch}.{self.position}")
 
     def _problems(self, batch: int) -> list[EnvGroupBuilder]:
@@ -93,7 +97,9 @@ class Mix:
         name = self._names[min(bisect_right(self._bounds, place), len(self._names) - 1)]
         self._drawn += 1
         problem = self._cursors[name].next_problem()
-        return problem if len(self._names) == 1 else f"{name}/{problem}"
+        if len(self._names) == 1:
+            return problem
+        return f"{name}/{problem}"
 
     def env_of(self, problem: str) -> str:
         """Returns the name of the problem's environment. Raises BadInput when it is none of these."""

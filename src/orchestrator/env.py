@@ -72,9 +72,11 @@ PREFIXES = {
 """The prefixes of ids that name a taskset of the package verifiers, an agent, a generator of the package
 reasoning-gym, or reward functions, and the datasets to
 which the rest of the id is given first."""
-PROGRAM, PROGRAMS = "agent:command", "orchestrator.envs.program:ProgramDataset"
+PROGRAM = "agent:command"
+PROGRAMS = "orchestrator.envs.program:ProgramDataset"
 """The id of agents that are programs, and the dataset that they play."""
-URLS, SERVED = ("http://", "https://"), "orchestrator.envs.http:HttpDataset"
+URLS = ("http://", "https://")
+SERVED = "orchestrator.envs.http:HttpDataset"
 """The prefixes of ids that are the URL of a server of environments, and the dataset that asks it."""
 
 
@@ -307,9 +309,11 @@ def load_dataset(env: EnvConfig, context: EnvContext, section: str = "env") -> R
     dataset_class = _find_class(env.id, section)
     signature = inspect.signature(dataset_class)
     for name in sorted(env.args.keys() - signature.parameters.keys()):
-        if removed := removed_key(("env", "args", name), f"{section}.args.{name}"):
+        removed = removed_key(("env", "args", name), f"{section}.args.{name}")
+        if removed:
             raise removed.error()
-    if missing := [name for name in env.variables if name not in os.environ]:
+    missing = [name for name in env.variables if name not in os.environ]
+    if missing:
         raise Refusal(
             f"env.variables names {', '.join(missing)}",
             "environment variables that are set where the run is started",
@@ -355,7 +359,10 @@ async def close_env(env: Any) -> None:
 @asynccontextmanager
 async def first_env(problem: EnvGroupBuilder) -> AsyncIterator[Env | AgentEnv]:
     """Yields the first environment of a problem. The end of the block gives back what the problem holds."""
-    envs = [await result_of(problem.make_env, 0)] if problem.makes_one else await result_of(problem.make_envs)
+    if problem.makes_one:
+        envs: Sequence[Env | AgentEnv] = [await result_of(problem.make_env, 0)]
+    else:
+        envs = await result_of(problem.make_envs)
     try:
         yield envs[0]
     finally:
@@ -395,7 +402,8 @@ def _find_class(env_id: str, section: str) -> Callable[..., RLDataset]:
         raise BadInput(
             f"{section}.id = {env_id!r} cannot be imported: {in_short(error)}{do if missing else ''}"
         ) from error
-    if (found := getattr(module, class_name, None)) is None:
+    found = getattr(module, class_name, None)
+    if found is None:
         datasets = [name for name, kind in vars(module).items() if _is_dataset(kind) and kind is not RLDataset]
         raise BadInput(
             f"{section}.id = {env_id!r}: {module.__file__} has no {class_name}; {expected}. "
@@ -409,7 +417,10 @@ def _find_class(env_id: str, section: str) -> Callable[..., RLDataset]:
 def named_function(kind: str, source: str, name: str) -> Callable[..., Any]:
     """Returns a function of a file, if `source` ends with .py, or of a module. Raises BadInput."""
     try:
-        names = run_file(source) if source.endswith(".py") else vars(importlib.import_module(source))
+        if source.endswith(".py"):
+            names = run_file(source)
+        else:
+            names = vars(importlib.import_module(source))
         function: Callable[..., Any] = names[name]
     except Exception as error:
         raise Refusal(
@@ -436,4 +447,6 @@ def in_short(error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     python = (__file__, inspect.__file__, importlib.__file__)
     own = [f for f in frames if not f.filename.startswith("<frozen") and f.filename not in python]
-    return f"{said} ({own[-1].filename}, line {own[-1].lineno})" if own else said
+    if own:
+        return f"{said} ({own[-1].filename}, line {own[-1].lineno})"
+    return said

@@ -105,7 +105,8 @@ class Evaluator:
         gate: Gate,
     ) -> None:
         self._config = config
-        self._sample, self._gate = sample, gate
+        self._sample = sample
+        self._gate = gate
         self._datasets = list(zip(config.eval_envs, datasets, strict=False))
         self._schedule = Schedule(config.eval.every, config.max_steps)
         self._limits = limits
@@ -152,7 +153,8 @@ class Evaluator:
         for due in [due for due in self._rows if due <= step]:
             row |= self._rows.pop(due)
         if row:
-            row["time/wait_for_evaluation"], self._waited_s = self._waited_s, 0.0
+            row["time/wait_for_evaluation"] = self._waited_s
+            self._waited_s = 0.0
         return row
 
     def state_dict(self) -> dict[str, Any]:
@@ -160,7 +162,8 @@ class Evaluator:
         return {"done": self._done, "owed": self._owed, "rows": [[step, dict(row)] for step, row in self._rows.items()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._done, self._owed = state["done"], state["owed"]
+        self._done = state["done"]
+        self._owed = state["owed"]
         self._rows = {step: dict(row) for step, row in state["rows"]}
 
     # ---- one evaluation
@@ -174,8 +177,10 @@ class Evaluator:
         """Evaluates `version`, which all replicas hold, and returns the metrics. Raises RoomFailed after
         `timeouts.batch_s`, saying how much is missing, and ProvenanceError."""
         fault_point("orchestrator.evaluation")
-        now, limit_s = asyncio.get_running_loop().time, self._config.batch_deadline_s
-        started, evaluations = now(), self._evaluations(version)
+        now = asyncio.get_running_loop().time
+        limit_s = self._config.batch_deadline_s
+        started = now()
+        evaluations = self._evaluations(version)
         self._running = evaluations
         try:
             async with asyncio.timeout(limit_s):
@@ -212,7 +217,10 @@ class Evaluator:
         return evaluations
 
     async def _play(self, evaluations: Sequence[Evaluation]) -> None:
-        pace = Lockstep(lambda: False) if self._config.deterministic else OwnPace()
+        if self._config.deterministic:
+            pace: OwnPace = Lockstep(lambda: False)
+        else:
+            pace = OwnPace()
         groups = [(e, group, builder) for e in evaluations for group, builder in e.problems_P]
         for _, group, _ in groups:
             pace.enter(group.index, self._config.eval.samples)

@@ -76,24 +76,32 @@ class GroupRunner:
     @property
     def size(self) -> int:
         """Rollouts in a group."""
-        return self.config.eval.samples if self.evaluates else self.config.group_size(self.env)
+        if self.evaluates:
+            return self.config.eval.samples
+        return self.config.group_size(self.env)
 
     @property
     def sampling(self) -> SamplingConfig:
         """How its tokens are sampled."""
-        return self.config.eval_sampling if self.evaluates else self.config.inference.sampling
+        if self.evaluates:
+            return self.config.eval_sampling
+        return self.config.inference.sampling
 
     @property
     def _seed(self) -> int | None:
         """The seed from which those of its requests follow. None: they have none, with which vLLM draws for all
         sequences of a step at once, and not for one after the other."""
-        return self.config.seed if self.evaluates or self.config.deterministic else None
+        if self.evaluates or self.config.deterministic:
+            return self.config.seed
+        return None
 
     @property
     def _needed(self) -> int:
         """Rollouts that must succeed; in training two, as one alone in its group has advantage 0."""
         share = self.config.orchestrator.min_viable_group
-        return 1 if self.evaluates else max(math.ceil(share * self.size), min(2, self.size))
+        if self.evaluates:
+            return 1
+        return max(math.ceil(share * self.size), min(2, self.size))
 
     async def run(
         self,
@@ -151,7 +159,8 @@ class GroupRunner:
                 rollout.result()
         finally:
             envs.give_up()
-            if left := [rollout for rollout in rollouts if not rollout.done()]:
+            left = [rollout for rollout in rollouts if not rollout.done()]
+            if left:
                 for rollout in left:
                     rollout.cancel()
                 await uninterrupted(asyncio.wait(left, timeout=self.env.close_s))
@@ -262,7 +271,9 @@ class GroupRunner:
         place = f"environment {self.env.label}, problem {group.problem}"
         deadline = asyncio.timeout_at(self._due())
         outcome = await self._attempt(self._rewards(group, builder, trajectories_G), deadline, place)
-        return None if isinstance(outcome, Exception) else outcome
+        if isinstance(outcome, Exception):
+            return None
+        return outcome
 
     def _check_versions(self, group: Group, trajectories_G: Sequence[Trajectory]) -> None:
         """Raises ProvenanceError when a token is of a version that the group must not have."""

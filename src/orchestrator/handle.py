@@ -24,7 +24,8 @@ from trireme.process import waits
 ANSWER_S = 30.0
 """Added to a deadline that the actor keeps itself, so that its message, which says what is missing, comes first."""
 STOP_S = 10.0
-PROGRESS_S, EVALUATION_PROGRESS_S = 30.0, 5.0
+PROGRESS_S = 30.0
+EVALUATION_PROGRESS_S = 5.0
 """Seconds between lines about a long wait, and about an evaluation that is all that a command does."""
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,9 @@ class OrchestratorHandle:
     """The verbs of the orchestrator, each a call to its actor."""
 
     def __init__(self, config: Config, actor: Any, log: Path | None) -> None:
-        self._config, self._actor, self._log = config, actor, log
+        self._config = config
+        self._actor = actor
+        self._log = log
         self._started = actor.start.remote()
 
     @classmethod
@@ -151,5 +154,6 @@ class OrchestratorHandle:
             on_tick()
             said(names, waited_s)
 
-        who, limit_s = [f"orchestrator ({what})"], timeout_s + ANSWER_S
+        who = [f"orchestrator ({what})"]
+        limit_s = timeout_s + ANSWER_S
         return waits.get_all([ref], who=who, timeout_s=limit_s, log=self._log, on_tick=tick)[0]

@@ -183,7 +183,10 @@ class Ledger:
         """Takes a slot for the first problem to resample, or a new one. Raises ValueError unless `can_dispatch()`."""
         if not self.can_dispatch():
             raise ValueError(f"no group may be dispatched: {self.slots_taken} of {self.slots} slots taken")
-        problem = self.resample.popleft() if self.resample else new_problem()
+        if self.resample:
+            problem = self.resample.popleft()
+        else:
+            problem = new_problem()
         group = Group(self.tally.dispatched, problem, self.floor)
         self.active[group.index] = group
         self.tally.dispatched += 1
@@ -390,11 +393,17 @@ class Ledger:
 
     def _accepted(self, groups: list[Group]) -> set[int]:
         """Returns the indices of the loaded groups that have a slot and a place in time."""
-        in_order = groups if self.in_order else sorted(groups, key=lambda group: (group.floor, group.index))
+        if self.in_order:
+            in_order = groups
+        else:
+            in_order = sorted(groups, key=lambda group: (group.floor, group.index))
         accepted: set[int] = set()
         for group in in_order:
             place = len(accepted)
-            lands = self.batch if self.policy == "drop" else self.batch + place // self.batch_size
+            if self.policy == "drop":
+                lands = self.batch
+            else:
+                lands = self.batch + place // self.batch_size
             if place < self.slots and lands <= self.deadline(group):
                 accepted.add(group.index)
         return accepted

@@ -63,7 +63,8 @@ class TaskOwner:
         """Makes the loop note the owner of each task from now on, and contain what an owned one raises."""
 
         def start(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
-            if (tasks := _owner.get()) is None:
+            tasks = _owner.get()
+            if tasks is None:
                 return asyncio.Task(work, loop=loop, **options)
             task = start_contained(work, loop=loop, **options)
             tasks.add(task)
@@ -111,7 +112,8 @@ def start_contained(work: Coroutine[Any, Any, T], **options: Any) -> asyncio.Tas
 
 async def uninterrupted(work: Coroutine[Any, Any, object]) -> None:
     """Awaits work that has a deadline of its own to its end. A cancellation that comes meanwhile is raised then."""
-    task, cancelled = asyncio.ensure_future(work), None
+    task = asyncio.ensure_future(work)
+    cancelled = None
     while not task.done():
         try:
             await asyncio.wait([task])
@@ -128,8 +130,11 @@ class GroupEnvs:
     def __init__(
         self, builder: EnvGroupBuilder, size: int, place: str, close_s: float, note: Callable[[Exception], None]
     ) -> None:
-        self._builder, self._size, self._place = builder, size, place
-        self._close_s, self._note = close_s, note
+        self._builder = builder
+        self._size = size
+        self._place = place
+        self._close_s = close_s
+        self._note = note
         self._open: dict[int, Env | AgentEnv] = {}
         self._unused: defaultdict[int, list[Any]] = defaultdict(list)  # made by make_envs
         self._making = asyncio.Lock()
@@ -177,7 +182,9 @@ class GroupEnvs:
         """Begins to close the environment of the last try of rollout `sample`, if one was made. The task ends within
         `close_s`, and raises nothing."""
         env = self._open.pop(sample, None)
-        return None if env is None else self._begin_closing(env, sample)
+        if env is None:
+            return None
+        return self._begin_closing(env, sample)
 
     async def end(self) -> None:
         """Closes all that are open or unused, and then lets the builder clean up."""
@@ -204,7 +211,10 @@ class GroupEnvs:
         task = start_contained(work)
         error: BaseException | None = EnvNotClosed(f"took longer than env.close_s = {self._close_s:g} s")
         if (await asyncio.wait([task], timeout=self._close_s))[0]:
-            error = EnvCancelled("raised CancelledError by itself") if task.cancelled() else task.exception()
+            if task.cancelled():
+                error = EnvCancelled("raised CancelledError by itself")
+            else:
+                error = task.exception()
         task.cancel()
         if isinstance(error, Exception):
             log.warning("%s: %s: %s; what it holds may be left", what, type(error).__name__, error)

@@ -24,7 +24,8 @@ class RunLimits:
     """Counts failures, and raises LimitReached when there are too many."""
 
     def __init__(self, config: Config) -> None:
-        self._options, self._env = config.orchestrator, config.label
+        self._options = config.orchestrator
+        self._env = config.label
         window = max(MIN_WINDOW, self._options.batch_size * config.largest_group)
         self._failures: deque[bool] = deque(maxlen=window)
         self._failed = 0  # sum(self._failures), which would be slow for large batches
@@ -48,7 +49,10 @@ class RunLimits:
         """Counts a rollout that ended, after all retries, with its last error if it failed. Raises LimitReached if too
         many of the recent ones failed, or if replicas have refused a window of them for one reason."""
         refused = str(error) if isinstance(error, BadRequest) else ""
-        self._refusals = self._refusals + 1 if refused and refused == self._refused else 1
+        if refused and refused == self._refused:
+            self._refusals = self._refusals + 1
+        else:
+            self._refusals = 1
         self._refused = refused
         if refused and self._refusals >= MIN_WINDOW:
             raise LimitReached(
@@ -71,7 +75,10 @@ class RunLimits:
 
     def judge_group(self, usable: bool, tally: Tally) -> None:
         """Counts a group that ended; `tally` is the ledger's. Raises LimitReached after many unusable ones in a row."""
-        self._unusable_in_a_row = 0 if usable else self._unusable_in_a_row + 1
+        if usable:
+            self._unusable_in_a_row = 0
+        else:
+            self._unusable_in_a_row = self._unusable_in_a_row + 1
         limit = self._options.max_filtered_batches * self._options.batch_size
         if self._unusable_in_a_row >= limit and not tally.filtered:
             raise LimitReached(

@@ -88,7 +88,8 @@ class RenderedEnv(Env):
     one that was cut off."""
 
     def __init__(self, env: MessageEnv, renderer: Renderer) -> None:
-        self._env, self._renderer = env, renderer
+        self._env = env
+        self._renderer = renderer
         self._messages: list[Message] = []
         self._prompt = array("i")
         """The last prompt."""
@@ -135,7 +136,8 @@ class RenderedEnv(Env):
 
     def _next_prompt(self, message: Message, others: Sequence[Message]) -> TokenIds | Continuation:
         """Returns the prompt after the assistant's `message` and those of `others`."""
-        before, self._messages = self._messages, [*self._messages, message, *others]
+        before = self._messages
+        self._messages = [*self._messages, message, *others]
         follows = self._renderer.continuation(self._messages, self._env.tools)
         if follows is None:
             return self._whole_prompt([*before, {**message, "prompt": self._prompt.tolist()}, *others])

@@ -96,7 +96,8 @@ class StepMeter:
             "perf/event_loop_lag": self.lag_s,
             **self.updates.pop(step),
         }
-        self.counts, self.lag_s = counts, 0.0
+        self.counts = counts
+        self.lag_s = 0.0
         self.trained, self.filtered, self.errors = [], [], Counter()
         return row
 
@@ -158,4 +159,6 @@ def _means(scored_P: Sequence[ScoredGroup]) -> dict[str, float]:
 def _kind(rewards_G: Sequence[float]) -> str:
     if not is_constant(rewards_G):
         return "mixed"
-    return "all_good" if rewards_G[0] >= GOOD_REWARD else "all_bad"
+    if rewards_G[0] >= GOOD_REWARD:
+        return "all_good"
+    return "all_bad"

@@ -89,7 +89,9 @@ class Pipeline:
         decode: Decode | None = None,
         build_on: BuildOn = build_here,
     ) -> None:
-        self._config, self._options, self.sampler = config, config.orchestrator, sampler
+        self._config = config
+        self._options = config.orchestrator
+        self.sampler = sampler
         by_env = {env.label: dataset for env, dataset in zip(config.env, datasets, strict=True)}
         self._mix = Mix(by_env, [env.weight for env in config.env], config.seed)
         self._ledger = Ledger(
@@ -103,10 +105,14 @@ class Pipeline:
         self._acknowledged: Mapping[int, int] = {}
         self._finished: dict[int, ScoredGroup] = {}
         self._running = RunningGroups(lambda problem: self._runners[self._mix.env_of(problem)])
-        self._slots_changed, self._groups_changed = asyncio.Event(), asyncio.Event()
+        self._slots_changed = asyncio.Event()
+        self._groups_changed = asyncio.Event()
         self._background = BackgroundTasks(self._groups_changed.set)
         self._newest = -1
-        self._pace = Lockstep(self._ledger.can_dispatch) if config.deterministic else OwnPace()
+        if config.deterministic:
+            self._pace: OwnPace = Lockstep(self._ledger.can_dispatch)
+        else:
+            self._pace = OwnPace()
         self._pressure = Backpressure(config)
         self._requests = requests = Requests(sampler)
         self._tokens = TokenCounts(lambda: asyncio.get_running_loop().time(), repeatable=config.deterministic)
@@ -137,7 +143,8 @@ class Pipeline:
     async def begin_version(self, version: int, update: Awaitable[Sequence[UpdateReport]]) -> None:
         """Takes note that the replicas take `version`, in flight, until `update`. See Updates, above. Call after
         `end_version`. An error of the update is raised by the next verb."""
-        first, self._newest = self._newest < 0, version
+        first = self._newest < 0
+        self._newest = version
         last = version == self._config.max_steps
         if first:
             self._requests.start()
@@ -148,7 +155,10 @@ class Pipeline:
             await self.evaluator.ended()  # else it runs beside training
         if first:
             TaskOwner.watch(asyncio.get_running_loop())
-            self._boundary = self._state() if self._config.deterministic else None
+            if self._config.deterministic:
+                self._boundary = self._state()
+            else:
+                self._boundary = None
             lag = watch_lag(lambda late_s: self._meter.note_lag(late_s))
             loops = {"dispatch": self._dispatch_loop(), "load": watch_load(self.sampler, self._pressure), "lag": lag}
             for name, loop in loops.items():
@@ -166,7 +176,8 @@ class Pipeline:
         Raises RoomFailed after `timeouts.batch_s`, saying what is missing, and the error of any loop.
         """
         fault_point("orchestrator.minibatch")
-        per_substep, done = self._config.groups_per_substep, self._ledger.assembled
+        per_substep = self._config.groups_per_substep
+        done = self._ledger.assembled
         least, most = (min(n, per_substep - done % per_substep) for n in self._config.groups_per_minibatch)
         if (step, substep) != (self._ledger.batch, done // per_substep):
             raise ValueError(
@@ -202,7 +213,10 @@ class Pipeline:
         records = self._recorder.lines(step, self._meter.trained)
         row = self._meter.take(step, self._ledger.counts(), self._requests.take_idle())
         row |= self.evaluator.take(step) | self._pressure.take() | self._tokens.take()
-        self._boundary = self._state() if self._config.deterministic else None
+        if self._config.deterministic:
+            self._boundary = self._state()
+        else:
+            self._boundary = None
         return StepSummary(row, [{name: getattr(g, name) for name in WITNESSED} for g in groups], records)
 
     def progress(self) -> str:
@@ -239,8 +253,14 @@ class Pipeline:
                 f"{self._ledger.released} batches are released, but the update to {self._newest} has begun"
             )
         # After a stop by a limit, the user repairs the cause and resumes: then the limits count anew.
-        running = [] if self._config.deterministic else [g for g in self._ledger.active.values() if not g.finished]
-        limits = RunLimits(self._config) if self._background.limit_reached else self._run_limits
+        if self._config.deterministic:
+            running = []
+        else:
+            running = [g for g in self._ledger.active.values() if not g.finished]
+        if self._background.limit_reached:
+            limits = RunLimits(self._config)
+        else:
+            limits = self._run_limits
         return OrchestratorState(
             cursor=self._mix.state_dict(),
             ledger=self._ledger.state_dict(),
@@ -292,7 +312,10 @@ class Pipeline:
             # The ledger looks at all groups, so it is not asked before enough of them have finished.
             if len(self._finished) >= least:
                 count = self._ledger.takeable(most)
-                taken = self._ledger.take(step, count) if count >= least else None
+                if count >= least:
+                    taken = self._ledger.take(step, count)
+                else:
+                    taken = None
                 if taken:
                     return taken
             self._groups_changed.clear()

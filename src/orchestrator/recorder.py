@@ -37,7 +37,8 @@ class Recorder:
     """Makes the records of a run's steps. `decode` turns token ids into text; None: records have no text."""
 
     def __init__(self, config: Config, decode: Decode | None) -> None:
-        self._options, self._seed = config.rollouts, config.seed
+        self._options = config.rollouts
+        self._seed = config.seed
         self._advantage = config.orchestrator.advantage
         self._decode = decode
 
@@ -51,7 +52,8 @@ class Recorder:
     def _picked(self, step: int, trained_P: Sequence[ScoredGroup]) -> list[tuple[str, ScoredGroup]]:
         """Picks the same groups whenever it is called with the same ones, so that a repeated step is recorded alike."""
         *others, best = sorted(trained_P, key=lambda scored: float(np.mean(scored.rewards_G)))
-        worst, rest = others[:1], others[1:]
+        worst = others[:1]
+        rest = others[1:]
         sample = random.Random(f"{self._seed}/{step}").sample(rest, min(self._options.sample, len(rest)))
         return [("best", best), *(("worst", scored) for scored in worst), *(("sample", scored) for scored in sample)]
 

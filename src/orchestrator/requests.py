@@ -19,7 +19,8 @@ class IdleClock:
 
     def begin(self) -> None:
         """Begins to count."""
-        self._since, self._idle = self._now(), 0.0
+        self._since = self._now()
+        self._idle = 0.0
 
     def __enter__(self) -> None:
         if not self.in_flight:
@@ -35,8 +36,10 @@ class IdleClock:
         """Returns the idle seconds since the last call."""
         if not self.in_flight:
             now = self._now()
-            self._idle, self._since = self._idle + now - self._since, now
-        idle, self._idle = self._idle, 0.0
+            self._idle = self._idle + now - self._since
+            self._since = now
+        idle = self._idle
+        self._idle = 0.0
         return idle
 
 

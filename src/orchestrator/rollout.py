@@ -169,8 +169,10 @@ async def run_rollout(
         tokens, follows = checked_prompt(observation, stop, key, limits, bool(builder.turns))
         builder.ask(tokens, follows=follows)
         progress.asks(env, builder, tokens, follows, stop)
-        turn, prompt = len(builder.turns), builder.prompt
-        if (limit := _limit_reached(prompt, limits)) and not turn:
+        turn = len(builder.turns)
+        prompt = builder.prompt
+        limit = _limit_reached(prompt, limits)
+        if limit and not turn:
             raise PromptTooLong(f"{key}: {_too_long(limit, prompt, limits)}")
         if limit:
             progress.steps()
@@ -193,7 +195,8 @@ async def run_rollout(
         _add_turn(builder, sampled, result, key)
         if result.episode_done:
             return builder.finish(sampled.stop_reason)
-        observation, stop = result.next_observation, result.next_stop_condition
+        observation = result.next_observation
+        stop = result.next_stop_condition
 
 
 async def _beginning(
@@ -205,7 +208,10 @@ async def _beginning(
             return TrajectoryBuilder(), *await result_of(env.initial_observation)
     with trace.overlapping("load_state_dict", "environment", problem=key.problem):
         await result_of(env.load_state_dict, begun.env_state)
-    observation = Continuation(begun.prompt) if begun.follows else begun.prompt
+    if begun.follows:
+        observation: TokenIds | Continuation = Continuation(begun.prompt)
+    else:
+        observation = begun.prompt
     return TrajectoryBuilder(begun.trajectory), observation, begun.stop
 
 
@@ -223,11 +229,17 @@ def checked_prompt(
             f"{key}: gave the observation {str(observation)[:100]!r}; expected "
             f"at least one token, each a whole number of 0 .. {limits.vocab_size - 1}"
         )
-    tokens = tokens if tokens.dtype == np.int32 else tokens.astype(np.int64)
+    if tokens.dtype == np.int32:
+        tokens = tokens
+    else:
+        tokens = tokens.astype(np.int64)
     strange = [end for end in stop if end not in range(limits.vocab_size) and not (isinstance(end, str) and end)]
     if strange or not _in_vocabulary(tokens, limits.vocab_size):
         unknown = tokens[(tokens < 0) | (tokens >= limits.vocab_size)]
-        given = f"token {unknown[0]}" if len(unknown) else f"{strange[0]!r} as what ends an answer"
+        if len(unknown):
+            given = f"token {unknown[0]}"
+        else:
+            given = f"{strange[0]!r} as what ends an answer"
         raise OutOfVocabulary(f"{key}: gave {given}; expected tokens of 0 .. {limits.vocab_size - 1}")
     return tokens.astype(np.int32, copy=False), follows
 
@@ -242,7 +254,9 @@ def _limit_reached(prompt: npt.NDArray[np.int32], limits: RolloutLimits) -> Trun
     """Returns the limit that refuses a prompt, or None."""
     if limits.max_prompt_len is not None and len(prompt) > limits.max_prompt_len:
         return "max_prompt_len"
-    return "max_seq_len" if len(prompt) >= limits.max_seq_len else None
+    if len(prompt) >= limits.max_seq_len:
+        return "max_seq_len"
+    return None
 
 
 def _too_long(limit: Truncation, prompt: npt.NDArray[np.int32], limits: RolloutLimits) -> str:
@@ -327,11 +341,15 @@ def check_report(reward: float, metrics: Mapping[str, float], place: object) -> 
         raise BadReward(
             f"{place}: gave the reward {str(reward)[:100]!r} of type {type(reward).__name__}; expected a number"
         )
-    if not (size := abs(reward)) < math.inf:
+    size = abs(reward)
+    if not size < math.inf:
         raise NonFiniteReward(f"{place}: gave the reward {reward}; expected a finite number")
     if size > LARGEST_REWARD:
         raise BadReward(f"{place}: gave the reward {str(reward)[:30]}; expected one within -2^53 and 2^53")
-    given = metrics if isinstance(metrics, MAPPINGS) else {"all of them": metrics}
+    if isinstance(metrics, MAPPINGS):
+        given = metrics
+    else:
+        given = {"all of them": metrics}
     for name, value in given.items():
         if not isinstance(value, NUMBERS):
             raise BadStep(f"{place}: gave the metric {name} = {str(value)[:100]!r}; expected a number")

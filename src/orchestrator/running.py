@@ -50,7 +50,8 @@ class RunningGroups:
         """Stops the rollouts of a group, and forgets what it has."""
         self._restored.pop(index, None)
         self._begun.pop(index, None)
-        if task := self._tasks.pop(index, None):
+        task = self._tasks.pop(index, None)
+        if task:
             task.cancel()
 
     # ---- commits

@@ -41,9 +41,18 @@ from orchestrator.envs.start_program import (
 
 NEW_SPACES = 0x10000000 | 0x20000000 | 0x40000000 | 0x00020000 | 0x08000000 | 0x04000000
 """CLONE_NEWUSER, NEWPID, NEWNET, NEWNS, NEWIPC and NEWUTS."""
-MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
-SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000
-PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS = 4, 38
+MS_RDONLY = 1
+MS_NOSUID = 2
+MS_NODEV = 4
+MS_REMOUNT = 32
+MS_BIND = 4096
+MS_REC = 16384
+MS_PRIVATE = 1 << 18
+SYS_MOUNT_SETATTR = 442
+AT_FDCWD = -100
+AT_RECURSIVE = 0x8000
+PR_SET_DUMPABLE = 4
+PR_SET_NO_NEW_PRIVS = 38
 READABLE = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
 DEVICES = ("null", "zero", "full", "random", "urandom")
 INSIDE = 1
@@ -52,7 +61,8 @@ PROGRAM = "program"
 """The name of the program's file in its directory."""
 LOOK_S = 0.05
 """Between two looks at memory and time."""
-OPEN_FILES, MOST_INODES = 64, 8192
+OPEN_FILES = 64
+MOST_INODES = 8192
 PAGE = os.sysconf("SC_PAGE_SIZE")
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -130,7 +140,9 @@ def run(start: CodeStart) -> CodeReport:
             kill_user(start.uid)
         kill_descendants()
     failure = os.read(failures, 2**12).decode(errors="replace")
-    return CodeReport(failure=failure) if failure else report
+    if failure:
+        return CodeReport(failure=failure)
+    return report
 
 
 def watch(start: CodeStart, child: int) -> CodeReport:
@@ -214,7 +226,8 @@ def check(result: int, what: str) -> None:
 def enter_namespaces(uid: int) -> None:
     """Moves this process and its children into new namespaces. Root maps user 1 in them to the unused id `uid`; any
     other user can map it only to its own id."""
-    user, group = os.geteuid(), os.getegid()
+    user = os.geteuid()
+    group = os.getegid()
     if user:
         check(libc.unshare(NEW_SPACES), "unshare")
         write("/proc/self/setgroups", "deny")
@@ -259,7 +272,8 @@ def mount(source: str, target: str, kind: str | None, flags: int, options: str |
 
 def build_root(start: CodeStart) -> None:
     """Makes the files that the program sees, in memory below its directory, and goes there."""
-    root, work = start.directory, f"{start.directory}/tmp"
+    root = start.directory
+    work = f"{start.directory}/tmp"
     with open(f"{root}/{PROGRAM}", "rb") as file:
         program = file.read()
     mount("none", "/", None, MS_REC | MS_PRIVATE)
@@ -314,7 +328,9 @@ def bind(path: str, target: str) -> None:
 
 def begin(start: CodeStart, failed: int) -> None:
     """Becomes the program, or process 1 of its namespace and then its parent. Does not return."""
-    directory, user, lower = start.directory, None, 0
+    directory = start.directory
+    user = None
+    lower = 0
     try:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if start.isolation == "namespaces":
@@ -322,7 +338,8 @@ def begin(start: CodeStart, failed: int) -> None:
             user = INSIDE if os.geteuid() == 0 else None
             lower = 0 if user else 2  # the starter and process 1 count as the program's
             directory = "/tmp"
-            if program := os.fork():
+            program = os.fork()
+            if program:
                 silence()
                 be_init(program)
         elif start.isolation == "own_uid":
@@ -372,6 +389,9 @@ def become(start: CodeStart, directory: str, user: int | None, lower: int) -> No
 def limit(kind: int, most: int) -> None:
     """Limits this process and what it starts. A lower limit stays."""
     hardest = resource.getrlimit(kind)[1]
-    most = most if hardest == resource.RLIM_INFINITY else min(most, hardest)
+    if hardest == resource.RLIM_INFINITY:
+        most = most
+    else:
+        most = min(most, hardest)
     above = 1 if kind == resource.RLIMIT_CPU and hardest == resource.RLIM_INFINITY else 0  # first comes SIGXCPU
     resource.setrlimit(kind, (most, most + above))

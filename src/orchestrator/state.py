@@ -38,7 +38,10 @@ from trireme.core.errors import CheckpointInvalid
 from trireme.core.finite_json import to_json
 from trireme.core.types import VersionSpan, WeightIdentity
 
-STATE, LINES, ARRAYS, RUNNING = "state.json", "groups.jsonl", "groups.safetensors", "running.safetensors"
+STATE = "state.json"
+LINES = "groups.jsonl"
+ARRAYS = "groups.safetensors"
+RUNNING = "running.safetensors"
 LAYOUT = 3
 """The layout of these files. A change needs a new number, and a new fixture (tests/e2e/commit_fixture.py)."""
 GROUPS = ("finished", "filtered", "running")
@@ -115,10 +118,12 @@ COLUMNS = {"tokens": "I32", "logprobs": "F32"}
 def _arrays(trajectories: Sequence[Trajectory]) -> Iterator[Chunk]:
     """Yields the contents of a safetensors file. The package's own `save` would copy all columns twice."""
     ends = np.cumsum([len(t.tokens) for t in trajectories], dtype=np.int64)
-    header, end = {"ends": {"dtype": "I64", "shape": [len(ends)], "data_offsets": [0, ends.nbytes]}}, ends.nbytes
+    header = {"ends": {"dtype": "I64", "shape": [len(ends)], "data_offsets": [0, ends.nbytes]}}
+    end = ends.nbytes
     total = sum(len(t.tokens) for t in trajectories)
     for name, dtype in COLUMNS.items():
-        start, end = end, end + 4 * total
+        start = end
+        end = end + 4 * total
         header[name] = {"dtype": dtype, "shape": [total], "data_offsets": [start, end]}
     said = to_json(header).encode()
     said += b" " * (-len(said) % 8)
@@ -130,7 +135,10 @@ def _arrays(trajectories: Sequence[Trajectory]) -> Iterator[Chunk]:
 
 def _groups(directory: Path) -> Iterator[tuple[str, AnyGroup]]:
     """Yields each group, and the name of the field that holds it."""
-    others = load_file(directory / RUNNING) if (directory / RUNNING).exists() else {}
+    if (directory / RUNNING).exists():
+        others = load_file(directory / RUNNING)
+    else:
+        others = {}
     with safe_open(directory / ARRAYS, "np") as arrays, (directory / LINES).open() as lines:
         columns = [arrays.get_slice(name) for name in COLUMNS]
         bounds = pairwise([0, *arrays.get_tensor("ends").tolist()])
@@ -245,4 +253,6 @@ def readable(logged: Any) -> Any:
         return {str(name): readable(value) for name, value in logged.items()}
     if isinstance(logged, list | tuple):
         return [readable(value) for value in logged]
-    return logged if isinstance(logged, str | bool | int | float | None) else str(logged)
+    if isinstance(logged, str | bool | int | float | None):
+        return logged
+    return str(logged)

@@ -85,7 +85,10 @@ class Toolbox:
 
     async def answer(self, calls: Sequence[ToolCall]) -> ToolAnswers:
         """Makes all calls of a message at the same time. Raises what a tool raises, but for a ToolError."""
-        given = [await self._call(calls[0])] if len(calls) == 1 else await _all([self._call(call) for call in calls])
+        if len(calls) == 1:
+            given = [await self._call(calls[0])]
+        else:
+            given = await _all([self._call(call) for call in calls])
         metrics = {
             "tool_calls": float(len(given)),
             "tool_errors": sum(not good for _, good, _ in given) / max(len(given), 1),
@@ -99,7 +102,8 @@ class Toolbox:
 
     async def _call(self, call: ToolCall) -> tuple[str, bool, bool]:
         """Returns the answer, whether the call succeeded, and whether it exceeded its limit."""
-        tool, name = self._tools.get(call["name"]), call["name"]
+        tool = self._tools.get(call["name"])
+        name = call["name"]
         if tool is None:
             return f"error: there is no tool {name[:SHOWN]!r}, only {', '.join(self._tools)}", False, False
         try:
@@ -183,8 +187,10 @@ def _run(
 
     settle: Callable[[Any], None]
     try:
-        settle, value = result.set_result, function()
+        settle = result.set_result
+        value = function()
     except Exception as error:
-        settle, value = result.set_exception, error
+        settle = result.set_exception
+        value = error
     if not loop.is_closed():
         loop.call_soon_threadsafe(end, settle, value)

@@ -144,8 +144,14 @@ class TrajectoryBuilder:
     def __init__(self, begun: Trajectory | None = None) -> None:
         self.turns: list[Turn] = list(begun.turns) if begun else []
         """Those that were answered."""
-        self._tokens = begun.tokens.copy() if begun else np.empty(0, np.int32)
-        self._logprobs = begun.logprobs.copy() if begun else np.empty(0, np.float32)
+        if begun:
+            self._tokens = begun.tokens.copy()
+        else:
+            self._tokens = np.empty(0, np.int32)
+        if begun:
+            self._logprobs = begun.logprobs.copy()
+        else:
+            self._logprobs = np.empty(0, np.float32)
         self._start = self.turns[-1].start if self.turns else 0
         self._first = next((n for n, turn in enumerate(self.turns) if turn.start == self._start), 0)
         self._prompt_end = self._answered
@@ -158,11 +164,15 @@ class TrajectoryBuilder:
     @property
     def began(self) -> WeightIdentity | None:
         """The weights that sampled the first token of the segment; None before its first answer."""
-        return self.turns[self._first].spans[0].identity if self._first < len(self.turns) else None
+        if self._first < len(self.turns):
+            return self.turns[self._first].spans[0].identity
+        return None
 
     @property
     def _answered(self) -> int:
-        return self.turns[-1].end if self.turns else 0
+        if self.turns:
+            return self.turns[-1].end
+        return 0
 
     def ask(self, tokens: npt.NDArray[np.int32], *, follows: bool = False) -> None:
         """Takes the next prompt: all of it, or, if it `follows`, what comes after all tokens of the segment so far. A
@@ -190,7 +200,8 @@ class TrajectoryBuilder:
         in_loss: bool,
     ) -> None:
         """Takes the answer to the prompt, and what the environment said of it."""
-        start, end = self._prompt_end, self._prompt_end + len(tokens)
+        start = self._prompt_end
+        end = self._prompt_end + len(tokens)
         self._make_room(end)
         self._tokens[start:end] = tokens
         self._logprobs[start:end] = logprobs
@@ -200,22 +211,27 @@ class TrajectoryBuilder:
     def so_far(self) -> Trajectory:
         """Returns the turns that were answered, of which there is at least one. The arrays are not copied."""
         end = self._answered
-        tokens, logprobs = _read_only(self._tokens[:end]), _read_only(self._logprobs[:end])
+        tokens = _read_only(self._tokens[:end])
+        logprobs = _read_only(self._logprobs[:end])
         return Trajectory(tokens, logprobs, tuple(self.turns), self.turns[-1].stop_reason)
 
     def finish(self, stop_reason: RolloutEnd) -> Trajectory:
         """Returns the whole trajectory, in memory of its own size."""
         end = self._answered
-        tokens, logprobs = _read_only(self._tokens[:end].copy()), _read_only(self._logprobs[:end].copy())
+        tokens = _read_only(self._tokens[:end].copy())
+        logprobs = _read_only(self._logprobs[:end].copy())
         return Trajectory(tokens, logprobs, tuple(self.turns), stop_reason)
 
     def _make_room(self, length: int) -> None:
         if length <= len(self._tokens):
             return
         room = max(length, int(len(self._tokens) * GROWTH))
-        tokens, logprobs = np.empty(room, np.int32), np.empty(room, np.float32)
-        tokens[: len(self._tokens)], logprobs[: len(self._logprobs)] = self._tokens, self._logprobs
-        self._tokens, self._logprobs = tokens, logprobs
+        tokens = np.empty(room, np.int32)
+        logprobs = np.empty(room, np.float32)
+        tokens[: len(self._tokens)] = self._tokens
+        logprobs[: len(self._logprobs)] = self._logprobs
+        self._tokens = tokens
+        self._logprobs = logprobs
 
 
 def _read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:

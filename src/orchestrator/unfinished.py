@@ -28,7 +28,8 @@ from orchestrator.trajectory import Trajectory, TrajectoryBuilder
 log = logging.getLogger(__name__)
 SPECIAL = "__trireme__"
 """The key of what JSON does not know: the number of an array, a number that is not finite, a dict with this key."""
-KINDS, LARGEST_ITEM = "biuf", 8
+KINDS = "biuf"
+LARGEST_ITEM = 8
 """The arrays that a state may have: bool, integers, and floats of at most so many bytes."""
 
 
@@ -96,11 +97,13 @@ class RolloutProgress:
         stop: StopCondition,
     ) -> None:
         """Takes note that a turn has ended, and that the rollout waits for the answer to the next prompt."""
-        self._held, self._between = None, (env, builder, prompt, follows, stop)
+        self._held = None
+        self._between = (env, builder, prompt, follows, stop)
 
     def steps(self) -> None:
         """Takes note that a step begins. Raises BadState, and what the environment raises."""
-        self._held, self._between = self._now(), None
+        self._held = self._now()
+        self._between = None
 
     def take(self) -> UnfinishedRollout | None:
         """Returns what the rollout has between two turns; None if it has to start again."""
@@ -168,7 +171,9 @@ class GroupProgress:
 
     def _rollout(self, sample: int) -> Trajectory | UnfinishedRollout | None:
         if sample in self.finished:
-            return self.finished[sample] if self.keeps_finished else None
+            if self.keeps_finished:
+                return self.finished[sample]
+            return None
         if sample in self.running:
             return self.running[sample].take()
         return self.waiting.get(sample)
@@ -204,7 +209,9 @@ def to_json(value: Any, arrays: list[npt.NDArray[Any]]) -> Any:
     if isinstance(value, np.ndarray):
         arrays.append(value)
         return {SPECIAL: ["array", len(arrays) - 1]}
-    return {SPECIAL: ["float", repr(value)]} if isinstance(value, float) and not isfinite(value) else value
+    if isinstance(value, float) and not isfinite(value):
+        return {SPECIAL: ["float", repr(value)]}
+    return value
 
 
 def from_json(value: Any, arrays: Mapping[str, npt.NDArray[Any]]) -> Any:
@@ -218,4 +225,6 @@ def from_json(value: Any, arrays: Mapping[str, npt.NDArray[Any]]) -> Any:
     kind, given = value[SPECIAL]
     if kind == "dict":
         return {key: from_json(part, arrays) for key, part in given}
-    return arrays[str(given)] if kind == "array" else float(given)
+    if kind == "array":
+        return arrays[str(given)]
+    return float(given)

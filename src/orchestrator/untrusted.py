@@ -37,7 +37,8 @@ STARTER = "import sys; sys.path.append({root!r}); from orchestrator.start_code i
 PYTHON = (sys.executable, "-I")
 START_S = 30.0
 """For the starter to begin, and to end what it started: longer than any but one that waits for a broken disk."""
-FIRST_UID, UIDS = 61_000, 4_000
+FIRST_UID = 61_000
+UIDS = 4_000
 """User ids that no account has by convention, one for each program that root runs."""
 log = logging.getLogger(__name__)
 
@@ -130,12 +131,14 @@ async def this_machine() -> Machine:
     global _machine
     if _machine is None:
         _machine = await _tried()
-        if missing := _machine.missing:
+        missing = _machine.missing
+        if missing:
             log.warning("programs that run_code runs: this machine cannot %s", "; cannot ".join(missing))
     return _machine
 
 
-PROBE_PROCESSES, PROBE_TRIES = 4, 8
+PROBE_PROCESSES = 4
+PROBE_TRIES = 8
 PROBE = f"""
 import json, os, socket, time
 started = 0

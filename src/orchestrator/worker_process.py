@@ -30,7 +30,8 @@ MOST_BYTES = 16 * 2**20
 TOKEN_BYTES = 32
 HEADER = struct.Struct("!Q")
 """The size of what follows: token and text."""
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
+PR_SET_PDEATHSIG = 1
+PR_SET_DUMPABLE = 4
 
 
 def main(parent: int) -> None:
@@ -44,7 +45,8 @@ def main(parent: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     with take_connection() as connection, connection.makefile("rwb") as stream:
         while header := stream.read(HEADER.size):
-            token, request = stream.read(TOKEN_BYTES), stream.read(HEADER.unpack(header)[0] - TOKEN_BYTES)
+            token = stream.read(TOKEN_BYTES)
+            request = stream.read(HEADER.unpack(header)[0] - TOKEN_BYTES)
             call = load(request)
             send(stream, token, b"")
             send(stream, token, answer(call))

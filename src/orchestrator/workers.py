@@ -76,7 +76,8 @@ class Workers:
     the usual ones. Belongs to one event loop."""
 
     def __init__(self, size: int, variables: Sequence[str] = ()) -> None:
-        self._free, self._variables = asyncio.Semaphore(size), tuple(variables)
+        self._free = asyncio.Semaphore(size)
+        self._variables = tuple(variables)
         self._idle: list[Worker] = []
         self._all: set[Worker] = set()
 
@@ -86,7 +87,10 @@ class Workers:
         name = f"{function.__module__}.{function.__qualname__}"
         request = pickle.dumps((function, *args))
         async with self._free:
-            worker = self._idle.pop() if self._idle else await Worker.start(self._variables)
+            if self._idle:
+                worker = self._idle.pop()
+            else:
+                worker = await Worker.start(self._variables)
             self._all.add(worker)
             try:
                 value, error = await worker.call(request, name, timeout_s)
@@ -101,7 +105,8 @@ class Workers:
 
     async def close(self) -> None:
         """Ends all processes; running calls raise WorkerDied."""
-        workers, self._all = self._all, set()
+        workers = self._all
+        self._all = set()
         self._idle.clear()
         await asyncio.gather(*(worker.kill() for worker in workers))
 
@@ -112,7 +117,9 @@ class Worker:
     def __init__(
         self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        self._process, self._reader, self._writer = process, reader, writer
+        self._process = process
+        self._reader = reader
+        self._writer = writer
 
     @classmethod
     async def start(cls, variables: Sequence[str]) -> Worker:

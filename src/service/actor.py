@@ -63,8 +63,12 @@ class ServiceActor:
         `sessions`: the directory of the store of sessions, in the run directory, which the console shows. `starts`:
         the attempts of the run so far."""
         redirect_output(log_dir, "service_0")
-        self._config, self._sampler_factory, self._models, self._keys = config, sampler_factory, models, keys
-        self._trains, self._directory = trains, sessions
+        self._config = config
+        self._sampler_factory = sampler_factory
+        self._models = models
+        self._keys = keys
+        self._trains = trains
+        self._directory = sessions
         self._history = RunHistory(starts)
         self._source: Any = None
         self._tasks: list[asyncio.Task[Any]] = []
@@ -72,7 +76,8 @@ class ServiceActor:
 
     async def start(self) -> str:
         """Opens the port, and returns the address of the service. Raises RoomFailed if the port is taken."""
-        options, own = self._config.service, self._config.renderer
+        options = self._config.service
+        own = self._config.renderer
         self._sampler = self._sampler_factory()
         one_text_at_a_time()
         tokenizer = load_tokenizer(self._config.tokenizer_name)
@@ -96,7 +101,8 @@ class ServiceActor:
 
     def _make_front(self, turns: TurnAnswering, keys: ServiceKeys) -> Front:
         """Continues the sessions that the store has. Raises StorageFailed."""
-        options, own = self._config.service.sessions, self._config.inference.sampling
+        options = self._config.service.sessions
+        own = self._config.inference.sampling
         sampling = replace(own.params(0, tuple(own.stop), self._models.max_len), seed=None)
         self._store = Store(self._directory, FORMAT)
         registry = SessionRegistry(
@@ -108,7 +114,8 @@ class ServiceActor:
             self._config.orchestrator.max_steps_off_policy if self._trains else None,
             self._history,
         )
-        if known := registry.restore():
+        known = registry.restore()
+        if known:
             log.info("%d sessions are continued from %s", known, self._directory)
         return Front(turns, registry, keys, self._floor, options.max_open)
 

@@ -44,7 +44,8 @@ class RolloutSampler:
     async def sample(self, request: SampleRequest, on_progress: OnProgress | None = None, /) -> SampledSequence:
         """Samples one sequence. Raises the rollout's TriremeError, RoomFailed for its other errors, and once it has
         ended."""
-        if (sample := self.rollouts.get(request.route_key)) is None:
+        sample = self.rollouts.get(request.route_key)
+        if sample is None:
             raise RoomFailed("the rollout of this session has ended")
         try:
             return await (sample(request, on_progress) if on_progress else sample(request))
@@ -58,12 +59,14 @@ class LoopbackSessions:
     """Implements `trireme.core.agents.AgentSessions`."""
 
     def __init__(self, config: Config, models: ServedModels) -> None:
-        self._config, self._models = config, models
+        self._config = config
+        self._models = models
         self._sampler = RolloutSampler()
 
     async def start(self) -> None:
         """Opens the port. Raises RoomFailed if there is none."""
-        options, own = self._config.service, self._config.inference.sampling
+        options = self._config.service
+        own = self._config.inference.sampling
         tokenizer = load_tokenizer(self._config.tokenizer_name)
         renderer = make_renderer(**self._config.renderer.model_dump(), tokenizer=tokenizer)
         turns = TurnAnswering(self._sampler, self._models, tokenizer, renderer, Places(MANY, MANY, MANY))

@@ -72,7 +72,10 @@ class TurnAnswering:
     def __init__(
         self, sampler: SequenceSampler, models: ServedModels, tokenizer: Any, renderer: Renderer, places: Places
     ) -> None:
-        self.models, self.tokenizer, self.renderer, self.places = models, tokenizer, renderer, places
+        self.models = models
+        self.tokenizer = tokenizer
+        self.renderer = renderer
+        self.places = places
         self._sampler = sampler
         self._numbers = itertools.count()
 
@@ -81,8 +84,14 @@ class TurnAnswering:
     def match(self, tree: SessionTree, request: TurnRequest) -> tuple[TurnRequest, Match]:
         """Returns the answer that a request continues, and the request: that of a prompt as text has token ids too."""
         if request.text is not None:
-            known = asked_before(tree, request.text, request.options, self.tokenizer) if request.retry else None
-            ids = prompt_ids(tree, request.text, self.tokenizer) if known is None else known
+            if request.retry:
+                known = asked_before(tree, request.text, request.options, self.tokenizer)
+            else:
+                known = None
+            if known is None:
+                ids = prompt_ids(tree, request.text, self.tokenizer)
+            else:
+                ids = known
             request = replace(request, ids=ids)
         if request.ids is not None:
             return request, match_ids(tree, request.ids)
@@ -121,7 +130,8 @@ class TurnAnswering:
         """Refuses tokens that would end an answer but that the model does not have, and a text that is far too long:
         all other answers would wait while it is tokenised. Raises RequestRefused."""
         vocabulary = self.models.vocab_size
-        if unknown := [token for token in request.params.stop_token_ids if token >= vocabulary]:
+        unknown = [token for token in request.params.stop_token_ids if token >= vocabulary]
+        if unknown:
             raise RequestRefused(
                 f"stop_token_ids with {unknown[0]}; expected ids below {vocabulary}", param="stop_token_ids"
             )
@@ -154,7 +164,8 @@ class TurnAnswering:
         """Samples all answers to a turn. Where one fails, or the caller is cancelled, all end. `key`: requests of the
         same key share a prefix cache. Raises RequestRefused, and what the sampler and `on_answer` raise."""
         ends = () if placed.request.is_prompt else self.renderer.stop_condition()
-        params, limit = placed.params, self.models.max_len - len(placed.prompt)
+        params = placed.params
+        limit = self.models.max_len - len(placed.prompt)
         stop = (*ends, *params.stop_token_ids, *params.stop_strings)
         params = replace(params, max_tokens=min(params.max_tokens or limit, limit), stop=stop)
 
@@ -192,7 +203,8 @@ class TurnAnswering:
 
     def end_of(self, answer: SampledAnswer, request: TurnRequest, params: SamplingParams) -> tuple[Finish, str | None]:
         """Returns why an answer ended, and the string that ended it, if one did."""
-        tokens, stopped_by = answer.tokens.tolist(), None
+        tokens = answer.tokens.tolist()
+        stopped_by = None
         if params.stop_strings:
             stopped_by = self.reader(request, params).read(tokens, True).stopped_by
         if answer.message.get("tool_calls"):

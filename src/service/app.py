@@ -37,7 +37,8 @@ class Service(SessionRoutes):
 
     def __init__(self, front: Front, metrics: ServiceMetrics) -> None:
         super().__init__(front)
-        self._metrics, self._began_s = metrics, now_s()
+        self._metrics = metrics
+        self._began_s = now_s()
 
     async def health(self) -> JsonReply:
         """Tells that the service answers."""
@@ -82,7 +83,8 @@ class Service(SessionRoutes):
         return await self._answer(request, body)
 
     async def _answer(self, request: Request, body: SampledBody) -> Response:
-        session, tokenizer = request.scope[SESSION], self._front.turns.tokenizer
+        session = request.scope[SESSION]
+        tokenizer = self._front.turns.tokenizer
         self._front.turns.models.check(body.model)
         retry = request.headers.get(RETRIES, "0").strip() not in ("", "0")
         turns = [replace(turn, retry=True) if retry else turn for turn in body.turns()]
@@ -103,7 +105,9 @@ class Service(SessionRoutes):
             answers.sort(key=lambda answer: answer.choice)
             version = max(answer.versions[1] for answer in answers)
             reply = JsonReply(body.whole(answers, tokenizer), headers={VERSION: str(version)})
-        return DeliveredReply(reply, lambda: self._front.delivered(session, answers)) if session else reply
+        if session:
+            return DeliveredReply(reply, lambda: self._front.delivered(session, answers))
+        return reply
 
 
 def make_app(

@@ -38,14 +38,19 @@ class RequestRefused(Exception):
         """`param`: the part of the body that is refused. `code`: a word for programs. `retry_after_s`: when the same
         request may be served."""
         super().__init__(message)
-        self.message, self.status, self.param, self.code = message, status, param, code
+        self.message = message
+        self.status = status
+        self.param = param
+        self.code = code
         self.retry_after_s = retry_after_s
 
 
 def count_of(text: str) -> int | None:
     """Returns the number that a client wrote in decimal digits of ASCII; None: it is none, or has too many digits.
     (`str.isdigit` takes digits that `int` refuses, and `int` refuses very long numbers.)"""
-    return int(text) if COUNT.fullmatch(text) else None
+    if COUNT.fullmatch(text):
+        return int(text)
+    return None
 
 
 @dataclass(frozen=True)
@@ -96,7 +101,9 @@ class TurnRequest:
     @property
     def param(self) -> str:
         """The part of a body that has it."""
-        return "prompt" if self.is_prompt else "messages"
+        if self.is_prompt:
+            return "prompt"
+        return "messages"
 
     @property
     def options(self) -> str:
@@ -106,7 +113,10 @@ class TurnRequest:
     @property
     def sameness(self) -> tuple[object, ...]:
         """All that a retry has in common with the request that it repeats."""
-        prompt = self.text if self.ids is None or self.text is not None else self.ids.tobytes()
+        if self.ids is None or self.text is not None:
+            prompt: object = self.text
+        else:
+            prompt = self.ids.tobytes()
         return self.messages, self.tools, self.options, prompt
 
 

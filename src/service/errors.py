@@ -56,7 +56,8 @@ def error_body(path: str, refused: RequestRefused) -> dict[str, Any]:
 
 def stream_error(path: str, refused: RequestRefused) -> str:
     """Returns the server-sent event that ends a stream which cannot be continued, in the dialect of `path`."""
-    name, data = ("error" if is_anthropic(path) else None), error_body(path, refused)
+    name = "error" if is_anthropic(path) else None
+    data = error_body(path, refused)
     if in_session(path)[1].startswith("/v1/responses"):
         name = "error"
         data = {"type": name, "message": refused.message, "code": refused.code, "param": refused.param}
@@ -81,7 +82,10 @@ def as_refused(error: Exception) -> RequestRefused:
         case BadInput():
             return RequestRefused(str(error))
         case TriremeError():
-            code = "storage_failed" if isinstance(error, StorageFailed) else "replicas_failed"
+            if isinstance(error, StorageFailed):
+                code = "storage_failed"
+            else:
+                code = "replicas_failed"
             return RequestRefused(str(error), status=503, code=code, retry_after_s=RETRY_AFTER_S)
         case RequestValidationError():
             return refusal_of(error.errors())

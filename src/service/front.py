@@ -51,8 +51,11 @@ class Front:
         floor: Callable[[], Awaitable[WeightIdentity]],
         most: int,
     ) -> None:
-        self.turns, self.registry = turns, registry
-        self._keys, self._floor, self._most = keys, floor, most
+        self.turns = turns
+        self.registry = registry
+        self._keys = keys
+        self._floor = floor
+        self._most = most
         self._open: set[Deltas] = set()
         self._closed: RequestRefused | None = None
 
@@ -68,7 +71,8 @@ class Front:
         """Yields the pieces of all answers; without `stream`, one piece of each. Calls `on_answer` with each whole
         answer before its last piece. Closing the iterator ends what is
         still sampled outside of sessions. Raises RequestRefused, and TriremeError."""
-        if new := sum(turn.n for turn in turns if not (session and turn.retry)):  # a stored answer takes no place
+        new = sum(turn.n for turn in turns if not (session and turn.retry))
+        if new:  # a stored answer takes no place
             self.turns.places.check(new)
         for turn in turns:
             self.turns.check_size(turn)
@@ -76,7 +80,8 @@ class Front:
             raise self._closed
         deltas = Deltas()
         self._open.add(deltas)
-        tasks, left = [], 0
+        tasks = []
+        left = 0
         for turn in turns:
             tasks.append(asyncio.create_task(self._answer(deltas, turn, session, left, stream)))
             left += turn.n
@@ -108,14 +113,18 @@ class Front:
 
         def on_part(placed: PlacedTurn, number: int, part: SampledPart) -> None:
             try:
-                if delta := pieces_of(number, placed).next(part):
+                delta = pieces_of(number, placed).next(part)
+                if delta:
                     deltas.put_nowait(delta)
             except Exception as error:  # the router, which calls this, serves other requests too
                 deltas.put_nowait(error)
 
         def put(turn: PlacedTurn | AnsweredTurn, number: int, sampled: SampledAnswer, node: int | None) -> None:
             finish, stopped_by = self.turns.end_of(sampled, request, turn.params)
-            stopped_by = stopped_by if stopped_by in request.params.stop_strings else None
+            if stopped_by in request.params.stop_strings:
+                stopped_by = stopped_by
+            else:
+                stopped_by = None
             answer = ServiceAnswer(first + number, turn.prompt, sampled, finish, stopped_by, node)
             deltas.put_nowait(pieces_of(number, turn).last(answer))
 

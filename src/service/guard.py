@@ -26,7 +26,8 @@ FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
 """A proxy on this machine says with these that the caller is elsewhere."""
 
 
-SESSION, KEY = "trireme.session", "trireme.key"
+SESSION = "trireme.session"
+KEY = "trireme.key"
 """Where the guard tells the routes the session of a request ("": none), and its key or None."""
 KEYED: tuple[Caller, ...] = ("client", "session", "admin")
 """Callers that need a key wherever they are."""
@@ -62,7 +63,8 @@ class Rates:
     """Counts the requests of each key: a bucket that holds a minute's requests, and is filled evenly."""
 
     def __init__(self, per_minute: int | None, now: Callable[[], float] = time.monotonic) -> None:
-        self._per_minute, self._now = per_minute, now
+        self._per_minute = per_minute
+        self._now = now
         self._full_at: dict[str, float] = {}
         """When the bucket of each key is full again."""
         self._most = KEYS_AT_FIRST
@@ -71,7 +73,8 @@ class Rates:
         """Counts a request of the key `name`. Raises RequestRefused if it has none left."""
         if self._per_minute is None:
             return
-        now, each_s = self._now(), 60 / self._per_minute
+        now = self._now()
+        each_s = 60 / self._per_minute
         if len(self._full_at) >= self._most:  # each session has a key; a full bucket says no more than none
             self._full_at = {key: at for key, at in self._full_at.items() if at > now}
             self._most = max(KEYS_AT_FIRST, 2 * len(self._full_at))
@@ -105,7 +108,10 @@ class RequestGuard:
         caller_of: Callable[[str, str], Caller] = caller_of,
     ) -> None:
         """`caller_of`: tells who may call a method and a path."""
-        self._app, self._keys, self._limits, self._metrics = app, keys, limits, metrics
+        self._app = app
+        self._keys = keys
+        self._limits = limits
+        self._metrics = metrics
         self._caller_of = caller_of
         self._rates = Rates(limits.per_minute)
 
@@ -113,7 +119,9 @@ class RequestGuard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        started, status, path = time.monotonic(), 500, scope["path"]
+        started = time.monotonic()
+        status = 500
+        path = scope["path"]
 
         async def noted(message: Message) -> None:
             nonlocal status
@@ -134,7 +142,8 @@ class RequestGuard:
     async def _admit(self, scope: Scope, receive: Receive) -> bytes:
         """Returns the body of a request that is admitted. Raises RequestRefused."""
         headers = Headers(scope=scope)
-        key, caller = self._keys.find(_given(headers)), self._caller_of(scope["method"], scope["path"])
+        key = self._keys.find(_given(headers))
+        caller = self._caller_of(scope["method"], scope["path"])
         session = in_session(scope["path"])[0]
         if not _may(caller, key, session, scope, headers):
             raise _not_open(f"{scope['method']} {name_of(scope['path'])}", caller, key)
@@ -159,7 +168,8 @@ class RequestGuard:
         here = min(most, UNANNOUNCED) if length is None else most
         if (length or 0) > here:
             raise _too_large(most, here)
-        parts, size = [], 0
+        parts = []
+        size = 0
         try:
             async with asyncio.timeout(self._limits.body_s):
                 while True:
@@ -190,13 +200,19 @@ def _not_open(route: str, caller: Caller, key: ServiceKey | None) -> RequestRefu
     if key is None:
         why = "this route needs a key; expected Authorization: Bearer KEY, or x-api-key: KEY"
         return RequestRefused(why, status=401, code="invalid_api_key")
-    keys = "an admin key, or that of this session" if caller == "session" else "an admin key"
+    if caller == "session":
+        keys = "an admin key, or that of this session"
+    else:
+        keys = "an admin key"
     why = f"{route} is not open to a key of the role {key.role}; expected {keys}"
     return RequestRefused(why, status=403, code="invalid_api_key")
 
 
 def _too_large(most: int, unannounced: int | None = None) -> RequestRefused:
-    allowed = f"more than {most:,} bytes (service.max_body_mb)" if most else "a request that takes none"
+    if most:
+        allowed = f"more than {most:,} bytes (service.max_body_mb)"
+    else:
+        allowed = "a request that takes none"
     if unannounced is not None and unannounced < most:
         allowed = f"more than {unannounced:,} bytes in chunks; say its length first (Content-Length)"
     return RequestRefused(f"a body of {allowed}", status=413, code="body_too_large")
@@ -204,7 +220,9 @@ def _too_large(most: int, unannounced: int | None = None) -> RequestRefused:
 
 def _given(headers: Headers) -> str | None:
     kind, _, value = headers.get("authorization", "").partition(" ")
-    return value.strip() if kind.lower() == "bearer" else headers.get("x-api-key")
+    if kind.lower() == "bearer":
+        return value.strip()
+    return headers.get("x-api-key")
 
 
 def _may(caller: Caller, key: ServiceKey | None, session: str, scope: Scope, headers: Headers) -> bool:

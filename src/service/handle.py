@@ -47,8 +47,12 @@ class ServiceHandle:
     ) -> None:
         """`make` makes its actor, with `starts`. `say` is told where it listens, and when it was lost; `roster` has its
         health."""
-        self._config, self._make, self._log, self._say = config, make, log_file, say
-        self._starts, self._roster = starts, roster
+        self._config = config
+        self._make = make
+        self._log = log_file
+        self._say = say
+        self._starts = starts
+        self._roster = roster
         self._lock = threading.Lock()
         self._source: Any = None
         self._ending = threading.Event()
@@ -76,7 +80,8 @@ class ServiceHandle:
         `ServiceActor`."""
         from service.actor import ServiceActor  # brings FastAPI, which runs without a service need not import
 
-        node, known = ray.get_runtime_context().get_node_id(), list(starts)
+        node = ray.get_runtime_context().get_node_id()
+        known = list(starts)
 
         def make() -> Any:
             options = {"num_cpus": 0, "scheduling_strategy": on_node(node)}

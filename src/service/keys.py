@@ -70,7 +70,8 @@ class ServiceKeys:
     def find(self, given: str | None) -> ServiceKey | None:
         """Returns the key that was given, None if it is none. Takes as long whatever was given: digests are compared in
         constant time, and all of them."""
-        digest, found = _digest(given or ""), None
+        digest = _digest(given or "")
+        found = None
         for key, known in self._known:
             if hmac.compare_digest(digest, known):
                 found = key
@@ -91,7 +92,9 @@ class ServiceKeys:
         session = given.removeprefix(OF_SESSIONS).rpartition("-")[0]
         if self._signs is None or not given.startswith(OF_SESSIONS):
             return None
-        return ServiceKey("session", given, session) if same_text(given, self.of_session(session)) else None
+        if same_text(given, self.of_session(session)):
+            return ServiceKey("session", given, session)
+        return None
 
 
 def same_text(given: str, secret: str) -> bool:
@@ -126,7 +129,8 @@ def generate(file: Path, prefix: str = "tr") -> list[ServiceKey]:
 def read(file: Path) -> list[ServiceKey]:
     """Reads a file of keys. Raises BadInput if others may read it, or a line has another form."""
     try:
-        mode, lines = file.stat().st_mode, file.read_text().splitlines()
+        mode = file.stat().st_mode
+        lines = file.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise _refused(file, f"which cannot be read: {error}", "name another file") from None
     if mode & 0o077:

@@ -13,7 +13,9 @@ class Places:
     which it waits. `waiting` of them at most wait, each for `wait_s` seconds at most, and then raise RequestRefused."""
 
     def __init__(self, places: int, waiting: int, wait_s: float) -> None:
-        self.places, self._most_waiting, self._wait_s = places, waiting, wait_s
+        self.places = places
+        self._most_waiting = waiting
+        self._wait_s = wait_s
         self.taken = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
 

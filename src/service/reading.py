@@ -39,7 +39,8 @@ class TextReader:
     """Reads an answer as plain text. Special tokens are no part of it."""
 
     def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
-        self._tokenizer, self._stop = tokenizer, stop
+        self._tokenizer = tokenizer
+        self._stop = stop
 
     def read(self, tokens: Sequence[int], whole: bool) -> Reading:
         """Reads all tokens so far. Unless they are `whole`, returns only what later tokens cannot change."""
@@ -51,7 +52,9 @@ class MessageReader:
     """Reads an answer as a message of the assistant."""
 
     def __init__(self, renderer: Renderer, tools: Sequence[ToolSpec], stop: Sequence[str]) -> None:
-        self._renderer, self._tools, self._stop = renderer, tools, stop
+        self._renderer = renderer
+        self._tools = tools
+        self._stop = stop
         ends = [end for end in renderer.stop_condition() if isinstance(end, str)]
         self._open = (CALL, THINK, THINK_END, *ends, *stop)
         # These tags are those of a TextRenderer; how another one writes a call is not known before it is read whole.
@@ -76,7 +79,9 @@ class MessageReader:
         place = first_of((CALL, THINK, THINK_END), text)
         text = settled(text if place is None else text[:place], self._open).rstrip("\n")
         # Renderers strip the newlines before a text, which may be the first of an end of the message.
-        return "" if any(end.lstrip("\n").startswith(text) for end in self._open) else text
+        if any(end.lstrip("\n").startswith(text) for end in self._open):
+            return ""
+        return text
 
 
 AnswerReader = TextReader | MessageReader
@@ -103,7 +108,9 @@ class AnswerPieces:
     """The pieces of one answer, as one client gets them. `choice`: the number of the answer."""
 
     def __init__(self, reader: AnswerReader, choice: int, prompt_tokens: int) -> None:
-        self._reader, self._choice, self._prompt_tokens = reader, choice, prompt_tokens
+        self._reader = reader
+        self._choice = choice
+        self._prompt_tokens = prompt_tokens
         self._thinking = self._content = ""
         self._tokens: list[int] = []
 
@@ -119,7 +126,8 @@ class AnswerPieces:
         return self._delta(answer.sequence, answer.thinking, answer.content, answer)
 
     def _delta(self, part: SampledPart, thinking: str, content: str, answer: ServiceAnswer | None) -> Delta:
-        tokens, known = part.tokens.tolist(), len(self._tokens)
+        tokens = part.tokens.tolist()
+        known = len(self._tokens)
         if tokens[:known] != self._tokens:
             raise changed()
         whole = answer is not None

@@ -35,7 +35,8 @@ class DeliveredReply(Response):
 
     def __init__(self, reply: Response, delivered: Callable[[], None]) -> None:
         super().__init__()
-        self._reply, self._delivered = reply, delivered
+        self._reply = reply
+        self._delivered = delivered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gone = asyncio.ensure_future(_gone(receive))
@@ -61,7 +62,8 @@ class DeliveredReply(Response):
 
 async def until_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Returns the result of `work`, which ends when the client leaves: it is sampled for no other reason."""
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request.receive))
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_gone(request.receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():

@@ -108,7 +108,9 @@ def name_of(path: str) -> str:
     """Returns a path as the table has it; `other` for an unknown one, and for the models by name."""
     session, rest = in_session(path)
     path = f"{SESSIONS}{{session}}{rest}" if session else path
-    return path if path in CALLERS else "other"
+    if path in CALLERS:
+        return path
+    return "other"
 
 
 def caller_of(method: str, path: str) -> Caller:
@@ -117,7 +119,13 @@ def caller_of(method: str, path: str) -> Caller:
     if path.startswith(SIGNED):
         return "all"
     if path == CONSOLE or path.startswith(f"{CONSOLE}/"):
-        return "admin" if path.startswith(f"{CONSOLE}/api") else "all"
+        if path.startswith(f"{CONSOLE}/api"):
+            return "admin"
+        return "all"
     if not session:
-        return "admin" if path.startswith(SESSIONS.rstrip("/")) else CALLERS.get(path, "client")
-    return "admin" if method == "DELETE" or rest in ADMIN_ALONE else "session"
+        if path.startswith(SESSIONS.rstrip("/")):
+            return "admin"
+        return CALLERS.get(path, "client")
+    if method == "DELETE" or rest in ADMIN_ALONE:
+        return "admin"
+    return "session"

@@ -42,7 +42,8 @@ class SessionRoutes:
     """The functions behind the routes of sessions."""
 
     def __init__(self, front: Front) -> None:
-        self._front, self._registry = front, front.registry
+        self._front = front
+        self._registry = front.registry
 
     async def open(self, request: Request, body: OpenBody | None = None) -> JsonReply:
         """Opens a session."""

@@ -40,7 +40,8 @@ from trireme.checkpoint.files import make_directory, storage_errors
 from trireme.core.errors import StorageFailed
 from trireme.core.finite_json import to_json
 
-FILE, LOCK = "store.sqlite", "store.lock"
+FILE = "store.sqlite"
+LOCK = "store.lock"
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 """Linux names each start of a machine here."""
 MOUNTS = Path("/proc/self/mountinfo")
@@ -78,7 +79,8 @@ class Store:
 
     def __init__(self, directory: Path, row_format: str, boot: str | None = None) -> None:
         self.path = directory / FILE
-        self._format, self._boot = row_format, boot or BOOT.read_text().strip()
+        self._format = row_format
+        self._boot = boot or BOOT.read_text().strip()
         self._base: sqlite3.Connection | None = None
         self._lock = -1
 
@@ -174,7 +176,8 @@ class Store:
 
     def close(self) -> None:
         """Forces all rows onto the disk and closes the store. A second call does nothing. Raises StorageFailed."""
-        base, lock = self._base, self._lock
+        base = self._base
+        lock = self._lock
         self._base = None
         self._lock = -1
         try:

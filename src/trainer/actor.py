@@ -57,7 +57,10 @@ class ShardActor:
         trace.start(log_dir, f"trainer_{rank}", config.trace.max_mb)
         import trainer.shard  # noqa: F401  takes seconds, which all shards spend at the same time
 
-        self._config, self._rank, self._attempt, self._replica_share = config, rank, attempt, replica_share
+        self._config = config
+        self._rank = rank
+        self._attempt = attempt
+        self._replica_share = replica_share
 
     def rendezvous(self) -> tuple[str, int]:
         """Opens the store and returns its address; on rank 0 only. It listens only where other shards look for it: at
@@ -75,8 +78,12 @@ class ShardActor:
 
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
         choose_interface(address[0])
-        store = self._store if self._rank == 0 else self._open_store(*address)
-        transport, processes = load_transport(self._config.transport), self._config.trainer.processes
+        if self._rank == 0:
+            store = self._store
+        else:
+            store = self._open_store(*address)
+        transport = load_transport(self._config.transport)
+        processes = self._config.trainer.processes
         self._sender = transport.make_sender(self._rank, processes, self._config.cluster.port_range)
         self._shard = Shard(self._config, self._rank, store, self._sender, self._attempt, self._replica_share)
 
@@ -96,7 +103,9 @@ class ShardActor:
         given = [arg.opened(self._fetch) if isinstance(arg, StoredPart) else arg for arg in args]
         with SPANS[verb](*given) if verb in SPANS else nullcontext():
             result = getattr(self._shard, verb)(*given)
-        return replace(result, column=ray.put(result.column)) if isinstance(result, SummarizedOutput) else result
+        if isinstance(result, SummarizedOutput):
+            return replace(result, column=ray.put(result.column))
+        return result
 
     def _fetch(self, reference: Any, owner: str) -> Any:
         who = f"{owner} (a part of a batch)"
@@ -114,7 +123,8 @@ class ShardActor:
         """Fetches published weights, of which the caller has a lease, and writes them."""
         if self._config.checkpoint.async_save:
             yield_to_others()  # the threads of this group only save
-        timeout_s, who = self._config.timeouts.checkpoint_s, f"the bytes of version {published.identity.version}"
+        timeout_s = self._config.timeouts.checkpoint_s
+        who = f"the bytes of version {published.identity.version}"
         transport = load_transport(self._config.transport)
         try:
             with trace.span("save_weights", "saving weights"):

@@ -64,10 +64,14 @@ class Adapters:
     ) -> None:
         """`parameters`: those of the model that are trained, by name, whose AdamW has its state. `first`: the adapter
         that they are."""
-        self._model, self._parameters, self._optimizer = model, dict(parameters), optimizer
-        self._checkpointer, self._lora = checkpointer, lora
+        self._model = model
+        self._parameters = dict(parameters)
+        self._optimizer = optimizer
+        self._checkpointer = checkpointer
+        self._lora = lora
         self._waiting: dict[str, WaitingAdapter] = {}
-        self.name, self.adapter = FIRST, first
+        self.name = FIRST
+        self.adapter = first
         """The adapter in use."""
 
     def add(self, name: str, spec: AdapterSpec, start: Path | None = None) -> None:
@@ -76,12 +80,14 @@ class Adapters:
         model's LoRA layers, or to `start`."""
         if name == self.name or name in self._waiting:
             raise BadInput(f"an adapter {name!r} is there already: give another name, or drop it first")
-        rank, targets = self.adapter.rank, self._lora.target_modules
+        rank = self.adapter.rank
+        targets = self._lora.target_modules
         if not 1 <= spec.rank <= rank:
             raise BadInput(
                 f"an adapter of rank {spec.rank}; expected 1 to {rank}: start with a larger trainer.lora.rank"
             )
-        if other := sorted(set(spec.targets) - set(targets)) or ([] if spec.targets else ["no layers"]):
+        other = sorted(set(spec.targets) - set(targets)) or ([] if spec.targets else ["no layers"])
+        if other:
             raise BadInput(f"an adapter of {', '.join(other)}; expected some of {', '.join(targets)} (trainer.lora)")
         alpha = spec.alpha / spec.rank * rank
         values = [self._of_rank(parameter, whole) for parameter, whole in self._start_values(spec, start)]
@@ -98,7 +104,8 @@ class Adapters:
         that none has."""
         if name == self.name:
             return
-        if (entering := self._waiting.pop(name, None)) is None:
+        entering = self._waiting.pop(name, None)
+        if entering is None:
             raise BadInput(f"an adapter {name!r}; expected one of {', '.join(map(repr, (self.name, *self._waiting)))}")
         self._checkpointer.keep()
         for live, waiting in zip(self._live(), entering.state, strict=True):
@@ -107,11 +114,15 @@ class Adapters:
             waiting.copy_(before)  # its memory becomes that of the one that leaves
         gradients = [None if p.grad is None else cast(DTensor, p.grad).to_local().cpu() for p in self._all]
         for parameter, gradient in zip(self._all, entering.gradients, strict=True):
-            parameter.grad = None if gradient is None else torch.empty_like(parameter)
+            if gradient is None:
+                parameter.grad = None
+            else:
+                parameter.grad = torch.empty_like(parameter)
             if gradient is not None:
                 cast(DTensor, parameter.grad).to_local().copy_(gradient)
         self._waiting[self.name] = WaitingAdapter(self.adapter, entering.state, gradients)
-        self.name, self.adapter = name, entering.adapter
+        self.name = name
+        self.adapter = entering.adapter
         for layer in self._model.modules():
             if isinstance(layer, LoraLayer):
                 layer.scaling[ADAPTER] = self.adapter.alpha / self.adapter.rank
@@ -142,7 +153,8 @@ class Adapters:
 
     def _start_values(self, spec: AdapterSpec, start: Path | None) -> Iterator[tuple[DTensor, Tensor]]:
         """Yields each parameter and its first values, whole: those of an adapter of this rank alone, and zeros."""
-        generator, wholes = torch.Generator().manual_seed(spec.seed), dict[str, Tensor]()
+        generator = torch.Generator().manual_seed(spec.seed)
+        wholes = dict[str, Tensor]()
         own = dict[str, Tensor]()  # the parts of these that are the adapter's
         for name, parameter in self._parameters.items():
             layer, _, which = name.partition(".lora_")
@@ -150,7 +162,10 @@ class Adapters:
             if layer.rpartition(".")[2] in spec.targets:
                 own[name] = whole[: spec.rank] if which.startswith("A") else whole[:, : spec.rank]
         shapes = {name: tuple(part.shape) for name, part in own.items()}
-        given = read_adapter(start, spec, self.adapter.base, shapes) if start else None
+        if start:
+            given = read_adapter(start, spec, self.adapter.base, shapes)
+        else:
+            given = None
         for name, part in own.items():
             if given is not None:
                 part.copy_(given[name])
@@ -176,7 +191,9 @@ class AdapterVerbs:
     @property
     def _adapter(self) -> Adapter | None:
         """The adapter in use."""
-        return self._adapters.adapter if self._adapters else None
+        if self._adapters:
+            return self._adapters.adapter
+        return None
 
     def add_adapter(self, name: str, spec: AdapterSpec, start: Path | None = None) -> None:
         """Makes an adapter beside those that there are. It waits to be used, and changes nothing at first, or is the

@@ -53,7 +53,8 @@ def _try_kernel(device: torch.device, dtype: torch.dtype, heads: int, key_heads:
     """Raises RuntimeError unless the kernel gives, for two short random sequences, what `masked_attention` gives in
     float32, within the rounding of 16 bits."""
     generator = torch.Generator(device).manual_seed(0)
-    starts, longest = torch.tensor([0, 13, 24], dtype=torch.int32, device=device), 13
+    starts = torch.tensor([0, 13, 24], dtype=torch.int32, device=device)
+    longest = 13
     shapes = [(24, count, head_dim) for count in (heads, key_heads, key_heads, heads)]
     *states, upstream = (torch.randn(shape, generator=generator, device=device).to(dtype) for shape in shapes)
     q, k, v = (each.requires_grad_() for each in states)
@@ -106,10 +107,16 @@ def packed_attention(
     one that could not be seen there, because it changes only large scores. Raises BadInput for it, and for a mask.
     """
     if others.get("softcap") is not None or attention_mask is not None or dropout:
-        what = "a mask" if attention_mask is not None else "dropout" if dropout else "a soft cap"
+        if attention_mask is not None:
+            what = "a mask"
+        elif dropout:
+            what = "dropout"
+        else:
+            what = "a soft cap"
         raise BadInput(f"{type(module).__name__} uses {what}, which packed rows lack: set --trainer.packing rows")
     batch, _, length, _ = query.shape
-    starts, longest = cu_seq_lens_q, max_length_q
+    starts = cu_seq_lens_q
+    longest = max_length_q
     if starts is None or longest is None:
         starts = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=query.device)
         longest = length

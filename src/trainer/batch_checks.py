@@ -38,7 +38,10 @@ class PublishedVersions:
     def check(self, provenance: Provenance) -> None:
         """Raises ProvenanceError unless the step is the newest version, every token comes from a version in here, and
         every group's floor is 0 to `max_steps_off_policy` steps back."""
-        version = self._identities[-1].version if self._identities else None
+        if self._identities:
+            version = self._identities[-1].version
+        else:
+            version = None
         if provenance.step != version:
             raise ProvenanceError(f"a batch of step {provenance.step} came while the trainer holds version {version}")
         for identity in provenance.identities:
@@ -60,7 +63,10 @@ def find_refusal(part: BatchPart, vocab_size: int, loss_fn: str | None = None) -
     """Returns None if all tokens are in the vocabulary, the columns are those that the loss needs (without a loss: the
     targets), and no token has an advantage but mask 0; else the error."""
     batch = part.batch
-    needed = find_loss(loss_fn).columns if loss_fn else ("target_tokens",)
+    if loss_fn:
+        needed = find_loss(loss_fn).columns
+    else:
+        needed = ("target_tokens",)
     missing = [name for name in needed if name not in batch.columns]
     if missing:
         who = f"loss {loss_fn}" if loss_fn else "a forward pass"

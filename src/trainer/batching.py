@@ -64,7 +64,8 @@ def _swap(costs: npt.NDArray[np.int64], rank_D: npt.NDArray[np.int64], num_ranks
     nothing = np.arange(num_ranks)  # the partner gives no datum in return
     while cost_R.max() > cost_R.mean() * (1 + GOOD_ENOUGH):
         most = int(cost_R.argmax())
-        own, others = np.flatnonzero(rank_D == most), np.flatnonzero(rank_D != most)
+        own = np.flatnonzero(rank_D == most)
+        others = np.flatnonzero(rank_D != most)
         partner = np.concatenate([rank_D[others], nothing])
         given = costs[own][:, None] - np.concatenate([costs[others], np.zeros(num_ranks, np.int64)])
         larger = np.maximum(cost_R[most] - given, cost_R[partner] + given)
@@ -108,7 +109,8 @@ def _cut(datums: list[int], lengths_D: npt.NDArray[np.int64], micro_batch_tokens
     `least[i]` is the cost of the first i datums; their last rectangle begins at `begin[i]`.
     """
     lengths = lengths_D[datums]
-    least, begin = np.zeros(len(datums) + 1, np.int64), np.zeros(len(datums) + 1, np.int64)
+    least = np.zeros(len(datums) + 1, np.int64)
+    begin = np.zeros(len(datums) + 1, np.int64)
     first = 0  # where the last rectangle may begin
     for i in range(1, len(datums) + 1):
         while first < i - 1 and (i - first) * lengths[first] > micro_batch_tokens:
@@ -117,7 +119,8 @@ def _cut(datums: list[int], lengths_D: npt.NDArray[np.int64], micro_batch_tokens
         costs = least[first:i] + (i - starts) * lengths[first:i] + MICRO_BATCH_COST
         begin[i] = first + int(costs.argmin())
         least[i] = costs.min()
-    micro_batches, end = [], len(datums)
+    micro_batches = []
+    end = len(datums)
     while end:
         micro_batches.append(MicroBatch(tuple(datums[int(begin[end]) : end])))
         end = int(begin[end])
@@ -175,7 +178,8 @@ class Rows:
 
     def __init__(self, offsets: npt.NDArray[np.int64], datums: Sequence[int] | Numbers) -> None:
         chosen = np.asarray(datums, np.int64)
-        starts, lengths = offsets[chosen], offsets[chosen + 1] - offsets[chosen]
+        starts = offsets[chosen]
+        lengths = offsets[chosen + 1] - offsets[chosen]
         place = np.arange(lengths.max())
         self.there = place < lengths[:, None]
         self.index = (starts[:, None] + place) * self.there
@@ -197,7 +201,8 @@ class Packed:
         chosen = np.asarray(datums, np.int64)
         lengths = offsets[chosen + 1] - offsets[chosen]
         starts = np.concatenate([[0], np.cumsum(lengths)])
-        self.starts, self.longest = starts.astype(np.int32), int(lengths.max())
+        self.starts = starts.astype(np.int32)
+        self.longest = int(lengths.max())
         self.positions = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
         self.index = np.repeat(offsets[chosen], lengths) + self.positions
         self.datum = np.repeat(np.arange(len(chosen)), lengths)
@@ -227,7 +232,8 @@ class ShardOutput:
 
     def as_column(self, part: BatchPart) -> npt.NDArray[np.float32]:
         """Returns the logprobs in the order of the tokens of `part`, float32 [T]; 0 for datums of other ranks."""
-        offsets, column = part.batch.offsets, np.zeros(len(part.batch.tokens), np.float32)
+        offsets = part.batch.offsets
+        column = np.zeros(len(part.batch.tokens), np.float32)
         for (_, values), n in zip(self.parts(part.lengths), part.places(self.datums), strict=True):
             column[offsets[n] : offsets[n + 1]] = values
         return column
@@ -259,7 +265,8 @@ class SummarizedOutput:
 
 def scatter_outputs(batch: Batch, outputs_R: Sequence[ShardOutput]) -> npt.NDArray[np.float32]:
     """Returns the logprobs of all shards in the order of the batch's tokens: float32 [T]."""
-    lengths, offsets = batch.lengths, batch.offsets
+    lengths = batch.lengths
+    offsets = batch.offsets
     logprobs = np.full(int(offsets[-1]), np.nan, dtype=np.float32)
     for output in outputs_R:
         for d, values in output.parts(lengths):

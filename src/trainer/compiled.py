@@ -21,7 +21,8 @@ from trainer.model import Sharding
 from trainer.passes import Passes
 from trireme.core.batch import BatchPart, TokenBatch
 
-SEQUENCES, LENGTH = 16, 123
+SEQUENCES = 16
+LENGTH = 123
 """Of the small trial; no length is that of a head."""
 LONGEST = 300
 """Characters of what a compiler says that are passed on."""

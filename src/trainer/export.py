@@ -66,10 +66,16 @@ def write_weights(
     spaces to a multiple of 8 bytes. Source: https://github.com/safetensors/safetensors#format
     """
     records = [write_bytes(path, name, contents) for name, contents in companions.items()]
-    parts = [list(entries)] if adapter else list(_parts(entries, file_bytes))
+    if adapter:
+        parts = [list(entries)]
+    else:
+        parts = list(_parts(entries, file_bytes))
     weight_map: dict[str, str] = {}
     for number, part in enumerate(parts, start=1):
-        name = ADAPTER_WEIGHTS if adapter else f"model-{number:05d}.safetensors"
+        if adapter:
+            name = ADAPTER_WEIGHTS
+        else:
+            name = f"model-{number:05d}.safetensors"
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         for e, end in zip(part, accumulate(e.nbytes for e in part), strict=True):
             header[e.name] = {"dtype": e.dtype, "shape": e.shape, "data_offsets": [end - e.nbytes, end]}
@@ -108,7 +114,8 @@ def _parts(entries: Sequence[TensorEntry], file_bytes: int) -> Iterator[list[Ten
     for entry in entries:
         if part and size + entry.nbytes > file_bytes:
             yield part
-            part, size = [], 0
+            part = []
+            size = 0
         part.append(entry)
         size += entry.nbytes
     if part:

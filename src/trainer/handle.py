@@ -80,9 +80,13 @@ class TrainerHandle:
         self._timeouts = config.timeouts
         self._actors_R = actors_R
         self._ready_R = ready_R
-        where = "" if log_dir is None else f" (log {log_dir}/trainer_{{rank}}.log)"
+        if log_dir is None:
+            where = ""
+        else:
+            where = f" (log {log_dir}/trainer_{{rank}}.log)"
         self._names_R = [f"trainer shard {rank}" + where.format(rank=rank) for rank in range(len(actors_R))]
-        self._transport, self._attempt = load_transport(config.transport), attempt
+        self._transport = load_transport(config.transport)
+        self._attempt = attempt
         self._terms_R: list[Any] = []  # of offers, by each shard
         self._offering: Callable[[Offer], Session] | None = None
         self._offered_s = 0.0
@@ -128,7 +132,8 @@ class TrainerHandle:
 
         Costs one more forward pass for gspo where a sequence has several datums, of which no shard sees all. The
         log-probabilities of a `StoredBatch` are not returned."""
-        batch, is_stored = self._stored(data), isinstance(data, StoredBatch)
+        batch = self._stored(data)
+        is_stored = isinstance(data, StoredBatch)
         if _looks_at_sequences(loss_fn, batch):
             _, parameters = resolve_loss(loss_fn, loss_fn_config or {})
             batch, sums = self._summarized(batch, "policy", POLICY, partial(sum_log_ratios, config=parameters))
@@ -145,7 +150,10 @@ class TrainerHandle:
     def forward_backward_custom(self, data: Data, loss: CustomLoss) -> ForwardBackwardOutput:
         """Accumulates the gradient of a loss that is a function of all log-probabilities: see `trainer.losses`. It sees
         all datums together, so those of a `StoredBatch` are fetched here."""
-        batch = data.whole(self._fetch) if isinstance(data, StoredBatch) else TokenBatch.of(data)
+        if isinstance(data, StoredBatch):
+            batch = data.whole(self._fetch)
+        else:
+            batch = TokenBatch.of(data)
         weighted, metrics = surrogate(batch, self.forward(batch).logprobs, loss)
         output = self.forward_backward(weighted, "cross_entropy")
         return replace(output, metrics={**output.metrics, **metrics})
@@ -238,7 +246,8 @@ class TrainerHandle:
     def _session(self, version: int) -> Session | None:
         """Returns the replicas that are ready for `version`; None if it is not to be sent to them."""
         self._terms_R = self._terms_R or self._call("terms")
-        sizes, endpoints_R = self._terms_R[0][0], tuple(endpoint for _, endpoint in self._terms_R)
+        sizes = self._terms_R[0][0]
+        endpoints_R = tuple(endpoint for _, endpoint in self._terms_R)
         if self._offering is None or endpoints_R[0] is None:
             return None
         started = time.monotonic()
@@ -303,7 +312,8 @@ class TrainerHandle:
             return error
         answers = self._ask(dict(enumerate(refs_R)))
         failures = {rank: said for rank, said in answers if isinstance(said, RoomFailed)}
-        if dead := next((f for f in failures.values() if isinstance(f.__cause__, RayActorError)), None):
+        dead = next((f for f in failures.values() if isinstance(f.__cause__, RayActorError)), None)
+        if dead:
             return dead
         hung = [rank for rank, failure in failures.items() if failure.__cause__ is None]
         if not hung or not COLLECTIVE_TIMEOUT.search(str(getattr(error.__cause__, "cause", ""))):
@@ -315,7 +325,10 @@ class TrainerHandle:
         """Yields what each of these ranks is doing."""
         for rank, stack in self._ask({rank: self._actors_R[rank].stack.remote() for rank in ranks}):
             silent = "does not answer at all: its process is stopped, or stuck outside Python\n"
-            where = silent if isinstance(stack, RoomFailed) else f"is at:\n{stack}"
+            if isinstance(stack, RoomFailed):
+                where = silent
+            else:
+                where = f"is at:\n{stack}"
             yield f"trainer shard {rank} {where}"
 
     def _ask(self, refs: Mapping[int, Any]) -> Iterator[tuple[int, Any]]:

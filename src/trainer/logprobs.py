@@ -59,7 +59,10 @@ def _forward(
     hidden = model.base_model(input_ids=tokens, use_cache=False, **sequences).last_hidden_state
     rows, weight = _head(model, hidden.flatten(0, 1))
     # FSDP forbids to return a view
-    temperature = None if temperatures is None else temperatures.flatten()
+    if temperatures is None:
+        temperature = None
+    else:
+        temperature = temperatures.flatten()
     return SelectedLogprobs.apply(rows, weight, targets.flatten(), temperature, head_dtype)
 
 
@@ -67,7 +70,8 @@ def _head(model: PreTrainedModel, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the factors of the logits: hidden states [T, H] and the output matrix [V, H]. A bias b adds a column to
     both, and an adapter of rank r adds r: W h + b + B (A h) = [W b B] [h; 1; A h]."""
     head = model.get_output_embeddings()
-    columns, weights = [hidden], [head.weight]
+    columns = [hidden]
+    weights = [head.weight]
     if getattr(head, "bias", None) is not None:
         columns.append(torch.ones_like(hidden[:, :1]))
         weights.append(head.bias[:, None])
@@ -75,7 +79,9 @@ def _head(model: PreTrainedModel, hidden: Tensor) -> tuple[Tensor, Tensor]:
         for name in head.active_adapters:
             columns.append(head.lora_A[name](head.lora_dropout[name](hidden)) * head.scaling[name])
             weights.append(head.lora_B[name].weight)
-    return (columns[0], weights[0]) if len(columns) == 1 else (torch.cat(columns, -1), torch.cat(weights, -1))
+    if len(columns) == 1:
+        return (columns[0], weights[0])
+    return (torch.cat(columns, -1), torch.cat(weights, -1))
 
 
 def token_logprobs(
@@ -108,7 +114,8 @@ class SelectedLogprobs(torch.autograd.Function):
         temperature: Tensor | None,
         head_dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        normalizers, selected = [], []
+        normalizers = []
+        selected = []
         ctx.logits = chunk_logits(_free_bytes(hidden.device))
         for rows in _chunks(len(hidden), len(weight), ctx.logits):
             scaled = _scaled_logits(hidden, weight, temperature, rows, head_dtype)
@@ -124,9 +131,15 @@ class SelectedLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         hidden, weight, targets, temperature, normalizer, last = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        else:
+            grad_weight = None
         for number, rows in enumerate(reversed(_chunks(len(hidden), len(weight), ctx.logits))):
-            scaled = _scaled_logits(hidden, weight, temperature, rows, ctx.head_dtype) if number else last
+            if number:
+                scaled = _scaled_logits(hidden, weight, temperature, rows, ctx.head_dtype)
+            else:
+                scaled = last
             grad_z = scaled.sub_(normalizer[rows, None]).exp_().mul_(-grad[rows, None])
             grad_z.scatter_add_(-1, targets[rows, None], grad[rows, None])
             if temperature is not None:
@@ -158,12 +171,16 @@ def _scaled_logits(
 ) -> Tensor:
     """Returns those of some rows: a new tensor, float32 [T, V], which the caller may overwrite."""
     logits = _logits(hidden[rows], weight, head_dtype).float()
-    return logits if temperature is None else logits.div_(temperature[rows, None])
+    if temperature is None:
+        return logits
+    return logits.div_(temperature[rows, None])
 
 
 def _logits(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns hidden [T, H] weight^T [H, V] in `dtype`."""
-    return hidden @ weight.T if hidden.dtype == dtype else _wide_product(hidden, weight, dtype)
+    if hidden.dtype == dtype:
+        return hidden @ weight.T
+    return _wide_product(hidden, weight, dtype)
 
 
 def _wide_product(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -36,7 +36,9 @@ ADAPTER = "default"
 """peft's name for a model's first adapter; it is part of the parameters' names."""
 PREFIX = "base_model.model."
 """Begins every tensor's name in a file of peft's."""
-CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base.json"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+BASE = "base.json"
 """The files of an adapter: peft's two, and what it was trained on, which we add."""
 OTHER_FORMULAS = ("use_dora", "use_rslora", "fan_in_fan_out", "alpha_pattern", "rank_pattern", "modules_to_save")
 """Options of peft with which an adapter adds something else than B A x alpha / rank to its layers."""
@@ -128,7 +130,8 @@ def _adapter_parameters(model: PreTrainedModel) -> Iterator[tuple[str, DTensor]]
 
 def adapter_files(lora: LoraConfig, adapter: Adapter, base: str) -> dict[str, bytes]:
     """Returns the files beside an adapter's tensors, by name: peft's configuration, and the base it was trained on."""
-    if spec := adapter.spec:
+    spec = adapter.spec
+    if spec:
         own = {"rank": spec.rank, "alpha": spec.alpha, "targets": list(spec.targets)}
         lora = lora.model_copy(update=own)
     config = peft_config(lora).to_dict() | {"base_model_name_or_path": base, "inference_mode": True}
@@ -146,7 +149,10 @@ def read_adapter(
     try:
         config = json.loads((directory / CONFIG).read_text())
         tensors = load_file(directory / WEIGHTS)
-        of = json.loads((directory / BASE).read_text()) if (directory / BASE).exists() else {"digest": base}
+        if (directory / BASE).exists():
+            of = json.loads((directory / BASE).read_text())
+        else:
+            of = {"digest": base}
     except (OSError, ValueError, SafetensorError) as error:
         raise BadInput(
             f"{directory} is no adapter that can be read ({error}); expected {CONFIG} and {WEIGHTS}"
@@ -155,12 +161,14 @@ def read_adapter(
         raise BadInput(
             f"the adapter {directory} was trained on another base, {of['name']}; expected the model of this run"
         )
-    if (rank := config["r"]) != spec.rank or config["lora_alpha"] != spec.alpha:
+    rank = config["r"]
+    if rank != spec.rank or config["lora_alpha"] != spec.alpha:
         raise BadInput(
             f"the adapter {directory} has rank {rank} and alpha {config['lora_alpha']:g}; expected {spec.rank} and "
             f"{spec.alpha:g}"
         )
-    if others := [name for name in OTHER_FORMULAS if config.get(name)]:
+    others = [name for name in OTHER_FORMULAS if config.get(name)]
+    if others:
         raise BadInput(f"the adapter {directory} has {', '.join(others)}; expected plain LoRA, B A x alpha / rank")
     names = {PREFIX + name.replace(f".{ADAPTER}.", "."): name for name in shapes}
     found = {names.get(name, name): tensor for name, tensor in tensors.items()}

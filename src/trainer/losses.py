@@ -64,7 +64,9 @@ CustomLoss = Callable[[Sequence[Datum], Sequence["Tensor"]], tuple["Tensor", Map
 
 
 def _log(ratio: float) -> float:
-    return math.log(ratio) if ratio > 0 else -math.inf
+    if ratio > 0:
+        return math.log(ratio)
+    return -math.inf
 
 
 def _only(values: Tensor, mask: Tensor) -> Tensor:
@@ -81,10 +83,12 @@ class _Ratios:
 
     def __init__(self, p: Tensor, columns: Columns, config: Mapping[str, float]) -> None:
         log = _only(p - columns["logprobs"], columns["mask"])
-        low, high = _log(config["mask_ratio_low"]), _log(config["mask_ratio_high"])
+        low = _log(config["mask_ratio_low"])
+        high = _log(config["mask_ratio_high"])
         outside = (log.detach() < low) | (log.detach() > high)
         self.mask = columns["mask"].masked_fill(outside, 0.0)
-        self.log, self.advantages = _only(log, self.mask), _only(columns["advantages"], self.mask)
+        self.log = _only(log, self.mask)
+        self.advantages = _only(columns["advantages"], self.mask)
         self.metrics: Metrics = {"ratio_masked_frac:sum": outside.sum()}
         self._limit = _log(config.get("max_ratio", math.inf))
 
@@ -126,7 +130,8 @@ def _clipped(r: _Ratios, log: Tensor, columns: Columns, config: Mapping[str, flo
     """Returns sum -m min(x A, clamp(x, lo, hi) A) for ratios x = exp(log). The clamp binds where x, before it is
     truncated, is beyond the threshold to which A pushes it."""
     low, high = _thresholds(columns, config, log)
-    up, down = r.advantages > 0, r.advantages < 0
+    up = r.advantages > 0
+    down = r.advantages < 0
     cut = (up & (log.detach() > high.log())) | (down & (log.detach() < low.log()))
     ratio = r.exp(log, ~cut & (r.advantages != 0)).where(~cut, high.where(up, low))
     return -(r.mask * ratio * r.advantages).sum(), {"clip_frac:sum": cut.sum(), **r.metrics}

@@ -25,7 +25,8 @@ from trireme.core.errors import BadInput
 from trireme.plan.memory import gpu_room, host_room
 from trireme.process.machine import this_machine
 
-REPLICATE, SHARD = "replicate", "shard"
+REPLICATE = "replicate"
+SHARD = "shard"
 DATA_PARALLEL = (REPLICATE, SHARD)
 
 
@@ -33,7 +34,9 @@ class Mesh:
     """The place of this process among all trainer processes. Constructing it joins the process group: collective."""
 
     def __init__(self, config: CommonConfig, rank: int, store: dist.Store, device: torch.device) -> None:
-        self.rank, self.size, self.device = rank, config.trainer.processes, device
+        self.rank = rank
+        self.size = config.trainer.processes
+        self.device = device
         self.is_first = rank == 0  # reads models, publishes weights and has the results of collectives
         backend = "nccl" if device.type == "cuda" else "gloo"
         # While ranks start, one may read the model for long; `limit_collectives` ends that.
@@ -44,7 +47,8 @@ class Mesh:
         self._mesh = mesh
         dp = tuple(name for name in DATA_PARALLEL if name in sizes)
         self.fsdp: DeviceMesh = mesh if len(dp) == len(sizes) else mesh[dp]
-        self.dp_size, self.dp_rank = self.fsdp.size(), 0
+        self.dp_size = self.fsdp.size()
+        self.dp_rank = 0
         for name in dp:
             self.dp_rank = self.dp_rank * sizes[name] + mesh.get_local_rank(name)
 

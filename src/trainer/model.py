@@ -50,11 +50,14 @@ class Sharding:
     """
 
     def __init__(self, config: CommonConfig, facts: ModelFacts, mesh: Mesh, replica_share: float) -> None:
-        options, on_gpus = config.trainer, mesh.device.type == "cuda"
-        dtype, attention = config.model.dtype, config.model.attn
+        options = config.trainer
+        on_gpus = mesh.device.type == "cuda"
+        dtype = config.model.dtype
+        attention = config.model.attn
         self.dtype = DTYPES[("bfloat16" if on_gpus else "float32") if dtype == "auto" else dtype]
         self._head_dtype = DTYPES.get(config.model.head_dtype, self.dtype)  # "model" is none of them
-        self._mesh, self._master = mesh, DTYPES[options.master_dtype]
+        self._mesh = mesh
+        self._master = DTYPES[options.master_dtype]
         self.compiles = options.compiles(on_gpus=on_gpus)
         self._gives_up_layers = options.reshard_after_forward is True
         auto = options.packing == "auto" and attention == "auto" and has_kernel(mesh.device, self.dtype)
@@ -73,7 +76,10 @@ class Sharding:
         self.whole = wanted and self.memory.whole
         if wanted == self.whole or self._mesh.size == 1:
             return ""
-        why = "trainer.reshard_after_forward forbids" if self._gives_up_layers else "there is too little memory for"
+        if self._gives_up_layers:
+            why = "trainer.reshard_after_forward forbids"
+        else:
+            why = "there is too little memory for"
         return (
             f"the run has kept the whole model over each batch, which {why} now: gradients are added in another order, "
             "which changes their last bits"
@@ -91,7 +97,10 @@ class Sharding:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         attention = self._attention
         if attention == "auto":
-            attention = "sdpa" if MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa else "eager"
+            if MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa:
+                attention = "sdpa"
+            else:
+                attention = "eager"
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
                 config, dtype=self._master, attn_implementation=attention, trust_remote_code=False
@@ -99,7 +108,10 @@ class Sharding:
         model.eval()  # no dropout: p must be the distribution that was sampled from
         if lora:
             add_adapters(model, lora, self.dtype, self._master)
-        tensors = {} if source is None else {**dict(source.named_parameters()), **dict(source.named_buffers())}
+        if source is None:
+            tensors = {}
+        else:
+            tensors = {**dict(source.named_parameters()), **dict(source.named_buffers())}
         if lora and tensors:
             tensors = start_values(model, tensors, seed)
         names = {module: prefix for prefix, module in model.named_modules()}
@@ -140,7 +152,8 @@ class Sharding:
         dtype = None if self.dtype == self._master else self.dtype
         # The root's inputs are not cast: they are token ids, and temperatures, which must stay exact.
         policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=not isinstance(unit, PreTrainedModel))
-        mesh, offload = self._mesh.fsdp, self._offload
+        mesh = self._mesh.fsdp
+        offload = self._offload
         sharded = fully_shard(unit, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=True)
         if self._mesh.dp_size > 1:  # alone there is nothing to average, and a division by 1 would be a copy
             # Sum, do not average. Without the second line the factor 1 becomes a reduction that gloo does not have.
@@ -171,7 +184,8 @@ class Sharding:
         added up whole, and summed over ranks in the last pass. At the end nothing is left gathered, also after an
         error.
         """
-        root, frees = fsdp_units(model)[0], not (self.whole or self.memory.weights_stay)
+        root = fsdp_units(model)[0]
+        frees = not (self.whole or self.memory.weights_stay)
 
         def next_pass(last: bool) -> None:
             root.set_requires_gradient_sync(last or not self.whole)
@@ -200,7 +214,10 @@ def load_source(name: str) -> PreTrainedModel:
     if any(buffer.dtype != torch.float32 for buffer in buffers):
         source, report = _open(name, torch.float32)
     stored = stored_shapes(name)
-    own = Differences([], []) if stored is None else differences(source, stored)
+    if stored is None:
+        own = Differences([], [])
+    else:
+        own = differences(source, stored)
     found = {
         "lacks": {*report["missing_keys"], *own.lacking},
         "has in addition": report["unexpected_keys"],
@@ -298,7 +315,9 @@ def _units(model: PreTrainedModel) -> Iterator[tuple[nn.Module, Callable[[], dic
 
     def tensors(unit: nn.Module) -> dict[str, Tensor]:
         own = {names[unit] + name: tensor for name, tensor in saved_tensors(unit).items()}
-        return {name: t for name, t in own.items() if id(t) not in inside} if unit is root else own
+        if unit is root:
+            return {name: t for name, t in own.items() if id(t) not in inside}
+        return own
 
     for unit in (root, *layers):
         yield unit, partial(tensors, unit)

@@ -21,12 +21,14 @@ class Passes:
     """Computes micro-batches of a rank's part of a batch, in rows or packed, as `sharding` says at the time."""
 
     def __init__(self, sharding: Sharding, device: torch.device) -> None:
-        self._sharding, self._device = sharding, device
+        self._sharding = sharding
+        self._device = device
 
     def rows(self, part: BatchPart, micro: MicroBatch) -> dict[str, Tensor]:
         """Returns inputs (`tokens`) and columns as [B, L] on the device; a filler's mask is 0 everywhere."""
         batch = part.batch
-        layout, columns = Rows(batch.offsets, part.places(micro.datums)), {**batch.columns, "tokens": batch.tokens}
+        layout = Rows(batch.offsets, part.places(micro.datums))
+        columns = {**batch.columns, "tokens": batch.tokens}
         rows = {name: self._to_device(layout.pad(column)) for name, column in columns.items()}
         for name in ("mask", "weights"):
             if micro.filler and name in rows:
@@ -42,17 +44,25 @@ class Passes:
         self, model: PreTrainedModel, part: BatchPart, micro: MicroBatch, rows: Mapping[str, Tensor]
     ) -> Tensor:
         """Computes the log-probabilities of the rows' targets, [B, L]; those at the padding have no meaning."""
-        batch, places = part.batch, part.places(micro.datums)
+        batch = part.batch
+        places = part.places(micro.datums)
         temperatures = batch.temperatures[places]
         ones = bool((temperatures == 1).all())
         if not self._sharding.packed:
-            tokens, targets = rows["tokens"].long(), rows["target_tokens"].long()
-            of_rows = None if ones else self._to_device(temperatures)[:, None].expand(tokens.shape)
+            tokens = rows["tokens"].long()
+            targets = rows["target_tokens"].long()
+            if ones:
+                of_rows = None
+            else:
+                of_rows = self._to_device(temperatures)[:, None].expand(tokens.shape)
             return token_logprobs(model, tokens, targets, of_rows)
         packed = Packed(batch.offsets, places)
         columns = batch.tokens, batch.columns["target_tokens"]
         tokens, targets = (self._to_device(column[packed.index])[None].long() for column in columns)
-        temperature = None if ones else self._to_device(temperatures[packed.datum])[None]
+        if ones:
+            temperature = None
+        else:
+            temperature = self._to_device(temperatures[packed.datum])[None]
         positions = self._to_device(packed.positions)
         bounds = {"cu_seq_lens_q": self._to_device(packed.starts), "max_length_q": packed.longest}
         p = token_logprobs(model, tokens, targets, temperature, position_ids=positions[None], **bounds)

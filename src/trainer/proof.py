@@ -46,7 +46,8 @@ MAGNIFIED = 30.0
 RELOADED = 1e-4
 """Largest difference, in nats, between a twin and what opens of it, both in float32."""
 IN_TWIN = " (in a small twin of it, float32)"
-INPUTS, TARGETS = slice(None, -1), slice(1, None)
+INPUTS = slice(None, -1)
+TARGETS = slice(1, None)
 
 Packing = Literal["auto", "rows", "packed"]
 T = TypeVar("T")
@@ -144,8 +145,11 @@ def _prove_model(model: PreTrainedModel, mesh: Mesh, sharding: Sharding, packing
 
 def _prove_kind(config: PretrainedConfig, *, packed: bool) -> Agreement | ProvedType | str:
     """Returns what the page shows of models like `config`, else what its twin shows, or why there is no twin."""
-    if proved := proved_type(config):
-        return proved if packed else ProvedType("")
+    proved = proved_type(config)
+    if proved:
+        if packed:
+            return proved
+        return ProvedType("")
     try:
         twin = make_twin(config)
     except BadInput as error:
@@ -207,14 +211,18 @@ def prove(
     """
     config = model.config.get_text_config()
     samples = [_sample(config, number, length).to(device) for number, length in enumerate(LENGTHS)]
-    later, other = _with_changed(samples[0], slice(-2, -1), config), _with_changed(samples[0], slice(None), config)
+    later = _with_changed(samples[0], slice(-2, -1), config)
+    other = _with_changed(samples[0], slice(None), config)
     with _refusing(model):
         largest = max(float(own_logits(model, sample).abs().max()) for sample in samples)
     with _multiplied(model, magnified / largest if magnified else 1.0):
         with _refusing(model):
             own = [_chosen(own_logits(model, sample), sample) for sample in samples]
             first, last, second = _in_rows(model, [samples[0], later, samples[1]])
-        in_one_row = _try_packed(model, samples, other, own) if packed else {}
+        if packed:
+            in_one_row = _try_packed(model, samples, other, own)
+        else:
+            in_one_row = {}
     return Agreement(
         tolerance=rounding(dtype, magnified or largest, config.num_hidden_layers),
         rows=max(_distance(first, own[0]), _distance(second, own[1])),
@@ -363,4 +371,6 @@ def _in_one_row(model: PreTrainedModel, samples: Sequence[Tensor]) -> list[Tenso
 def _distance(one: Tensor, other: Tensor) -> float:
     """Returns the largest difference; infinite when one is not finite."""
     difference = float((one - other).abs().max())
-    return difference if math.isfinite(difference) else math.inf
+    if math.isfinite(difference):
+        return difference
+    return math.inf

@@ -35,7 +35,8 @@ def compute_canary(
     """Computes the canary of `tokens` by `model`, which computes in `dtype`, in the way in which it trains, with the
     weights that it publishes. Collective."""
     ids = torch.from_numpy(tokens.astype(np.int64)).to(device)[None]
-    inputs, targets = ids[:, :-1], ids[:, 1:]
+    inputs = ids[:, :-1]
+    targets = ids[:, 1:]
     with trace.span("canary"):
         logprobs = token_logprobs(model, inputs, targets, torch.ones(targets.shape, device=device))[0]
     return Canary(tokens, logprobs.cpu().numpy(), EXACT if dtype == torch.float32 else ROUNDED)

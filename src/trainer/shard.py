@@ -87,7 +87,8 @@ class Shard(AdapterVerbs):
         self._mesh = Mesh(config, rank, store, self._device)
         self._sharding = Sharding(config, facts, self._mesh, replica_share)
         self._peak_flops = peak_flops(self._device, self._sharding.dtype)
-        lora, name = config.trainer.lora, config.model.name
+        lora = config.trainer.lora
+        name = config.model.name
         self._model = self._sharding.shard_model(name, name, lora if lora.on else None, config.lora_seed)
         limit = facts.max_position_embeddings
         self._max_seq_len = min(limit, config.max_seq_len or limit)
@@ -98,7 +99,10 @@ class Shard(AdapterVerbs):
         models = [self._model, *([self._reference] if self._reference else [])]
         log.info("proving that the model is computed right")
         self.proof = prove_models(models, self._mesh, self._sharding, config.trainer.packing)
-        self._layers_text = self._try_compiled() if self._sharding.compiles else ""
+        if self._sharding.compiles:
+            self._layers_text = self._try_compiled()
+        else:
+            self._layers_text = ""
         parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         self._parameters = list(parameters.values())
         self._optimizer = torch.optim.AdamW(self._parameters, fused=True)
@@ -113,7 +117,8 @@ class Shard(AdapterVerbs):
             self._adapters = Adapters(self._model, parameters, self._optimizer, self._checkpointer, lora, first)
         sums = adapter_sums if first else shard_sums
         self._sums = sums(self._model, self._sharding.dtype, is_first=self._mesh.is_first)
-        self._sender, self._attempt = sender, attempt
+        self._sender = sender
+        self._attempt = attempt
         self._published = PublishedVersions(config.max_steps_off_policy)
         self._mesh.limit_collectives(config.timeouts.collective_s)
         log.info("ready")
@@ -134,7 +139,9 @@ class Shard(AdapterVerbs):
                 "layers that compile, and compute what they compute uncompiled",
                 "leave --trainer.compile out, or set it to false",
             ).error()
-        return f"layers are not compiled: {why}" if why else "layers are compiled"
+        if why:
+            return f"layers are not compiled: {why}"
+        return "layers are compiled"
 
     def _load_reference(self) -> PreTrainedModel | None:
         """Loads the model of `trainer.kl.reference`, frozen and sharded like the policy, if it is a second model."""
@@ -199,7 +206,9 @@ class Shard(AdapterVerbs):
         output = collect(part.lengths, logprobs, reduce_metrics(read_metrics(metrics)))
         suspects = () if torch.stack(finite).all() else nonfinite_datums(part, output, function, loss_config)
         output = replace(output, suspects=suspects, peak_s=self._peak_s(part.lengths[list(output.datums)]))
-        return output if wants_logprobs else replace(output, logprobs=output.logprobs[:0])
+        if wants_logprobs:
+            return output
+        return replace(output, logprobs=output.logprobs[:0])
 
     def _peak_s(self, lengths: Numbers) -> float:
         """Returns this rank's share of `ForwardBackwardOutput.peak_s` for datums of these lengths."""
@@ -219,7 +228,8 @@ class Shard(AdapterVerbs):
     def forward_summarized(self, part: BatchPart, which: Which, name: str, summarize: Summary) -> SummarizedOutput:
         """Does what `forward` does, and has `summarize` look at the part with the log-probabilities as the column
         `name`."""
-        output, batch = self.forward(part, which), part.batch
+        output = self.forward(part, which)
+        batch = part.batch
         logprobs = output.as_column(part)
         sums = summarize(replace(batch, columns={**batch.columns, name: logprobs}))
         return SummarizedOutput(np.asarray(output.datums, np.int64), logprobs, sums[:, part.places(output.datums)])
@@ -310,7 +320,10 @@ class Shard(AdapterVerbs):
     @cached_property
     def layout(self) -> Layout:
         """The places of all that is published, the same on all ranks."""
-        shapes = published_adapters if self._adapter else published_units
+        if self._adapter:
+            shapes = published_adapters
+        else:
+            shapes = published_units
         return lay_out(shapes(self._model, self._sharding.dtype))
 
     def terms(self) -> tuple[tuple[int, ...], Any]:
@@ -321,8 +334,13 @@ class Shard(AdapterVerbs):
         """Sends the weights in the inference dtype as `version`. What it returns has the part of this rank as its
         source: `trireme.core.transport.Transport.join` makes one of all."""
         fault_point("trainer.publish")
-        model, dtype, sums = self._model, self._sharding.dtype, self._sums.of_shard(self._device)
-        units = adapter_units(model, dtype, self._device) if self._adapter else gathered_units(model)
+        model = self._model
+        dtype = self._sharding.dtype
+        sums = self._sums.of_shard(self._device)
+        if self._adapter:
+            units = adapter_units(model, dtype, self._device)
+        else:
+            units = gathered_units(model)
         share = self.layout.share(self._mesh.rank, self._mesh.size)
         with freed_after(model):
             part = self._sender.send(version, self.layout, self._sums.watching(units, share, sums), session)
@@ -372,7 +390,8 @@ class Shard(AdapterVerbs):
         which do not change."""
         self._checkpointer.wait_until_saved()
         fault_point("trainer.save_weights")
-        files, adapter = self._companions, adapter or self._adapter
+        files = self._companions
+        adapter = adapter or self._adapter
         if adapter:
             files = {**files, **adapter_files(self._config.trainer.lora, adapter, self._config.model.name)}
             entries, buckets = own_part(entries, buckets, adapter.spec) if adapter.spec else (entries, buckets)
@@ -390,7 +409,8 @@ class Shard(AdapterVerbs):
 
     def _micro_batches(self, lengths: Numbers) -> list[MicroBatch]:
         """Returns this rank's part of the plan. `lengths` are those of all datums of the batch."""
-        budget, by_attention = self._config.micro_batch_limit(self._max_seq_len), self._facts.attention_length
+        budget = self._config.micro_batch_limit(self._max_seq_len)
+        by_attention = self._facts.attention_length
         size = self._config.trainer.micro_batch_size
         ranks = plan(lengths, self._mesh.dp_size, budget, by_attention, self._sharding.packed, size)
         return ranks[self._mesh.dp_rank]

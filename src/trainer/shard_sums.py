@@ -52,7 +52,8 @@ class ShardSums:
         self._slices = {name: part for unit in units for name, part in find_slices(unit, convert).items()}
         self._rows = {name: row for row, name in enumerate(self._slices)}
         self._by_source = _sharing_sources(self._slices)
-        self._dtype, self._is_first = dtype, is_first
+        self._dtype = dtype
+        self._is_first = is_first
         self.gathered = [name for name, part in self._slices.items() if part is None]
         """Names of the tensors that are summed after the gather."""
         if any(part is not None and part.source.device.type == "cpu" for part in self._slices.values()):
@@ -72,7 +73,10 @@ class ShardSums:
         with trace.span("sums"):
             for slices in self._by_source:
                 source = slices[0][1].source
-                dtype = self._dtype if isinstance(source, DTensor) and source.is_floating_point() else None
+                if isinstance(source, DTensor) and source.is_floating_point():
+                    dtype = self._dtype
+                else:
+                    dtype = None
                 for place, held in self._held(slices).items():
                     views = [view for _, view in held]
                     parts[views[0].device] += equal_parts(views, *rectangle(place.whole, place.start), dtype)
@@ -90,7 +94,8 @@ class ShardSums:
             local = source.to_local().contiguous()
             taken = partial(Slice.of_rows, local=local, begin=begin, end=end)
         else:
-            counts, taken = self._is_first, partial(Slice.of_whole, whole=source.contiguous())
+            counts = self._is_first
+            taken = partial(Slice.of_whole, whole=source.contiguous())
         found: defaultdict[PartPlace, list[tuple[int, Tensor]]] = defaultdict(list)
         for row, part in parts if counts else []:
             view, start = taken(part)
@@ -129,7 +134,9 @@ def _rows_here(source: DTensor) -> tuple[int, int, bool]:
     them: of several copies, the first does."""
     coordinates = source.device_mesh.get_coordinate()
     assert coordinates is not None, "this rank is in the mesh"
-    begin, end, counts = 0, source.shape[0], True
+    begin = 0
+    end = source.shape[0]
+    counts = True
     for d, (placement, at) in enumerate(zip(source.placements, coordinates, strict=True)):
         if placement == Replicate():
             counts = counts and at == 0

@@ -97,8 +97,10 @@ class StagedTensor:
     """One tensor of the state and its copy in host memory."""
 
     def __init__(self, host: Tensor, live: Tensor) -> None:
-        self.host, self.live = host, live
-        self.address, self.nbytes = host.data_ptr(), host.nbytes
+        self.host = host
+        self.live = live
+        self.address = host.data_ptr()
+        self.nbytes = host.nbytes
         self.host_bytes: Bytes = host.view(-1).view(torch.uint8).numpy()  # shares the tensor's memory, as the next does
         readable = not live.is_cuda and live.is_contiguous()
         self.live_bytes: Bytes | None = live.view(-1).view(torch.uint8).numpy() if readable else None
@@ -130,7 +132,8 @@ class Staging:
     def _add(self, name: str, stacks: Sequence[Sequence[Tensor]]) -> None:
         """Makes the buffer of `stacks`, each of as many tensors, sharded alike: a [stacks, tensors, ...] DTensor."""
         live = [[own_part(tensor) for tensor in stack] for stack in stacks]
-        first, sharded = live[0][0], cast(DTensor, stacks[0][0])
+        first = live[0][0]
+        sharded = cast(DTensor, stacks[0][0])
         local = self._slab.take((len(live), len(live[0]), *first.shape), first.dtype)
         placements = [Shard(p.dim + 2) if isinstance(p, Shard) else p for p in sharded.placements]
         whole = torch.empty((*local.shape[:2], *sharded.shape), device="meta")
@@ -154,9 +157,11 @@ class StateSnapshot:
         self._stream = stream
         self._tensors = sorted((tensor for tensor in tensors if tensor.nbytes), key=lambda tensor: tensor.address)
         self._addresses = [tensor.address for tensor in self._tensors]
-        self._kept, self._read_bytes = [False] * len(self._tensors), [0] * len(self._tensors)
+        self._kept = [False] * len(self._tensors)
+        self._read_bytes = [0] * len(self._tensors)
         self._lock = Lock()
-        self._host_free, self._over = Event(), False
+        self._host_free = Event()
+        self._over = False
 
     def host_is_free(self) -> None:
         """Allows writing to the host copies: the save before has read them."""
@@ -200,7 +205,12 @@ class StateSnapshot:
             tensor = self._tensors[i]
             count = min(tensor.nbytes - start, len(wanted))
             with self._lock:
-                source = tensor.host_bytes if tensor.live_bytes is None or self._kept[i] else tensor.live_bytes
+                if tensor.live_bytes is None or self._kept[i]:
+                    source = tensor.host_bytes
+                else:
+                    source = tensor.live_bytes
                 np.copyto(to[:count], source[start : start + count])
                 self._read_bytes[i] = start + count
-            to, wanted, address = to[count:], wanted[count:], address + count
+            to = to[count:]
+            wanted = wanted[count:]
+            address = address + count

@@ -69,7 +69,9 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
         "numpy": torch.tensor([*words, position, has_gauss, gauss], dtype=torch.float64),
         "python": torch.tensor([*python_words, np.nan if python_gauss is None else python_gauss], dtype=torch.float64),
     }
-    return {**state, "cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else state
+    if device.type == "cuda":
+        return {**state, "cuda": torch.cuda.get_rng_state(device)}
+    return state
 
 
 def set_random_state(state: Mapping[str, Tensor]) -> None:
@@ -92,7 +94,9 @@ class RecordingFileSystem(FileSystem):
     """
 
     def __init__(self, begin: Callable[[], None], thread: ThreadPoolExecutor, copy: Copy) -> None:
-        self._begin, self._thread, self._copy = begin, thread, copy
+        self._begin = begin
+        self._thread = thread
+        self._copy = copy
         self._written: dict[Path, HashingWriter] = {}
 
     @contextmanager
@@ -230,7 +234,10 @@ class Checkpointer:
     def _small_state(self) -> dict[str, Tensor]:
         """Copies the small parts of the state."""
         generators = {self._random_prefix + kind: tensor for kind, tensor in random_state(self._device).items()}
-        base = {"base": torch.tensor(list(bytes.fromhex(self._base)), dtype=torch.uint8)} if self._base else {}
+        if self._base:
+            base = {"base": torch.tensor(list(bytes.fromhex(self._base)), dtype=torch.uint8)}
+        else:
+            base = {}
         buffers = {name: buffer.cpu().clone() for name, buffer in self._buffers.items()}
         return {"steps": torch.stack(self._steps).cpu(), **buffers, **base, **generators}
 

@@ -36,13 +36,17 @@ def _key_heads(value: int, section: Mapping[str, Any]) -> int:
     heads = {
         size for key, size in section.items() if re.fullmatch(r"(num_attention_|n_|swa_num_attention_)heads?", key)
     }
-    return 4 if value in heads else min(value, 2)
+    if value in heads:
+        return 4
+    return min(value, 2)
 
 
 def _width(value: int, section: Mapping[str, Any]) -> int:
     """Keeps what is as wide as the hidden states, wider and narrower."""
     hidden = next((section[key] for key in HIDDEN if isinstance(section.get(key), int)), value)
-    return 64 if value == hidden else min(value, 96 if value > hidden else 48)
+    if value == hidden:
+        return 64
+    return min(value, 96 if value > hidden else 48)
 
 
 HIDDEN = ("hidden_size", "d_model", "n_embd", "embedding_dim", "emb_dim")
@@ -74,7 +78,8 @@ DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_lay
 BEFORE = r"first_k_dense_replace|num_dense_layers|max_window_layers|moe_layer_start_index"
 """Numbers of first layers that differ from those after them."""
 PERIODS = r".*(period|interval|every_n_layers|sliding_window_pattern|sparse_step|moe_layer_step)"
-SHARED, PER_LAYER = "num_kv_shared_layers", "per_layer_config"
+SHARED = "num_kv_shared_layers"
+PER_LAYER = "per_layer_config"
 """How many last layers take the keys of earlier ones, and what single layers have instead of the common sizes."""
 MOST_LAYERS = 8
 
@@ -135,13 +140,17 @@ def _shrink_value(key: str, value: Any, section: Mapping[str, Any]) -> Any:
     if key == PER_LAYER:
         return value  # `_shrink_layers` has done it
     if isinstance(value, dict):
-        return _shrink(value) if all(isinstance(k, str) for k in value) else value
+        if all(isinstance(k, str) for k in value):
+            return _shrink(value)
+        return value
     if isinstance(value, list | tuple) and not re.search("layer|idxs", key):
         return [_shrink_value(key, v, section) for v in value]
     if type(value) is not int or value <= 1:
         return value
     size = next((size for pattern, size in SIZES if re.fullmatch(pattern, key)), None)
-    return value if size is None else size(value, section)
+    if size is None:
+        return value
+    return size(value, section)
 
 
 def _token_ids(section: Mapping[str, Any], small: Mapping[str, Any]) -> dict[str, Any]:

@@ -152,7 +152,10 @@ def _opened(config: Config, rooms: Sequence[PartKind], logs: Path) -> Iterator[t
     with joined(plan) as plan, ExitStack() as ending:
         places = reserve_places(plan, progress, console, ending).rooms
         config = plan.resolved(config)
-        inference = InferenceHandle.start(config, places["inference"], logs) if "inference" in places else None
+        if "inference" in places:
+            inference = InferenceHandle.start(config, places["inference"], logs)
+        else:
+            inference = None
         if inference:
             ending.callback(inference.stop)
         trainer = TrainerHandle.start(config, places["trainer"], logs)

@@ -80,7 +80,9 @@ class ReplicaSet:
         `patience_s`: how long to wait for a replica to join when none is left.
         `update_s`: the longest that an update waits for a replica, whose client has a deadline of its own.
         """
-        self._incarnation, self._fixed, self.patience_s = incarnation, fixed, patience_s
+        self._incarnation = incarnation
+        self._fixed = fixed
+        self.patience_s = patience_s
         self._listeners: list[Callable[[Table], object]] = []
         self._newest_table = NewestTable(patience_s)
         self._by_index: dict[int, Member] = {}
@@ -98,7 +100,8 @@ class ReplicaSet:
         self._deadline = LearnedDeadline(update_s)
         self._drifts: tuple[Drift, Drift] | None = None  # the worst of all replicas: at the first update, and so far
         if adopt:
-            self._bring_newest, self._newest = partial(self._adopt, adopt), adopt.version
+            self._bring_newest = partial(self._adopt, adopt)
+            self._newest = adopt.version
         self._publish()
         for index, client in replicas.items():
             self._add(index, client).enter()
@@ -153,14 +156,16 @@ class ReplicaSet:
 
     def leave(self, index: int, reason: str) -> None:
         """Dismisses replica `index`, which its watcher found dead. `next_failure` does not report it."""
-        if member := self._by_index.get(index):
+        member = self._by_index.get(index)
+        if member:
             self._dismiss(member, RoomFailed(reason))
 
     async def drain(self, index: int, timeout_s: float) -> None:
         """Gives replica `index` no new requests, and dismisses it when those in flight are finished, or after
         `timeout_s` seconds, when other replicas finish them from what they have; and when no weights are on their way
         to it."""
-        if (member := self._by_index.get(index)) is None:
+        member = self._by_index.get(index)
+        if member is None:
             return
         member.change(draining=True)
         with suppress(TriremeError):  # it is gone then
@@ -240,7 +245,10 @@ class ReplicaSet:
         their bytes any more: the next update brings newer ones."""
         self._offers.sent()
         async with self._changing:
-            bounded = weights.bounded_by(*self._drifts) if self._drifts else weights
+            if self._drifts:
+                bounded = weights.bounded_by(*self._drifts)
+            else:
+                bounded = weights
             self._bring_newest = partial(self._load, bounded)
             self._newest = weights.identity.version
             members = [m for m in self._by_index.values() if not m.row.behind or m.row.stranded or m.rounds >= ROUNDS]
@@ -294,7 +302,8 @@ class ReplicaSet:
         gone: WeightsGone | None = None
         with suppress(TriremeError):  # it is gone then
             while (bring := self._bring_newest) and bring is not brought:
-                brought, gone = bring, None
+                brought = bring
+                gone = None
                 member.rounds += 1
                 try:
                     await bring(member)

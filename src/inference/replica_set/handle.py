@@ -111,7 +111,8 @@ class ReplicaSetHandle:
         """Asks the replicas to receive a version while the trainer sends it. Returns those that are ready, maybe none,
         after at most `offer.ready_s` and ANSWER_S seconds. None are when the set is dead or does not answer: the
         version can be published without it, and the next call, or its watcher, ends the attempt if it has to end."""
-        who, limit_s = f"{WHO} (which replicas are ready for new weights)", offer.ready_s + ANSWER_S
+        who = f"{WHO} (which replicas are ready for new weights)"
+        limit_s = offer.ready_s + ANSWER_S
         try:
             answer: Session = waits.get(self.actor.offer.remote(offer), who=who, timeout_s=limit_s, log=self._log)
         except RoomFailed as failure:

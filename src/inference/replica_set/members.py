@@ -63,5 +63,6 @@ class Member:
 
     def enter(self) -> None:
         """Lets it serve: it has the newest weights."""
-        self.joining, self.rounds = False, 0
+        self.joining = False
+        self.rounds = 0
         self.change(behind=False, stranded=None)

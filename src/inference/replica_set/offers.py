@@ -67,13 +67,15 @@ class Offers:
         """Asks the members that serve and have taken version `newest` (None: there was none). Returns those that are
         ready, after at most `offer.ready_s` seconds."""
         now = asyncio.get_running_loop().time
-        started, limit_s = now(), min(self._deadline.seconds, offer.ready_s)
+        started = now()
+        limit_s = min(self._deadline.seconds, offer.ready_s)
         self._until = started + offer.timeout_s
         serving = [member for member in self._members() if member.serves]
         settled = [member for member in serving if _is_settled(member, newest)]
         servers = _servers(serving, offer.senders)
         offered = self._offer_all(settled, offer, servers)
-        if fetching := self._note_busy([member for member in serving if member not in settled]):
+        fetching = self._note_busy([member for member in serving if member not in settled])
+        if fetching:
             limit_s = offer.ready_s
             await asyncio.wait(fetching.values(), timeout=limit_s / 2)
             caught_up = [member for member in fetching if member.serves and _is_settled(member, newest)]
@@ -117,7 +119,8 @@ class Offers:
     def _note_busy(self, busy: list[Member]) -> dict[Member, asyncio.Task[None]]:
         """Returns those that are worth a wait, and the ends of their updates: they fetch weights that were not sent to
         them, and were not busy already at the last offer."""
-        before, self._busy = self._busy, set(busy)
+        before = self._busy
+        self._busy = set(busy)
         worth = [
             member for member in busy if member not in before and member not in self._group and member.row.updating
         ]
@@ -165,4 +168,6 @@ def _refusal(answer: asyncio.Task[TriremeError | None], limit_s: float) -> str:
     """Says why a member that was asked takes no part; empty if it does."""
     if not answer.done():
         return f"it was not ready within {limit_s:.1f} s"
-    return "it is gone" if answer.cancelled() else str(answer.result() or "")
+    if answer.cancelled():
+        return "it is gone"
+    return str(answer.result() or "")

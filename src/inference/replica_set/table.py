@@ -93,7 +93,10 @@ class NewestTable:
         failures = self.table.failures
         refused = failures and all(isinstance(failure, WeightsRefused) for failure in failures.values())
         kind = WeightsRefused if refused else RoomFailed
-        waited = f", and none joined within {self._patience_s:g} s" if self._patience_s else ""
+        if self._patience_s:
+            waited = f", and none joined within {self._patience_s:g} s"
+        else:
+            waited = ""
         reasons = "; ".join(str(failures[index]) for index in sorted(failures))
         raise kind(f"no inference replica is left{waited}: {reasons or 'none has ever joined'}")
 

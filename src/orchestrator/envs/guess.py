@@ -18,7 +18,9 @@ from orchestrator.envs.text import Answer, GeneratedDataset, end_of_sequence
 
 DIGITS = "0123456789"
 PROMPT = "Guess 0-9\n"
-GREATER, LESS, UNREADABLE = ">", "<", "?"
+GREATER = ">"
+LESS = "<"
+UNREADABLE = "?"
 COST_OF_A_TURN = 0.1
 
 
@@ -26,7 +28,9 @@ def hint(secret: str, guess: str) -> str:
     """Returns the hint after a wrong guess: where the secret is, or that the guess was no digit."""
     if len(guess) != 1 or guess not in DIGITS:
         return UNREADABLE
-    return GREATER if secret > guess else LESS
+    if secret > guess:
+        return GREATER
+    return LESS
 
 
 @dataclass
@@ -48,7 +52,10 @@ class GuessEnv(Env):
         self._guesses += 1
         found = answer.finished and answer.text == self.secret
         if found or self._guesses == self.max_turns:
-            reward = 1 - COST_OF_A_TURN * (self._guesses - 1) if found else 0.0
+            if found:
+                reward = 1 - COST_OF_A_TURN * (self._guesses - 1)
+            else:
+                reward = 0.0
             logs = {"secret": self.secret, "guess": answer.text}
             return StepResult(reward, episode_done=True, metrics={"success": float(found)}, logs=logs)
         said = self.hints[hint(self.secret, answer.text if answer.finished else "")]

@@ -78,7 +78,10 @@ class EnvServer:
 
     def connect(self) -> aiohttp.ClientSession:
         """Opens the connection of one session, which its turns share."""
-        headers = {} if self.token is None else {"Authorization": f"Bearer {self.token}"}
+        if self.token is None:
+            headers = {}
+        else:
+            headers = {"Authorization": f"Bearer {self.token}"}
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
         return aiohttp.ClientSession(headers=headers, timeout=timeout, json_serialize=to_json)
 
@@ -87,7 +90,8 @@ class EnvServer:
     ) -> Mapping[str, Any]:
         """Returns the answer to a request, which is sent again until there is one. Raises EnvServerDown when there is
         none within `limit_s` seconds, EnvServerRefused, and BadEnvAnswer."""
-        url, failure = f"{self.url}/{path}", "no answer to the first try"
+        url = f"{self.url}/{path}"
+        failure = "no answer to the first try"
         tries = 0
         try:
             async with asyncio.timeout(limit_s) as limit:
@@ -137,7 +141,8 @@ class HttpEnv(MessageEnv):
     """One session."""
 
     def __init__(self, server: EnvServer, task: Mapping[str, Any]) -> None:
-        self._server, self._task = server, task
+        self._server = server
+        self._task = task
         self._path = f"sessions/{uuid.uuid4().hex}"
         self._client: aiohttp.ClientSession | None = None
         self._turn = 0
@@ -156,10 +161,13 @@ class HttpEnv(MessageEnv):
         return await self._play(message, "cut_off" if cut_off else "malformed")
 
     def state_dict(self) -> Mapping[str, Any] | None:
-        return None if self._state is None else {"turn": self._turn, "tools": list(self.tools), **self._state}
+        if self._state is None:
+            return None
+        return {"turn": self._turn, "tools": list(self.tools), **self._state}
 
     async def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._turn, self.tools = state["turn"], state["tools"]
+        self._turn = state["turn"]
+        self.tools = state["tools"]
         await self._reset({"turn": self._turn, "state": state["state"]})
         self._state = {"state": state["state"]}
 
@@ -180,8 +188,10 @@ class HttpEnv(MessageEnv):
         said = {name: message[name] for name in SENT if name in message}  # type: ignore[literal-required]
         body = {"turn": self._turn, "action": {"message": said, "fault": fault}, "timeout_s": self._server.step_s}
         answer = await self._post("step", body, self._server.step_s)
-        done, reward = answer.get("done"), answer.get("reward")
-        metrics, logs = answer.get("metrics") or {}, answer.get("logs") or {}
+        done = answer.get("done")
+        reward = answer.get("reward")
+        metrics = answer.get("metrics") or {}
+        logs = answer.get("logs") or {}
         if not isinstance(done, bool) or not isinstance(reward, int | float | None) or isinstance(reward, bool):
             raise self._bad("step", answer, "`done`, true or false, and `reward`, a number")
         if not isinstance(metrics, dict) or not isinstance(logs, dict):
@@ -194,7 +204,10 @@ class HttpEnv(MessageEnv):
             self._client = self._server.connect()
         self._state = None  # until the answer is there, nothing is known that an episode could continue from
         answer = await self._server.ask(self._client, "POST", f"{self._path}/{verb}", body, limit_s)
-        self._state = {"state": answer["state"]} if "state" in answer else None
+        if "state" in answer:
+            self._state = {"state": answer["state"]}
+        else:
+            self._state = None
         return answer
 
     def _messages(self, answer: Mapping[str, Any]) -> list[Message]:
@@ -251,7 +264,10 @@ class HttpDataset(GeneratedDataset):
         super().__post_init__()
         if min(self.reset_s, self.step_s) <= 0:
             raise ValueError(f"reset_s = {self.reset_s}, step_s = {self.step_s}; expected seconds above 0")
-        token = os.environ.get(self.token_variable) if self.token_variable else None
+        if self.token_variable:
+            token = os.environ.get(self.token_variable)
+        else:
+            token = None
         if self.token_variable and token is None:
             raise ValueError(f"token_variable = {self.token_variable!r}, which is not set in this process")
         _allow_connections()
@@ -259,7 +275,8 @@ class HttpDataset(GeneratedDataset):
         self._servers = [EnvServer(url, self.reset_s, self.step_s, token) for url in urls]
 
     def builders(self, numbers: Sequence[int]) -> list[EnvGroupBuilder]:
-        renderer, size = self.context.renderer, self.context.group_size
+        renderer = self.context.renderer
+        size = self.context.group_size
         return [MessageEnvGroup(self._maker(number), renderer, size) for number in numbers]
 
     def _maker(self, number: int) -> partial[HttpEnv]:

@@ -201,6 +201,9 @@ class ProgramDataset(ListedDataset[Any]):
                 "install it on the node where the orchestrator runs, or correct the name",
             ).error()
         program = AgentProgram(tuple(command), limit_s, int(memory_gb * 2**30), context.variables)
-        path = problems if context.split == "train" else eval_problems or problems
+        if context.split == "train":
+            path = problems
+        else:
+            path = eval_problems or problems
         values = [value for _, value in read_rows(path)]
         super().__init__(partial(ProgramProblem, program), values, f"agent:{context.seed}", batch_size)

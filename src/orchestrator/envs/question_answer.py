@@ -98,9 +98,13 @@ class QuestionAnswerDataset(ListedDataset[RewardRow]):
 
 def question_of(place: str, row: Any, question: str, answer: str, grading: Grading) -> tuple[str, RewardRow]:
     """Returns the question of a row, and the row as rewards take it. Raises ValueError that names the place."""
-    values = [row.get(name) for name in (question, answer)] if isinstance(row, Mapping) else []
+    if isinstance(row, Mapping):
+        values = [row.get(name) for name in (question, answer)]
+    else:
+        values = []
     texts = [str(value) for value in values if isinstance(value, str | int | float)]
     if len(texts) < 2 or not final_answer(texts[1]):
         raise ValueError(f"{place}: expected {question!r} and {answer!r}, both text; found {str(row)[:200]}")
-    target, prompt = final_answer(texts[1]), Message(role="user", content=f"{texts[0]}\n{INSTRUCTION}")
+    target = final_answer(texts[1])
+    prompt = Message(role="user", content=f"{texts[0]}\n{INSTRUCTION}")
     return texts[0], RewardRow(place, {"target": target, "grading": grading}, [prompt], f"{MARK} {target}")

@@ -92,7 +92,9 @@ def score(
     text: str, task: str, difficulty: Mapping[str, Any], entry: Entry, extraction: Extraction, finished: bool
 ) -> float:
     """Returns what the generator's scorer gives."""
-    return _marks(task, difficulty, entry, extract(text, extraction)) if finished else 0.0
+    if finished:
+        return _marks(task, difficulty, entry, extract(text, extraction))
+    return 0.0
 
 
 def _marks(task: str, difficulty: Mapping[str, Any], entry: Entry, answer: str) -> float:
@@ -118,7 +120,8 @@ def generator(task: str, difficulty: Mapping[str, Any], size: int = 1) -> Any:
     if task not in DATASETS:
         raise ValueError(f"reasoning-gym has no generator {task!r}; it has {', '.join(sorted(DATASETS))}")
     known = {field.name for field in fields(DATASETS[task][1])} - {"seed", "size"}
-    if unknown := difficulty.keys() - known:
+    unknown = difficulty.keys() - known
+    if unknown:
         raise ValueError(f"difficulty of {task} has no {', '.join(sorted(unknown))}; it has {', '.join(sorted(known))}")
     return create_dataset(task, seed=0, size=size, **difficulty)
 
@@ -157,7 +160,10 @@ class ReasoningGymDataset(GeneratedDataset):
         self._difficulty = dict(difficulty or {})
         self._items = generator(task, self._difficulty, size)
         held_out = size - size // HELD_OUT_EVERY
-        self._indexes = range(held_out, size) if context.split == "eval" else range(held_out)
+        if context.split == "eval":
+            self._indexes = range(held_out, size)
+        else:
+            self._indexes = range(held_out)
         self._make = partial(RewardProblem, context, __file__, {reward: 1.0}, limit_s)
         if reward == "exact" and not isinstance(self._items[0]["answer"], str):
             raise ValueError(f"reward = 'exact' for {task}, which knows no answers; expected reward = 'score'")
@@ -179,7 +185,8 @@ class ReasoningGymDataset(GeneratedDataset):
         )
 
     def _row(self, index: int, entry: Entry) -> RewardRow:
-        question, answer = entry["question"], entry["answer"]
+        question = entry["question"]
+        answer = entry["answer"]
         if self._extraction == "tag":
             question = f"{question}\n{TAGS}"
             answer = answer and f"<answer>{answer}</answer>"

@@ -249,7 +249,10 @@ def _scores(source: str, name: str, row: RewardRow, answers: list[Answer]) -> li
     function = named_function("reward", source, name)
     try:
         returned = asyncio.run(_awaited([call() for call in _calls(function, row, answers)]))
-        scores = list(returned[0]) if takes_completions(function) else returned
+        if takes_completions(function):
+            scores = list(returned[0])
+        else:
+            scores = returned
     except Exception as error:
         raise RewardFailed(f"{place}: {in_short(error)}") from error
     if len(scores) != len(answers):
@@ -261,7 +264,9 @@ def _scores(source: str, name: str, row: RewardRow, answers: list[Answer]) -> li
 
 async def _awaited(returned: list[Any]) -> list[Any]:
     """Waits for all results at the same time, if they are awaitable."""
-    return list(await asyncio.gather(*returned)) if isawaitable(returned[0]) else returned
+    if isawaitable(returned[0]):
+        return list(await asyncio.gather(*returned))
+    return returned
 
 
 def _calls(function: Callable[..., Any], row: RewardRow, answers: list[Answer]) -> list[partial[Any]]:

@@ -53,7 +53,10 @@ def problems_of_split(
     have the rows of `eval_path`; without it, an eighth of those of `path`, by the text, which training leaves out.
     Raises ValueError for files without such a problem, and what `read` raises.
     """
-    source = eval_path if eval_path and context.split == "eval" else path
+    if eval_path and context.split == "eval":
+        source = eval_path
+    else:
+        source = path
     problems = [read(place, row) for place, row in read_rows(source)]
     if eval_path is None:
         problems = [pair for pair in problems if is_held_out(pair[0]) == (context.split == "eval")]
@@ -82,7 +85,10 @@ def _files(path: str) -> list[Path]:
         owner, name, pattern = path.removeprefix(HUB).split("/", 2)
         path = str(Path(snapshot_download(f"{owner}/{name}", repo_type="dataset", allow_patterns=pattern), pattern))
     exact = Path(path).expanduser()
-    files = [exact] if exact.is_file() else [Path(match) for match in sorted(glob(str(exact)))]
+    if exact.is_file():
+        files = [exact]
+    else:
+        files = [Path(match) for match in sorted(glob(str(exact)))]
     if not files:
         raise ValueError(f"there is no file {exact.absolute()}")
     return files

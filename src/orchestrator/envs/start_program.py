@@ -16,7 +16,8 @@ import sys
 import time
 from contextlib import suppress
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
 PAUSE_S = 0.001
 WATCHED = (signal.SIGTERM, signal.SIGCHLD)
 
@@ -69,7 +70,9 @@ def wait_for(program: int) -> int:
         for pid, status in ended():
             if pid == program:
                 code = os.waitstatus_to_exitcode(status)
-                return code if code >= 0 else 128 - code
+                if code >= 0:
+                    return code
+                return 128 - code
 
 
 def ended() -> list[tuple[int, int]]:
@@ -105,7 +108,8 @@ def descendants() -> list[int]:
             except (OSError, IndexError, ValueError):  # it has ended
                 continue
             children.setdefault(parent, []).append(int(name))
-    found, below = [], [os.getpid()]
+    found = []
+    below = [os.getpid()]
     while below:
         own = children.get(below.pop(), [])
         found += own

@@ -72,7 +72,9 @@ class GeneratedDataset(RLDataset):
 @cache
 def token_text(tokenizer: Any, token: int) -> str:
     """Returns the text of one sampled id; for an id without a token (models pad their vocabulary) an unknown sign."""
-    return tokenizer.decode([token]) if token < len(tokenizer) else UNKNOWN
+    if token < len(tokenizer):
+        return tokenizer.decode([token])
+    return UNKNOWN
 
 
 @cache
@@ -96,7 +98,8 @@ class Answer:
     def read(cls, tokenizer: Any, tokens: Sequence[int]) -> Answer:
         """Reads an answer that was sampled as `tokens`, token by token: for tokenizers in which the text of a token
         does not depend on its neighbours."""
-        tokens, end = list(tokens), end_of_sequence(tokenizer)
+        tokens = list(tokens)
+        end = end_of_sequence(tokenizer)
         finished = end in tokens
         shown = tokens[: tokens.index(end)] if finished else tokens
         return cls("".join(token_text(tokenizer, token) for token in shown), finished)
@@ -159,7 +162,8 @@ class QuestionDataset(GeneratedDataset):
         """Returns problem `index`, a pure function of the seed, the split and the arguments."""
 
     def builders(self, numbers: Sequence[int]) -> list[EnvGroupBuilder]:
-        tokenizer, size = self.context.tokenizer, self.context.group_size
+        tokenizer = self.context.tokenizer
+        size = self.context.group_size
         questions = [self.question(number) for number in numbers]
         prompts = tokenizer([q.prompt for q in questions])["input_ids"]  # one by one takes twice as long
         return [

@@ -45,7 +45,9 @@ needle
 def yes_or_no(text: str) -> str:
     """Returns the yes or no at the start of an answer, or a text that there is none."""
     first = re.search(r"[a-z]+", text.casefold())
-    return first[0] if first and first[0] in ("yes", "no") else "I can not say."
+    if first and first[0] in ("yes", "no"):
+        return first[0]
+    return "I can not say."
 
 
 @dataclass
@@ -68,7 +70,10 @@ class TwentyQuestionsEnv(MessageEnv):
         if found or self._asked == self.max_questions:
             logs = {"secret": self.secret, "question": question}
             return MessageStep(float(found), True, metrics={"success": float(found)}, logs=logs)
-        said = TOO_LONG if len(question) > LONGEST else await self._ask(question)
+        if len(question) > LONGEST:
+            said = TOO_LONG
+        else:
+            said = await self._ask(question)
         return MessageStep(0.0, False, [{"role": "user", "content": said}], logs={"question": question, "answer": said})
 
     def known_answer(self) -> str:

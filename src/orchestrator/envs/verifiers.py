@@ -91,8 +91,13 @@ def score_alone(task: Any, trace: Any) -> tuple[float, dict[str, float]]:
 
 def spoken(data: Any) -> list[Any]:
     """Returns the messages that a task begins with, as verifiers' types."""
-    asked = [vf.UserMessage(content=data.prompt)] if isinstance(data.prompt, str) else list(data.prompt or [])
-    return asked if data.system_prompt is None else [vf.SystemMessage(content=data.system_prompt), *asked]
+    if isinstance(data.prompt, str):
+        asked = [vf.UserMessage(content=data.prompt)]
+    else:
+        asked = list(data.prompt or [])
+    if data.system_prompt is None:
+        return asked
+    return [vf.SystemMessage(content=data.system_prompt), *asked]
 
 
 def conversation(data: Any) -> list[Message]:
@@ -158,8 +163,10 @@ class TaskEnv(Env):
     one."""
 
     def __init__(self, task: Any, renderer: Renderer, scoring: Scoring, limit_s: float) -> None:
-        self._task, self._renderer = task, renderer
-        self._scoring, self._limit_s = scoring, limit_s
+        self._task = task
+        self._renderer = renderer
+        self._scoring = scoring
+        self._limit_s = limit_s
         self._prompt: list[int] = []
 
     async def initial_observation(self) -> tuple[Sequence[int], StopCondition]:
@@ -253,7 +260,8 @@ def load_tasks(taskset_id: str, args: Mapping[str, Any], select: Mapping[str, An
 
 
 def _refuse(taskset_id: str, reasons: Iterator[str]) -> None:
-    if found := list(reasons):
+    found = list(reasons)
+    if found:
         raise BadInput(
             f"taskset {taskset_id!r} of verifiers cannot be played here: {'; '.join(found)}. Expected tasks that are "
             "answered once, in text, and scored by Task.score alone. Write the others as an environment of your own "
@@ -283,24 +291,29 @@ def _against_taskset(taskset_id: str, taskset: Any) -> Iterator[str]:
         )
     if vf.default_harness_id(taskset_id) != DEFAULT_HARNESS:
         yield "it has a harness of its own"
-    if toolsets := taskset.toolsets(taskset.config):
+    toolsets = taskset.toolsets(taskset.config)
+    if toolsets:
         yield f"it serves tools ({_types(toolsets)})"
 
 
 def _against_type(task: Any) -> Iterator[str]:
     name = type(task).__name__
-    if toolsets := task.toolsets(task.config):
+    toolsets = task.toolsets(task.config)
+    if toolsets:
         yield f"{name} has tools ({_types(toolsets)})"
     overridden = [method for method in FOR_RUNTIMES if getattr(type(task), method) is not getattr(vf.Task, method)]
     if task.NEEDS_CONTAINER or overridden:
         yield f"{name} needs a runtime ({', '.join(overridden) or 'NEEDS_CONTAINER'})"
-    if hooks := [hook.__name__ for hook in (*discover_decorated(task, "intercept"), *task.hooks("stop"))]:
+    hooks = [hook.__name__ for hook in (*discover_decorated(task, "intercept"), *task.hooks("stop"))]
+    if hooks:
         yield f"{name} acts between model and harness ({', '.join(hooks)})"
-    rewards, judges = task.hooks("reward"), task.plugged_judges()
+    rewards = task.hooks("reward")
+    judges = task.plugged_judges()
     if not rewards and not judges:
         yield f"{name} has no reward"
     scorers = [*rewards, *task.hooks("metric"), *(judge.score for judge in judges)]
-    if blind := [scorer.__qualname__ for scorer in scorers if _needs_runtime(scorer)]:
+    blind = [scorer.__qualname__ for scorer in scorers if _needs_runtime(scorer)]
+    if blind:
         yield f"{name} is scored in a runtime ({', '.join(blind)})"
     try:
         pickle.loads(pickle.dumps(task))
@@ -316,7 +329,8 @@ def _needs_runtime(scorer: Any) -> bool:
 
 def _against_data(tasks: Sequence[Any]) -> Iterator[str]:
     for task in tasks:
-        if said := [name for name in OF_RUNTIMES if getattr(task.data, name)]:
+        said = [name for name in OF_RUNTIMES if getattr(task.data, name)]
+        if said:
             yield f"task {_named(task.data)} needs a runtime ({', '.join(said)})"
         try:
             conversation(task.data)

@@ -23,8 +23,12 @@ class RunLogs:
     def listing(self) -> list[dict[str, Any]]:
         """Lists the logs of the newest attempts, the newest first; `now` marks those of the current parts: of the
         newest attempt, and of parts that outlived the attempt that started them, as replicas do."""
-        files, status = self._files(), Status.read(self._root)
-        current = {part.name for part in status.parts} if status else set()
+        files = self._files()
+        status = Status.read(self._root)
+        if status:
+            current = {part.name for part in status.parts}
+        else:
+            current = set()
         current |= {name for attempt, name in files if attempt == next(iter(files))[0]}
         found = []
         for (attempt, name), file in files.items():
@@ -58,7 +62,8 @@ class RunLogs:
         root = self._root.resolve()
         attempts = {}
         for place in (self._root / "logs").glob("attempt_*"):
-            if match := re.fullmatch(r"attempt_(\d+)", place.name):
+            match = re.fullmatch(r"attempt_(\d+)", place.name)
+            if match:
                 attempts[int(match[1])] = place
         return {
             (attempt, file.stem): file

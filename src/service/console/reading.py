@@ -46,11 +46,13 @@ class RunReader:
         open_tokenizer: Callable[[], Any] | None,
         sessions: Callable[[], SessionBook] | None = None,
     ) -> None:
-        self.root, self._open_tokenizer = root, open_tokenizer
+        self.root = root
+        self._open_tokenizer = open_tokenizer
         self.rollouts = RecordedRollouts(root)
         self.sessions = RunSessions(sessions or StoredSessions(root / SESSIONS))
         self.logs = RunLogs(root)
-        self._curves, self._ages = RunCurves(root), GroupAges(root)
+        self._curves = RunCurves(root)
+        self._ages = GroupAges(root)
         self._decode: Decode | None = None
         self._timelines: dict[int, tuple[float, dict[str, Any] | None]] = {}
         self.lock, self._tokenizer_lock, self._timeline_lock = (threading.Lock() for _ in range(3))
@@ -59,8 +61,11 @@ class RunReader:
         """Returns how far the run is, and the state of all its parts."""
         with self.lock:
             self._curves.look()
-            newest, config, now = self._curves.newest, run_config(self.root), datetime.now(UTC)
-            driver, status = driver_state(self.root), Status.read(self.root)
+            newest = self._curves.newest
+            config = run_config(self.root)
+            now = datetime.now(UTC)
+            driver = driver_state(self.root)
+            status = Status.read(self.root)
             incidents = read_incidents(self.root)
             return {
                 "run": self.root.name,

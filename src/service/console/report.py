@@ -61,7 +61,8 @@ class EmbeddedAnswers:
 def report_page(reader: RunReader, now: datetime) -> str:
     """Returns the page of the run that `reader` reads, with its data inside."""
     reader.read_all()
-    run, curves = reader.overview(), reader.curves()
+    run = reader.overview()
+    curves = reader.curves()
     answers = EmbeddedAnswers()
     answers.add("run", {**run, "headline": f"{run['headline']}  (report of {now:%Y-%m-%d %H:%M} UTC)"})
     answers.add("timeline", reader.timeline(NEWEST_STEPS))

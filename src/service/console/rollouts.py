@@ -66,7 +66,10 @@ class RecordedRollouts:
     def _file(self, step: int) -> Path:
         files = recorded_steps(self._directory)
         if step not in files:
-            there = f"steps {min(files)} to {max(files)}" if files else "there are none"
+            if files:
+                there = f"steps {min(files)} to {max(files)}"
+            else:
+                there = "there are none"
             raise missing(f"rollouts of step {step}", f"a step that has recorded some ({there})")
         return files[step]
 
@@ -102,7 +105,10 @@ def _versions(rollout: Mapping[str, Any]) -> list[tuple[int, int]]:
 def _pieces(turn: Mapping[str, Any]) -> Iterator[TokenPiece]:
     yield TokenPiece("observed", turn["observation"], text=turn.get("observation_text"))
     told = "".join(f"; {name} {value}" for name, value in {**turn["metrics"], **turn["logs"]}.items())
-    masked = "" if turn.get("in_loss", True) else "; not in the loss"
+    if turn.get("in_loss", True):
+        masked = ""
+    else:
+        masked = "; not in the loss"
     yield TokenPiece(
         "sampled",
         turn["action"],

@@ -53,7 +53,10 @@ def of_service(root: Path, url: URL) -> Response | None:
     if not address:
         return None
     configured = run_config(root).get("service", {}).get("keys")
-    file = Path(configured) if configured else root / "service.keys"
+    if configured:
+        file = Path(configured)
+    else:
+        file = root / "service.keys"
     try:
         admin = next((key.value for key in read(file.expanduser()) if key.role == "admin"), "")
         asked = Request(f"{address}{url.path}?{url.query}", headers={"x-api-key": admin})
@@ -82,12 +85,17 @@ def make_console_app(reader: RunReader, keys: list[ServiceKey]) -> FastAPI:
             )
             return error_reply(url.path, refused, close=True)
         of_sessions = url.path.removeprefix(f"{CONSOLE}/api/") in ("sessions", "session", "node")
-        reply = await asyncio.to_thread(of_service, reader.root, url) if of_sessions else None
+        if of_sessions:
+            reply = await asyncio.to_thread(of_service, reader.root, url)
+        else:
+            reply = None
         return reply or await other(request)
 
     def caller(method: str, path: str) -> Caller:
         known = caller_of(method, path)
-        return "admin or loopback" if known == "admin" and not keys else known
+        if known == "admin" and not keys:
+            return "admin or loopback"
+        return known
 
     app.add_middleware(RequestGuard, keys=ServiceKeys(keys), limits=LIMITS, metrics=None, caller_of=caller)
     return app
@@ -97,7 +105,9 @@ def console_keys(host: str, file: Path | None) -> list[ServiceKey]:
     """Returns the keys that open the console at `host`: those of a file, else a new one where others reach the host,
     and none where only this machine does. Raises BadInput."""
     if file is None:
-        return [] if is_loopback(host) else [new_key("admin")]
+        if is_loopback(host):
+            return []
+        return [new_key("admin")]
     keys = read(file)
     if not any(key.role == "admin" for key in keys):
         raise Refusal(

@@ -38,7 +38,8 @@ class StoredSessions:
         for name, session in book.sessions.items():
             if lost and session.ended is None:
                 session.ended = SessionEnded(name, session.last, LOST)
-        self._book, self._stamp = book, changed
+        self._book = book
+        self._stamp = changed
         return book
 
 
@@ -76,7 +77,8 @@ class RunSessions:
         return tokens_page(pieces, start, decode) | {"floor": session.opened.floor}
 
     def _session(self, name: str) -> AgentSession:
-        if (session := self._book().sessions.get(name)) is None:
+        session = self._book().sessions.get(name)
+        if session is None:
             raise missing(f"the session {name!r}", "one that is there and that was not forgotten")
         return session
 
@@ -114,10 +116,14 @@ def _preview(message: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _piece(session: AgentSession, number: int) -> TokenPiece:
-    node, tokens = session.tree.nodes[number], session.tree.tokens(number)
+    node = session.tree.nodes[number]
+    tokens = session.tree.tokens(number)
     if node.message is None:
         return TokenPiece("observed", tokens.tolist())
-    delivered = "" if node.delivered else "; not delivered, so not in the loss"
+    if node.delivered:
+        delivered = ""
+    else:
+        delivered = "; not delivered, so not in the loss"
     note = f"answer {number}: {node.stop_reason}{delivered}"
     logprobs = session.tree.logprobs(number).tolist()
     return TokenPiece("sampled", tokens.tolist(), logprobs, _versions(node), node.message.get("content"), note)

@@ -43,9 +43,12 @@ def tokens_page(
 ) -> dict[str, Any]:
     """Returns at most `most` tokens of `pieces`, from token `start` on, as JSON values: with `next`, where the next
     page begins (None: there is none), and `total`."""
-    shown, place, end = [], 0, start + most
+    shown = []
+    place = 0
+    end = start + most
     for piece in pieces:
-        first, last = max(start - place, 0), min(end - place, len(piece.tokens))
+        first = max(start - place, 0)
+        last = min(end - place, len(piece.tokens))
         if first < last or (not len(piece.tokens) and start <= place < end):
             shown.append(_part(piece, first, max(first, last), decode))
         place += len(piece.tokens)

@@ -266,7 +266,8 @@ class ChatRequest(OpenAIBody):
             tokens = self._tokens(piece, tokenizer)
             if delta or tokens:
                 yield choice(piece, delta, **tokens)
-            if answer := piece.answer:
+            answer = piece.answer
+            if answer:
                 for i, call in enumerate(_calls(answer)):
                     yield choice(piece, {"tool_calls": [{"index": i, **call}]})
                 yield choice(piece, {}) | {"finish_reason": answer.finish} | self.ids_of(answer)

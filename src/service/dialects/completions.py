@@ -34,7 +34,8 @@ class CompletionRequest(OpenAIBody):
     suffix: None = None
 
     def turns(self) -> Sequence[TurnRequest]:
-        params, prompt = self.openai_params(self.max_tokens or DEFAULT_TOKENS), self.prompt
+        params = self.openai_params(self.max_tokens or DEFAULT_TOKENS)
+        prompt = self.prompt
         several = isinstance(prompt, list) and not isinstance(prompt[0], int)
         return [
             TurnRequest(text=one, params=params, n=self.n or 1)
@@ -67,7 +68,8 @@ class CompletionRequest(OpenAIBody):
 
         def choices(piece: Delta) -> Iterator[dict[str, Any]]:
             choice = self._choice(piece, piece.answer, offsets[piece.choice], tokenizer)
-            if logprobs := choice["logprobs"]:
+            logprobs = choice["logprobs"]
+            if logprobs:
                 offsets[piece.choice] += sum(map(len, logprobs["tokens"]))
             if piece.answer or piece.content or logprobs or self.return_token_ids:
                 yield choice

@@ -166,7 +166,8 @@ class MessagesRequest(SampledBody):
         return {**head, "stop_reason": None, "stop_sequence": None}
 
     async def events(self, pieces: AsyncIterator[Delta], tokenizer: Any) -> AsyncIterator[str]:
-        blocks, begun = _Blocks(), False
+        blocks = _Blocks()
+        begun = False
         async for piece in pieces:
             if not begun:
                 begun = True
@@ -177,7 +178,8 @@ class MessagesRequest(SampledBody):
                 *blocks.add("text", piece.content, {"text": ""}),
             ):
                 yield text
-            if answer := piece.answer:
+            answer = piece.answer
+            if answer:
                 for text in blocks.finish(answer):
                     yield text
                 yield _event("message_delta", delta=_end(answer), usage=_usage(answer))
@@ -227,7 +229,10 @@ def _tool_use(call: ToolCall) -> dict[str, Any]:
 
 
 def _end(answer: ServiceAnswer) -> dict[str, Any]:
-    reason = "stop_sequence" if answer.stopped_by else STOP_REASONS[answer.finish]
+    if answer.stopped_by:
+        reason = "stop_sequence"
+    else:
+        reason = STOP_REASONS[answer.finish]
     return {"stop_reason": reason, "stop_sequence": answer.stopped_by}
 
 
@@ -246,7 +251,10 @@ class _Blocks:
         """Returns the events of more text in a block of this kind."""
         if not text:
             return []
-        begun = [] if self._open == kind else self._begin(kind, {"type": kind, **empty})
+        if self._open == kind:
+            begun = []
+        else:
+            begun = self._begin(kind, {"type": kind, **empty})
         return [*begun, self._delta({"type": f"{kind}_delta", kind: text})]
 
     def finish(self, answer: ServiceAnswer) -> list[str]:
@@ -261,7 +269,8 @@ class _Blocks:
 
     def _begin(self, kind: str, block: Mapping[str, Any]) -> list[str]:
         closed = self._close()
-        self._open, self._count = kind, self._count + 1
+        self._open = kind
+        self._count = self._count + 1
         return [*closed, _event("content_block_start", index=self._count - 1, content_block=block)]
 
     def _delta(self, delta: Mapping[str, Any]) -> str:

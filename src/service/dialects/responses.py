@@ -179,16 +179,21 @@ class ResponseRequest(SampledBody):
         }
 
     async def events(self, pieces: AsyncIterator[Delta], tokenizer: Any) -> AsyncIterator[str]:
-        head, items = self._head(), _Items()
+        head = self._head()
+        items = _Items()
         yield items.event("response.created", response=head)
         yield items.event("response.in_progress", response=head)
         async for piece in pieces:
             for text in items.add(piece):
                 yield text
-            if answer := piece.answer:
+            answer = piece.answer
+            if answer:
                 for text in items.finish(answer):
                     yield text
-                kind = "response.incomplete" if answer.finish == "length" else "response.completed"
+                if answer.finish == "length":
+                    kind = "response.incomplete"
+                else:
+                    kind = "response.completed"
                 yield items.event(kind, response=_ended(head, answer, items.done))
 
 
@@ -249,10 +254,14 @@ class _Items:
 
     def finish(self, answer: ServiceAnswer) -> list[str]:
         """Returns the events of the end of what is open, and of the tools that are called."""
-        found = [] if self._open or self.done or answer.tool_calls else self._begin("output_text")
+        if self._open or self.done or answer.tool_calls:
+            found = []
+        else:
+            found = self._begin("output_text")
         found += self._close()
         for call in map(_call, answer.tool_calls):
-            place, arguments = len(self.done), call["arguments"]
+            place = len(self.done)
+            arguments = call["arguments"]
             begun = {**call, "arguments": "", "status": "in_progress"}
             found.append(self.event("response.output_item.added", output_index=place, item=begun))
             at = {"item_id": call["id"], "output_index": place}
@@ -265,7 +274,10 @@ class _Items:
     def _more(self, kind: str, text: str) -> list[str]:
         if not text:
             return []
-        found = [] if self._open and self._part["type"] == kind else [*self._close(), *self._begin(kind)]
+        if self._open and self._part["type"] == kind:
+            found = []
+        else:
+            found = [*self._close(), *self._begin(kind)]
         self._part["text"] += text
         return [*found, self._text_event("delta", delta=text)]
 

@@ -112,10 +112,14 @@ NoPenalty = Annotated[float | None, Field(ge=0, le=0)]
 
 def refusal_of(errors: Sequence[Mapping[str, Any]]) -> RequestRefused:
     """Turns the errors of pydantic into one refusal, which names each field."""
-    lines, fields = [], []
+    lines = []
+    fields = []
     for error in errors:
         no_json = error["type"] == "json_invalid"  # its place is that of a character
-        field = "" if no_json else ".".join(str(part) for part in error["loc"] if part != "body")
+        if no_json:
+            field = ""
+        else:
+            field = ".".join(str(part) for part in error["loc"] if part != "body")
         fields.append(field)
         message = str(error["msg"]).removeprefix("Value error, ")
         if error["type"] in ("extra_forbidden", "none_required"):
@@ -164,7 +168,10 @@ def arguments_of(text: str) -> dict[str, Any]:
 
 def check_tool_choice(choice: Any, tools: Iterable[ToolSpec]) -> tuple[ToolSpec, ...]:
     """Returns the tools that the model is told of. Raises RequestRefused for a choice that cannot be forced."""
-    name = choice.get("type") if isinstance(choice, Mapping) else choice
+    if isinstance(choice, Mapping):
+        name = choice.get("type")
+    else:
+        name = choice
     if name in (None, "auto"):
         return tuple(tools)
     if name == "none":

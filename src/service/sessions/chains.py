@@ -26,7 +26,8 @@ class ChainPoint:
     __slots__ = ("_calls", "_content", "_name", "_role", "after", "answers", "before", "message", "newest", "prompts")
 
     def __init__(self, message: Message | None, before: ChainPoint | None) -> None:
-        self.message, self.before = message, before
+        self.message = message
+        self.before = before
         """The last message, and the point of the chain without it; None before the first."""
         self.prompts: list[int] = []
         """Nodes of prompts that end with this chain."""
@@ -37,8 +38,10 @@ class ChainPoint:
         self.newest: ChainPoint | None = None
         """The newest of these."""
         if message is not None:
-            self._role, self._content = message["role"], message["content"]
-            self._name, self._calls = message.get("name"), message.get("tool_calls") or None
+            self._role = message["role"]
+            self._content = message["content"]
+            self._name = message.get("name")
+            self._calls = message.get("tool_calls") or None
 
     def ends_with(self, message: Message) -> bool:
         """Returns True if a client means the last message of this chain by one that it sends."""

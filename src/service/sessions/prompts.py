@@ -39,15 +39,22 @@ def asked_before(tree: SessionTree, text: str, asked: str, tokenizer: Any) -> Id
 def prompt_ids(tree: SessionTree, text: str, tokenizer: Any) -> Ids:
     """Returns the tokens of a prompt: those that the session has for its beginning, if it has any of its answers, and
     the tokenizer's for the rest."""
-    longest, ids, rest = 0, np.empty(0, np.int32), text
+    longest = 0
+    ids = np.empty(0, np.int32)
+    rest = text
     for prompt, behind in _text_prompts(tree, text, tokenizer):
         for answer in _answers(tree, prompt):
-            tokens, said = tree.tokens(answer), _answer_text(tree, answer, tokenizer)
+            tokens = tree.tokens(answer)
+            said = _answer_text(tree, answer, tokenizer)
             kept, length = _beginning(tokens, said, behind, tokenizer)
             if len(text) - len(behind) + length > longest and kept:
-                longest, rest = len(text) - len(behind) + length, behind[length:]
+                longest = len(text) - len(behind) + length
+                rest = behind[length:]
                 ids = tree.joined(prompt, tokens[:kept])
-    more = tokenizer.encode(rest, add_special_tokens=not longest) if rest else []
+    if rest:
+        more = tokenizer.encode(rest, add_special_tokens=not longest)
+    else:
+        more = []
     return np.concatenate([ids, np.asarray(more, np.int32)])
 
 
@@ -55,7 +62,9 @@ def match_ids(tree: SessionTree, ids: Ids) -> Match:
     """Finds the answer that a prompt continues. That is the one with most tokens up to its end; if several have as
     many, it is one that the client has. `known` of the match counts tokens. An answer whose last token alone is
     missing is sent back too: clients do not see the token that ended it."""
-    best, known, cut = ROOT, 0, (0, ROOT)
+    best = ROOT
+    known = 0
+    cut = (0, ROOT)
     same: list[int] = []
     open_ends = [(node, 0) for node in _beginnings(tree)]
     while open_ends:
@@ -72,7 +81,8 @@ def match_ids(tree: SessionTree, ids: Ids) -> Match:
         if tree.nodes[node].message is not None:
             rank = (end, tree.nodes[node].delivered, node)
             if best == ROOT or rank > (known, tree.nodes[best].delivered, best):
-                best, known = node, end
+                best = node
+                known = end
     echo = cut[1] if cut[0] > known else best
     return Match(best, known, None, tuple(sorted(same)), echo)
 
@@ -86,7 +96,8 @@ def is_prompt(tree: SessionTree, node: int) -> bool:
 def text_behind(tree: SessionTree, match: Match, text: str | None, ids: Ids, tokenizer: Any) -> str:
     """Returns the text of a prompt behind the answer that it continues, as its client wrote it. Of a prompt that came
     as token ids, or that continues a conversation, it is that of its tokens."""
-    before, node = "", match.node
+    before = ""
+    node = match.node
     while text is not None and node != ROOT:
         prompt = tree.nodes[node].follows
         message = tree.nodes[prompt].point.message
@@ -143,4 +154,6 @@ def _answer_text(tree: SessionTree, answer: int, tokenizer: Any) -> str:
 
 
 def _text(tokenizer: Any, tokens: Ids) -> str:
-    return str(tokenizer.decode(tokens.tolist(), skip_special_tokens=False)) if len(tokens) else ""
+    if len(tokens):
+        return str(tokenizer.decode(tokens.tolist(), skip_special_tokens=False))
+    return ""

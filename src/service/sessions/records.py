@@ -97,7 +97,8 @@ def encode(record: SessionRecord) -> Row:
 def decode(row: Row) -> SessionRecord:
     """Returns the record of the row that `encode` made."""
     head = dict(row.head)
-    if (kind := head.pop("kind")) == TurnAnswered.__name__:
+    kind = head.pop("kind")
+    if kind == TurnAnswered.__name__:
         return _turn_of(head, row.columns)
     if "nodes" in head:
         head["nodes"] = tuple(head["nodes"])
@@ -145,6 +146,7 @@ def _turn_of(head: Mapping[str, Any], columns: bytes) -> TurnAnswered:
         )
         for answer, tokens, logprobs in zip(head["answers"], more[::2], more[1::2], strict=True)
     )
-    messages, tools = tuple(head["messages"]), tuple(head["tools"])
+    messages = tuple(head["messages"])
+    tools = tuple(head["tools"])
     given = TurnGiven(head["follows"], head["parent"], messages, tools, prompt, answers, head["asked"])
     return TurnAnswered(head["session"], head["at"], given)

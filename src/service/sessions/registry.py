@@ -58,8 +58,12 @@ class SessionRegistry:
         max_steps_off_policy: int | None = None,
         history: RunHistory | None = None,
     ) -> None:
-        self._turns, self._store, self._limits = turns, store, limits
-        self._sampling, self._clock, self._history = sampling, clock, history or RunHistory()
+        self._turns = turns
+        self._store = store
+        self._limits = limits
+        self._sampling = sampling
+        self._clock = clock
+        self._history = history or RunHistory()
         self._max_steps_off_policy = max_steps_off_policy
         self.book = SessionBook()
 
@@ -134,7 +138,8 @@ class SessionRegistry:
     async def sweep(self) -> list[str]:
         """Ends sessions whose agents are gone and those whose time is over; forgets those that ended long ago. Returns
         the names of those that it ended."""
-        now, ended = self._clock(), []
+        now = self._clock()
+        ended = []
         for name, session in list(self.book.sessions.items()):
             if self.book.sessions.get(name) is not session:  # its owner forgot it while another one was being ended
                 continue
@@ -142,7 +147,8 @@ class SessionRegistry:
                 if now - max(session.last, session.ended.at) >= self._limits.kept_s and not session.running:
                     self.forget(name)
                 continue
-            idle, age = now - max(session.last, session.heard), now - session.opened.at
+            idle = now - max(session.last, session.heard)
+            age = now - session.opened.at
             if age >= self._limits.seconds:
                 await self.end(name, f"seconds: it was opened {age:.0f} s ago")
                 ended.append(name)
@@ -161,7 +167,8 @@ class SessionRegistry:
         """Ends sessions whose weights are given up. Returns them."""
         ended = []
         for session in self.book.sessions.values():
-            if why := self._given_up(session):
+            why = self._given_up(session)
+            if why:
                 self._end(session, why)
                 ended.append(session)
         return ended
@@ -184,8 +191,14 @@ class SessionRegistry:
         if match.echo != ROOT:  # the client has an answer that it sends back
             self._deliver(known, [match.echo])
         known.requests.overruled += self._overrules(request.params)
-        running = _running_retry(known, request) if request.retry else None
-        stored = known.stored(match, request.options) if request.retry else None
+        if request.retry:
+            running = _running_retry(known, request)
+        else:
+            running = None
+        if request.retry:
+            stored = known.stored(match, request.options)
+        else:
+            stored = None
         params = self._params(known, request)
         known.requests.retries += bool(stored or running)
         left = running is not None and not running.callers  # its connection broke just now
@@ -232,7 +245,8 @@ class SessionRegistry:
 
     def _params(self, session: AgentSession, request: TurnRequest) -> SamplingParams:
         """Returns how the answers to a request are sampled."""
-        run, theirs = self._sampling, request.params
+        run = self._sampling
+        theirs = request.params
         return replace(
             run,
             temperature=session.opened.temperature,
@@ -264,7 +278,8 @@ class SessionRegistry:
             answers: list[SampledAnswer] = []
             for sequence in sampled:
                 check_sample(sequence)
-                if why := self._unfit(session, sequence.spans):
+                why = self._unfit(session, sequence.spans)
+                if why:
                     raise ProvenanceError(why)
                 answers.append(self._turns.read(sequence, placed))
         except ProvenanceError as error:
@@ -280,7 +295,8 @@ class SessionRegistry:
         first = min(span.identity.version for span in spans)
         if first < floor:
             return f"an answer has tokens of version {first}; its session was promised {floor} or later"
-        if why := self._history.of(span.identity for span in spans):  # a replica that has no newer weights yet
+        why = self._history.of(span.identity for span in spans)
+        if why:  # a replica that has no newer weights yet
             return f"an answer is of weights that were given up: {why}"
         oldest = session.oldest_version
         return too_old(first if oldest is None else oldest, spans[0].identity.version, self._max_steps_off_policy)

@@ -151,11 +151,17 @@ class AgentSession:
         turns = [turn for prompt in match.same for turn in self.tree.nodes[prompt].turns]
         same = [nodes for known, nodes in turns if known == asked]
         undelivered = [nodes for nodes in same if not self.tree.has_any(nodes)]
-        return undelivered[0] if undelivered else same[-1] if same else None
+        if undelivered:
+            return undelivered[0]
+        if same:
+            return same[-1]
+        return None
 
     def limit_reached(self, limits: SessionLimits, now: float) -> str | None:
         """Returns why no turn may begin now; None if one may."""
-        turns, tokens, seconds = self.tree.counts.turns + len(self.running), self.tree.num_tokens, now - self.opened.at
+        turns = self.tree.counts.turns + len(self.running)
+        tokens = self.tree.num_tokens
+        seconds = now - self.opened.at
         if turns >= limits.turns:
             return f"turns: it had {turns} of at most {limits.turns}"
         if tokens >= limits.tokens:

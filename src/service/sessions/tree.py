@@ -144,11 +144,16 @@ class SessionTree:
     def match(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> Match:
         """Finds the answer that a request continues. Of answers that read the same, one that the client has."""
         path = self._chains.walk(messages, tools)
-        same = tuple(path[-1].prompts) if len(path) == len(messages) + 1 else ()
-        node, known = ROOT, 0
+        if len(path) == len(messages) + 1:
+            same = tuple(path[-1].prompts)
+        else:
+            same = ()
+        node = ROOT
+        known = 0
         for place in range(len(path) - 1, 0, -1):
             if path[place].answers and place < len(messages):
-                node, known = max(path[place].answers, key=lambda node: (self.nodes[node].delivered, node)), place
+                node = max(path[place].answers, key=lambda node: (self.nodes[node].delivered, node))
+                known = place
                 break
         prompts = [prompt for prompt in same if self.nodes[prompt].follows == node]
         return Match(node, known, prompts[-1] if prompts else None, same, node)
@@ -204,7 +209,9 @@ class SessionTree:
 
     def began(self, node: int) -> WeightIdentity | None:
         """Returns the weights of the first sampled token up to a node; None where no token was sampled."""
-        return None if node == ROOT else self.nodes[node].began
+        if node == ROOT:
+            return None
+        return self.nodes[node].began
 
     def has_any(self, answers: Sequence[int]) -> bool:
         """Returns True if the client has one of these answers."""
@@ -235,7 +242,10 @@ class SessionTree:
 
     def add(self, turn: TurnGiven) -> tuple[int, ...]:
         """Takes a request with its answers. Returns the nodes of the answers."""
-        follows = self.nodes[turn.follows].point if turn.follows != ROOT else None
+        if turn.follows != ROOT:
+            follows = self.nodes[turn.follows].point
+        else:
+            follows = None
         point = self._chains.extend(follows, turn.messages, turn.tools)
         prompt = self._prompt_node(turn, point)
         nodes = tuple(self._add_answer(prompt, point, answer) for answer in turn.answers)
@@ -263,7 +273,9 @@ class SessionTree:
         made = self._grow(prompt, answer.tokens, answer.logprobs, point)
         node = self.nodes[made]
         node.follows, node.began = prompt, self.began(prompt) or answer.spans[0].identity
-        node.message, node.spans, node.stop_reason = answer.message, answer.spans, answer.stop_reason
+        node.message = answer.message
+        node.spans = answer.spans
+        node.stop_reason = answer.stop_reason
         point.answers.append(made)
         self.weights.update(span.identity for span in answer.spans)
         self.counts.answers += 1
@@ -277,7 +289,8 @@ class SessionTree:
         point: ChainPoint,
     ) -> int:
         """Makes a node with these tokens, on the strand of its parent if that ends there, else on a new one."""
-        made, number = len(self.nodes), len(self.strands)
+        made = len(self.nodes)
+        number = len(self.strands)
         if parent != ROOT:
             before = self.nodes[parent]
             if self.strands[before.strand].length == before.end and self.strands[before.strand].nodes[-1] == parent:

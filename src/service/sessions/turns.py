@@ -23,7 +23,10 @@ def check_request(request: TurnRequest) -> None:
     """Raises RequestRefused for a request that no session can answer."""
     if request.is_prompt:
         return
-    last = request.messages[-1]["role"] if request.messages else "none"
+    if request.messages:
+        last = request.messages[-1]["role"]
+    else:
+        last = "none"
     if last in ("assistant", "none"):
         raise RequestRefused(
             f"the last message has the role {last}; expected a message that the assistant is to answer",

@@ -27,7 +27,8 @@ def spec_of(wish: LoraBody | None, lora: LoraConfig) -> AdapterSpec:
         )
     parts = ((wish.train_attn, ATTENTION), (wish.train_mlp, MLP), (wish.train_unembed, UNEMBED))
     unwanted = {name for wanted, names in parts if not wanted for name in names}
-    if not (targets := tuple(name for name in lora.target_modules if name not in unwanted)):
+    targets = tuple(name for name in lora.target_modules if name not in unwanted)
+    if not targets:
         raise RequestRefused(
             f"lora_config without {', '.join(sorted(unwanted))}; expected some of "
             f"{', '.join(lora.target_modules)}: only these layers can have an adapter here"
@@ -56,7 +57,8 @@ def recorded_spec(path: str, record: Mapping[str, Any] | None, lora: LoraConfig 
         return None
     if record is None:
         raise RequestRefused(f"{path} is a state of the whole model; load it with a server without trainer.lora")
-    rank, targets = record["of_rank"], tuple(record["of_targets"])
+    rank = record["of_rank"]
+    targets = tuple(record["of_targets"])
     if lora is None or (rank, targets) != (lora.rank, lora.target_modules):
         raise RequestRefused(
             f"{path} is the state of an adapter of a server with trainer.lora.rank = {rank} and adapters for "

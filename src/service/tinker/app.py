@@ -50,7 +50,8 @@ from trireme.core.datum import ModelInput
 from trireme.core.errors import TriremeError
 
 PREFIX = "/api/v1"
-OLDEST, NEWEST = (0, 25), (0, 38)
+OLDEST = (0, 25)
+NEWEST = (0, 38)
 """Versions of the client between which this server was tried; unit tests drive it with the newest."""
 CLIENT_CONFIG = {
     "sample_use_retrieve_futures": True,
@@ -66,7 +67,8 @@ class TinkerRoutes:
     """The routes of training and sampling."""
 
     def __init__(self, server: TinkerServer) -> None:
-        self._server, self._state = server, server.state
+        self._server = server
+        self._state = server.state
 
     def add(self, app: FastAPI) -> None:
         """Adds them to an app."""
@@ -160,14 +162,19 @@ class TinkerRoutes:
 
     async def get_info(self, caller: Asking, body: ModelBody) -> JsonReply:
         """Describes a model."""
-        model, name = self._state.model(body.model_id, caller), self._server.offer.base_model
+        model = self._state.model(body.model_id, caller)
+        name = self._server.offer.base_model
         data = {"model_name": name, "tokenizer_id": self._server.offer.tokenizer_id}
-        lora = lora_of(self._server.catalog.run(model.model_id)) if model.next_seq else {}
+        if model.next_seq:
+            lora = lora_of(self._server.catalog.run(model.model_id))
+        else:
+            lora = {}
         return JsonReply({"model_id": model.model_id, "model_name": name, "model_data": data, **lora})
 
     async def forward_backward(self, caller: Asking, request: Request) -> JsonReply:
         """Accepts a part of a batch, in protobuf."""
-        if encoding := request.headers.get("content-encoding"):
+        encoding = request.headers.get("content-encoding")
+        if encoding:
             raise RequestRefused(f"a body in the encoding {encoding}; expected none, as client/config says")
         return self._train(caller, ForwardBackwardCall.of(await request.body()))
 
@@ -206,7 +213,10 @@ class TinkerRoutes:
     async def sampler(self, caller: Asking, sampler_id: str) -> JsonReply:
         """Describes a sampling session."""
         sampler = self._state.sampler(sampler_id, caller)
-        path = {"model_path": sampler.target} if sampler.target.startswith("tinker://") else {}
+        if sampler.target.startswith("tinker://"):
+            path = {"model_path": sampler.target}
+        else:
+            path = {}
         return JsonReply({"sampler_id": sampler_id, "base_model": self._server.offer.base_model, **path})
 
     async def join_sampling_session(self, caller: Asking, body: SamplerIdBody) -> JsonReply:
@@ -243,7 +253,8 @@ class TinkerRoutes:
 
     async def retrieve_futures(self, caller: Asking, body: RetrieveManyBody) -> JsonReply:
         """Tells which samples of a clone are done since the last question."""
-        target, retrieved = body.target, body.retrieved_request_ids
+        target = body.target
+        retrieved = body.retrieved_request_ids
         sampler = self._state.sampler(target.sampling_session_id, caller)
         asked = (sampler, target.cloned_sampler_id, body.prev_cursor, retrieved, body.timeout)
         done, cursor = await self._server.completions(*asked)

@@ -263,7 +263,8 @@ class SampleBody(Body):
 
     def tokens(self) -> list[int]:
         """Returns the tokens of the prompt. Raises RequestRefused for a part that is no text."""
-        if other := {chunk.type for chunk in self.prompt.chunks} - {"encoded_text"}:
+        other = {chunk.type for chunk in self.prompt.chunks} - {"encoded_text"}
+        if other:
             raise RequestRefused(
                 f"a prompt with {', '.join(sorted(other))}; expected encoded_text alone", param="prompt"
             )

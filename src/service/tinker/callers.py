@@ -14,7 +14,9 @@ from service.tinker.owners import Caller
 def caller_of(request: Request) -> Caller:
     """Returns who sent a request, whose key was checked."""
     key: ServiceKey | None = request.scope[KEY]
-    return Caller(key.owner, key.role == "admin") if key else Caller("")
+    if key:
+        return Caller(key.owner, key.role == "admin")
+    return Caller("")
 
 
 Asking = Annotated[Caller, Depends(caller_of)]

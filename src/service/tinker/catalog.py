@@ -32,7 +32,8 @@ SavedKind = Literal["weights", "sampler_weights", "external_weights"]
 KINDS: tuple[SavedKind, ...] = ("weights", "sampler_weights", "external_weights")
 SCHEME = "tinker://"
 NAME = re.compile(r"(?!\.+$)[A-Za-z0-9_.-]{1,255}")
-MARK, RUN = "checkpoint.json", "run.json"
+MARK = "checkpoint.json"
+RUN = "run.json"
 STAGING = "new-"
 """Begins the names of directories that stand beside those of KINDS, and hold what is being written."""
 
@@ -90,7 +91,9 @@ class Catalog:
     """All that is saved below `root`."""
 
     def __init__(self, root: Path, base_model: str, now: Callable[[], float]) -> None:
-        self._root, self._base_model, self._now = root, base_model, now
+        self._root = root
+        self._base_model = base_model
+        self._now = now
 
     # ---- writing
 
@@ -132,7 +135,9 @@ class Catalog:
             saved = self._look_up(path, SERVER)
         except RequestRefused:
             return None
-        return saved if request and saved.request == request else None
+        if request and saved.request == request:
+            return saved
+        return None
 
     def keep(
         self,
@@ -143,7 +148,8 @@ class Catalog:
         request: str = "",
     ) -> SavedWeights:
         """Makes the directory of `staging` count, in place of one of its path. Raises StorageFailed."""
-        directory, staging = self._place(path), self._place(path, STAGING)
+        directory = self._place(path)
+        staging = self._place(path, STAGING)
         expires_s = self._expiry(ttl_s)
         saved = SavedWeights(*_parts(path), self._now(), expires_s, user_metadata, sizes, request)
         with storage_errors(directory):
@@ -170,7 +176,9 @@ class Catalog:
         return copied
 
     def _expiry(self, ttl_s: int | None) -> float | None:
-        return None if ttl_s is None else self._now() + ttl_s
+        if ttl_s is None:
+            return None
+        return self._now() + ttl_s
 
     def set_ttl(self, path: str, ttl_s: int | None, caller: Caller = SERVER) -> None:
         """Sets how long something is kept from now on; None: for ever. Raises RequestRefused, StorageFailed."""
@@ -181,7 +189,8 @@ class Catalog:
         self._note(path, caller, public=public)
 
     def _note(self, path: str, caller: Caller, **changed: Any) -> None:
-        saved, directory = self._look_up(path, caller), self._place(path)
+        saved = self._look_up(path, caller)
+        directory = self._place(path)
         with storage_errors(directory):
             replace_file(directory / MARK, to_json(asdict(saved) | changed).encode())
 
@@ -206,7 +215,8 @@ class Catalog:
     def find(self, path: str, kind: SavedKind | None = None, caller: Caller = SERVER) -> tuple[Path, SavedWeights]:
         """Returns the directory of a path, and what is known of it. Raises RequestRefused for a path that names nothing
         that `caller` may read, or something of another kind, and for a directory that has lost a file."""
-        directory, saved = self._place(path), self._look_up(path, caller, reads=True)
+        directory = self._place(path)
+        saved = self._look_up(path, caller, reads=True)
         if kind and saved.kind != kind:
             raise RequestRefused(f"the path {path}; expected {SCHEME}<model>/{kind}/<name>")
         for file, size in saved.files.items():
@@ -237,7 +247,10 @@ class Catalog:
     def run(self, model_id: str, caller: Caller = SERVER) -> SavedRun:
         """Returns what is known of a model. Raises RequestRefused."""
         directory = self._directory(model_id)
-        run = self._run_in(directory) if (directory / RUN).exists() else None
+        if (directory / RUN).exists():
+            run = self._run_in(directory)
+        else:
+            run = None
         if run is None or not caller.may(run.owner):
             raise RequestRefused(
                 f"the training run {model_id!r}, which is not here; the list of training runs tells what is"

@@ -20,10 +20,14 @@ from trireme.core.datum import Datum, ModelInput
 from trireme.core.types import ForwardBackwardOutput, PromptLogprobs, SampleResponse, TopkPromptLogprobs
 
 PROTOBUF = "application/x-protobuf"
-FLOAT32, INT64, INT32, BFLOAT16 = 1, 2, 3, 4
+FLOAT32 = 1
+INT64 = 2
+INT32 = 3
+BFLOAT16 = 4
 DTYPES = {FLOAT32: "<f4", INT64: "<i8", INT32: "<i4", BFLOAT16: "<u2"}
 STOP_REASONS = {"stop": 0, "length": 1}
-NO_TOKEN, NO_LOGPROB = 0, -99999.0
+NO_TOKEN = 0
+NO_LOGPROB = -99999.0
 """What stands in an empty cell of the likeliest tokens."""
 THRESHOLDS = ("clip_low_threshold", "clip_high_threshold")
 SEQUENCE_MASK = "sequence_ratio_mask"
@@ -75,12 +79,14 @@ class ForwardBackwardCall:
                 f"the loss {self.loss_fn!r}; expected one of {', '.join(LOSSES)}, or forward_backward_custom, which "
                 "computes any loss in the client"
             )
-        if words := {name: value for name, value in self.loss_fn_config.items() if isinstance(value, str)}:
+        words = {name: value for name, value in self.loss_fn_config.items() if isinstance(value, str)}
+        if words:
             raise RequestRefused(
                 f"loss_fn_config {words}; expected numbers: no loss here has a parameter that is a text"
             )
         given = {name: float(value) for name, value in self.loss_fn_config.items()}
-        if refusals := list(loss_refusals(self.loss_fn, given)):
+        refusals = list(loss_refusals(self.loss_fn, given))
+        if refusals:
             raise RequestRefused(" ".join(f"{each.given}; expected {each.expected}." for each in refusals))
         return given
 
@@ -117,7 +123,8 @@ def columns_of(loss_fn: str, given: Mapping[str, npt.NDArray[Any]]) -> dict[str,
     if "weights" in read:
         columns.setdefault("weights", np.ones(len(columns["target_tokens"]), np.float32))
         return columns
-    if missing := sorted({"logprobs", "advantages"} - set(columns)):
+    missing = sorted({"logprobs", "advantages"} - set(columns))
+    if missing:
         raise ValueError(f"no {' and no '.join(missing)}, which the loss {loss_fn} reads; given are {sorted(given)}")
     columns["mask"] = given[SEQUENCE_MASK] if SEQUENCE_MASK in given else columns["advantages"] != 0
     columns["mask"] = columns["mask"].astype(np.float32)
@@ -153,7 +160,8 @@ def encode_output(output: ForwardBackwardOutput) -> bytes:
     record = message.loss_fn_outputs.add(num_datums=len(output.offsets) - 1)
     logprobs = np.ascontiguousarray(output.logprobs, "<f4")
     field = record.fields["logprobs"]
-    field.data, field.dtype = logprobs.tobytes(), FLOAT32
+    field.data = logprobs.tobytes()
+    field.dtype = FLOAT32
     field.offsets = (output.offsets * logprobs.itemsize).astype("<i8").tobytes()  # in bytes, one more than datums
     return bytes(message.SerializeToString())
 
@@ -186,5 +194,6 @@ def _table(likeliest: TopkPromptLogprobs, k: int) -> tuple[npt.NDArray[np.int32]
     for place, row in enumerate(likeliest):
         best: Sequence[tuple[int, float]] = (row or [])[:k]
         for column, (token, logprob) in enumerate(best):
-            tokens[place, column], logprobs[place, column] = token, logprob
+            tokens[place, column] = token
+            logprobs[place, column] = logprob
     return tokens, logprobs

@@ -17,7 +17,9 @@ REMEMBERED = 64
 
 def tokens_of(work: object) -> int:
     """Returns for how many tokens a request counts before it runs."""
-    return max(work.tokens, LEAST) if isinstance(work, ForwardBackwardCall) else 0
+    if isinstance(work, ForwardBackwardCall):
+        return max(work.tokens, LEAST)
+    return 0
 
 
 class MeasuredCosts:
@@ -30,7 +32,9 @@ class MeasuredCosts:
         """Notes how long a request took; returns for how many more tokens it counts. Before the first pass the speed is
         not known, and nothing costs anything."""
         if not isinstance(work, ForwardBackwardCall):
-            return round(seconds * self._tokens / self._seconds) if self._seconds else 0
+            if self._seconds:
+                return round(seconds * self._tokens / self._seconds)
+            return 0
         if not work.forward_only:
             kept = 1 - 1 / REMEMBERED
             self._tokens = kept * self._tokens + tokens_of(work)

@@ -33,7 +33,8 @@ class DownloadRoutes:
 
     def __init__(self, catalog: Catalog, now: Callable[[], float]) -> None:
         """`now`: seconds since 1970."""
-        self._catalog, self._now = catalog, now
+        self._catalog = catalog
+        self._now = now
         self._secret = secrets.token_bytes(32)
 
     def add(self, app: FastAPI) -> None:

@@ -31,7 +31,8 @@ class TinkerListener(threading.Thread):
     def __init__(self, server: TinkerServer, keys: ServiceKeys, limits: Limits, host: str, port: int) -> None:
         """Raises RoomFailed if the server cannot listen there."""
         super().__init__(name="tinker server", daemon=True)
-        self._server, self._host = server, host
+        self._server = server
+        self._host = host
         self._http = http_server(make_tinker_app(server, keys, limits), host, port, IDLE_S)
         self._loop: asyncio.AbstractEventLoop | None = None
         self.address: str | None = None

@@ -41,7 +41,8 @@ class SavedRoutes:
     """The routes of runs and checkpoints."""
 
     def __init__(self, server: TinkerServer) -> None:
-        self._sessions, self._catalog = server.state.sessions, server.catalog
+        self._sessions = server.state.sessions
+        self._catalog = server.catalog
 
     def add(self, app: FastAPI) -> None:
         """Adds them to an app."""
@@ -108,14 +109,18 @@ class SavedRoutes:
         run = self._catalog.run(saved.model_id)
         layers = set(run.lora["targets"]) if run.lora else set()
         parts = {"train_attn": ATTENTION, "train_mlp": MLP, "train_unembed": UNEMBED}
-        trained = {name: not layers.isdisjoint(names) for name, names in parts.items()} if run.lora else {}
+        if run.lora:
+            trained = {name: not layers.isdisjoint(names) for name, names in parts.items()}
+        else:
+            trained = {}
         return JsonReply({"base_model": run.base_model, **lora_of(run), **trained})
 
     async def copy(self, caller: Asking, body: CopyBody, x_idempotency_key: Annotated[str, Header()] = "") -> JsonReply:
         """Copies something into a training run of its own. The same request, made again, gets the same copy."""
-        number = (
-            uuid.uuid5(uuid.NAMESPACE_URL, f"{caller.owner}/{x_idempotency_key}") if x_idempotency_key else uuid.uuid4()
-        )
+        if x_idempotency_key:
+            number = uuid.uuid5(uuid.NAMESPACE_URL, f"{caller.owner}/{x_idempotency_key}")
+        else:
+            number = uuid.uuid4()
         asked = (body.source_path, f"{number.hex}:train:0", body.ttl_seconds, body.destination_project_id, caller)
         return JsonReply({"tinker_path": await asyncio.to_thread(self._catalog.copy, *asked)})
 
@@ -159,7 +164,9 @@ class SavedRoutes:
 
 def lora_of(run: SavedRun) -> dict[str, object]:
     """Returns what the client is told of a model's adapter."""
-    return {"is_lora": True, "lora_rank": run.lora["rank"]} if run.lora else {"is_lora": False}
+    if run.lora:
+        return {"is_lora": True, "lora_rank": run.lora["rank"]}
+    return {"is_lora": False}
 
 
 def _checkpoint(saved: SavedWeights) -> dict[str, Any]:

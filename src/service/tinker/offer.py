@@ -45,9 +45,13 @@ class TinkerOffer:
     @property
     def told(self) -> str:
         """A sentence for clients whose session begins."""
-        if (lora := self.lora) is None:
+        lora = self.lora
+        if lora is None:
             return "this server trains whole models: lora_config has no effect"
-        without = "" if "lm_head" in lora.target_modules else "; train_unembed has no effect"
+        if "lm_head" in lora.target_modules:
+            without = ""
+        else:
+            without = "; train_unembed has no effect"
         return f"this server trains adapters up to rank {lora.rank} for {', '.join(lora.target_modules)}{without}"
 
     def serves(self, base_model: str | None) -> bool:
@@ -57,11 +61,14 @@ class TinkerOffer:
     def room(self, prompt: ModelInput, stop: Sequence[int]) -> int:
         """Returns how many tokens may follow a prompt. Raises RequestRefused for one that the model cannot read, and
         for ids in `stop` that it cannot sample."""
-        served, tokens = self.served, prompt.tokens
-        vocabulary, most = served.vocab_size, served.max_len
+        served = self.served
+        tokens = prompt.tokens
+        vocabulary = served.vocab_size
+        most = served.max_len
         if not len(tokens) or tokens.max() >= vocabulary:
             raise RequestRefused(f"a prompt of {len(tokens)} tokens; expected at least one, all below {vocabulary}")
-        if unknown := [token for token in stop if token >= vocabulary]:
+        unknown = [token for token in stop if token >= vocabulary]
+        if unknown:
             raise RequestRefused(f"stop = {unknown[0]}; expected ids below {vocabulary}, the model's vocabulary")
         if len(tokens) >= most:
             raise RequestRefused(

@@ -157,13 +157,17 @@ class PromiseBook(Contents):
     def known(self, owner_id: str, seq: int) -> Promise | None:
         """Returns the promise of a request that was accepted before. One that is retired has a forgotten one."""
         request_id = f"{owner_id}/{seq}"
-        if promise := self.promises.get(request_id):
+        promise = self.promises.get(request_id)
+        if promise:
             return promise
-        if model := self.models.get(owner_id):
+        model = self.models.get(owner_id)
+        if model:
             done = seq < max(model.next_seq, 1)
         else:
             done = any(first <= seq <= last for first, last in self.samplers[owner_id].retired)
-        return Promise(request_id, "", None, forgotten=True) if done else None
+        if done:
+            return Promise(request_id, "", None, forgotten=True)
+        return None
 
     def settle(self, promise: Promise, outcome: Outcome) -> None:
         """Gives a promise its outcome."""
@@ -197,7 +201,10 @@ class PromiseBook(Contents):
         session = self.sessions[owner.session_id] if owner else None
         if session and not caller.may(session.caller.owner):
             session = None
-        promise = self.known(owner_id, seq) if session and seq is not None else None
+        if session and seq is not None:
+            promise = self.known(owner_id, seq)
+        else:
+            promise = None
         if promise and promise.forgotten:
             raise GoneError(
                 f"the result of {request_id!r} was given more than {KEPT_S:g} s ago, or not asked for in "

@@ -110,7 +110,8 @@ class Contents:
         works: dict[str, Any] = {}
         errors: dict[str, str] = {}
         for row in rows:
-            head, session_id = row.head, row.owner.partition(":")[0]
+            head = row.head
+            session_id = row.owner.partition(":")[0]
             match head.pop("kind"):
                 case "session":
                     caller = Caller(head.pop("owner"), head.pop("sees_all"))

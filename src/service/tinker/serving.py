@@ -66,17 +66,21 @@ class TinkerServer:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """`store`: where the state is kept. `commits`: where models are saved by the server itself."""
-        self.offer, self.catalog, self.now = offer, catalog, now
+        self.offer = offer
+        self.catalog = catalog
+        self.now = now
         self.state = ProtocolState(
             make_turns=partial(SampleTurns, offer.slots, BASE),
             adapters=offer.lora is not None,
             places=offer.places,
             changed=self._changed,
         )
-        self._store, self._commits = store, commits
+        self._store = store
+        self._commits = commits
         self._shelf = WeightShelf()
         self._waiting: dict[str, asyncio.Event] = {}  # by the ids of promises, and of samplers
-        self._to_train, self._to_sample = asyncio.Event(), asyncio.Event()
+        self._to_train = asyncio.Event()
+        self._to_sample = asyncio.Event()
         self._sampling: set[asyncio.Task[None]] = set()
         self._costs = MeasuredCosts()
         self._closing = False
@@ -97,7 +101,9 @@ class TinkerServer:
         fault_point("tinker.begun")
         if not self.state.sessions:
             return ""
-        return f"all sessions have ended: {MACHINE}" if lost else "what clients had asked for is continued"
+        if lost:
+            return f"all sessions have ended: {MACHINE}"
+        return "what clients had asked for is continued"
 
     # ---- what clients ask for
 
@@ -156,7 +162,8 @@ class TinkerServer:
     def _changed(self, *names: str) -> None:
         """Lets those look who wait for promises and samplers of these names, and those who do the work."""
         for name in names:
-            if event := self._waiting.pop(name, None):
+            event = self._waiting.pop(name, None)
+            if event:
                 event.set()
         self._to_train.set()
         self._to_sample.set()
@@ -165,7 +172,8 @@ class TinkerServer:
 
     async def run(self, worker: TrainingWorker, sampler: SamplerVerbs) -> None:
         """Does what clients ask for with these rooms. Raises TriremeError: RoomFailed when they are lost."""
-        self._worker, self._sampler = worker, sampler
+        self._worker = worker
+        self._sampler = sampler
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         tasks: list[asyncio.Task[None]] = []
         try:
@@ -220,7 +228,8 @@ class TinkerServer:
             living = {model_id for model_id, model in self.state.models.items() if not model.ended}
             for model_id in [each for each in self._worker.models if each not in living]:
                 await asyncio.to_thread(self._worker.forget, model_id)
-            if (found := self.state.next_training()) is None:
+            found = self.state.next_training()
+            if found is None:
                 await self._to_train.wait()
                 continue
             model, promise = found
@@ -232,7 +241,8 @@ class TinkerServer:
                 self._worker.run, model.model_id, work, caller, promise.request_id
             )
             fault_point("tinker.trained")
-            if (failure := self._worker.failure) and self.state.lose(promise) < TRIES:
+            failure = self._worker.failure
+            if failure and self.state.lose(promise) < TRIES:
                 raise failure
             if published:
                 outcome = self._with_weights(model, work, outcome, published)

@@ -23,7 +23,8 @@ class SessionListRoutes:
     """The routes of sessions."""
 
     def __init__(self, server: TinkerServer) -> None:
-        self._server, self._state = server, server.state
+        self._server = server
+        self._state = server.state
 
     def add(self, app: FastAPI) -> None:
         """Adds them to an app."""
@@ -68,10 +69,12 @@ class SessionListRoutes:
         if body.cursor:
             last = body.cursor.last_created_at.timestamp(), body.cursor.last_session_id
             found = [each for each in found if _place(each) < last]
-        page, rest = found[: body.limit], found[body.limit :]
-        cursor = (
-            {"last_created_at": page[-1]["created_at"], "last_session_id": page[-1]["session_id"]} if rest else None
-        )
+        page = found[: body.limit]
+        rest = found[body.limit :]
+        if rest:
+            cursor = {"last_created_at": page[-1]["created_at"], "last_session_id": page[-1]["session_id"]}
+        else:
+            cursor = None
         return JsonReply({"sessions": page, "next_cursor": cursor})
 
     def _found(self, caller: Caller, body: SearchBody) -> Iterator[dict[str, Any]]:

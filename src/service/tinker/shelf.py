@@ -32,4 +32,6 @@ def target_of(model_id: str, work: SaveForSamplerBody) -> str:
     """Returns the name of the weights that a request makes available to samplers."""
     if work.path is not None:
         return path_of(model_id, "sampler_weights", work.path)
-    return following(model_id) if work.kind == "inflight" else f"{model_id}/snapshot/{work.sampling_session_seq_id}"
+    if work.kind == "inflight":
+        return following(model_id)
+    return f"{model_id}/snapshot/{work.sampling_session_seq_id}"

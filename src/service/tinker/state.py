@@ -108,7 +108,10 @@ class ProtocolState(PromiseBook):
             ended_s = self.sessions[promise.session_id].ended_s
             if promise.settled_s is None:
                 promise.settled_s = now
-            given_s = ended_s if promise.given_s is None else promise.given_s
+            if promise.given_s is None:
+                given_s = ended_s
+            else:
+                given_s = promise.given_s
             if now - promise.settled_s > UNASKED_S or (given_s is not None and now - given_s > KEPT_S):
                 over.append(promise)
         self.retire(over)
@@ -119,11 +122,15 @@ class ProtocolState(PromiseBook):
             work = heir.waiting[0].work
             origin = work.path if isinstance(work, LoadModelBody) else ""
             for model in self.holders:
-                session, idle = self.sessions[model.session_id], model.next_seq == 1 and not model.waiting
+                session = self.sessions[model.session_id]
+                idle = model.next_seq == 1 and not model.waiting
                 own = session.caller.owner == self.sessions[heir.session_id].caller.owner
                 continued = origin.startswith(f"tinker://{model.model_id}/")
                 if own and (idle or continued) and now - session.beat_s > HEIR_S:
-                    does = "continues it" if continued else "waits, while it has done nothing"
+                    if continued:
+                        does = "continues it"
+                    else:
+                        does = "waits, while it has done nothing"
                     self.end_model(model, f"its client was silent for {HEIR_S:g} s, and {heir.model_id} {does}")
                     self._line.remove(heir)
                     self.holders.append(heir)  # a program that is started again keeps its place
@@ -196,7 +203,8 @@ class ProtocolState(PromiseBook):
     def create_model(self, session_id: str, model_seq: int, work: object, caller: Caller = SERVER) -> Promise:
         """Asks for the trainer for a new model, whose id is made of its session and its number there. Raises UnknownId,
         GoneError."""
-        session, model_id = self.living(session_id, caller), f"{session_id}:train:{model_seq}"
+        session = self.living(session_id, caller)
+        model_id = f"{session_id}:train:{model_seq}"
         if model_id in self.models and (known := self.known(model_id, 0)):
             return known
         model = ClientModel(model_id, session_id)
@@ -212,7 +220,8 @@ class ProtocolState(PromiseBook):
         model = self.model(model_id, caller)
         if seq_id < 1:
             raise RequestRefused(f"seq_id = {seq_id}; expected 1 or more, as 0 is the creation of the model")
-        if known := self.known(model_id, seq_id):
+        known = self.known(model_id, seq_id)
+        if known:
             return known
         work = None if model.ended else work
         promise = self._accept(Promise(f"{model_id}/{seq_id}", model.session_id, work, model.ended))
@@ -268,7 +277,10 @@ class ProtocolState(PromiseBook):
         if number == 0 and error:
             self.end_model(model, f"it could not be created: {error}")
         before = model.history
-        after = before if model.ended else before.noted(Step(number, promise.work, error), now)
+        if model.ended:
+            after = before
+        else:
+            after = before.noted(Step(number, promise.work, error), now)
         rows = [
             row_of(replace(promise, outcome=outcome)),
             step_row(promise.request_id, error) if number in after.numbers else work_key(promise.request_id),
@@ -290,7 +302,8 @@ class ProtocolState(PromiseBook):
 
     def create_sampler(self, session_id: str, seq: int, target: str) -> ClientSampler:
         """Begins a sampling session from the weights `target`. Raises UnknownId, GoneError."""
-        session, sampler_id = self.living(session_id), f"{session_id}:sample:{seq}"
+        session = self.living(session_id)
+        sampler_id = f"{session_id}:sample:{seq}"
         if sampler_id not in self.samplers:
             sampler = ClientSampler(sampler_id, session_id, target)
             self.write([row_of(sampler)])
@@ -305,7 +318,8 @@ class ProtocolState(PromiseBook):
 
     def sample(self, sampler: ClientSampler, seq_id: int, work: object) -> Promise:
         """Accepts sample `seq_id` of a sampler."""
-        if known := self.known(sampler.sampler_id, seq_id):
+        known = self.known(sampler.sampler_id, seq_id)
+        if known:
             return known
         promise = self._accept(Promise(f"{sampler.sampler_id}/{seq_id}", sampler.session_id, work))
         self.turns.add(sampler.target, promise)

@@ -118,7 +118,9 @@ class SampleTurns:
         for slot in (self._base, *self._slots):
             if slot.ready:
                 return self._start(slot)
-        return self._make_room(self._waiting[0][0]) if self._waiting else None
+        if self._waiting:
+            return self._make_room(self._waiting[0][0])
+        return None
 
     def _start(self, slot: Slot) -> StartSample:
         item = slot.ready.popleft()

@@ -74,8 +74,12 @@ class TrainingWorker:
         """`bases`: the names of the base, the first of which is told to clients. `base_state`: a new directory for its
         state. `save_s`: how long a save may take. `max_len`: the most tokens of a datum. `lora`: what adapters the
         trainer has, with a seed; None: the whole model is trained."""
-        self._trainer, self._catalog, self._save_s, self._max_len = trainer, catalog, save_s, max_len
-        self.bases, self._base_state = bases, base_state
+        self._trainer = trainer
+        self._catalog = catalog
+        self._save_s = save_s
+        self._max_len = max_len
+        self.bases = bases
+        self._base_state = base_state
         self.lora = lora
         self._version = 0
         self._gradients: dict[str, Gradient] = {}
@@ -214,7 +218,10 @@ class TrainingWorker:
         self._add(model_id, spec, start)
         if state:
             self._load(model_id, state, not isinstance(work, LoadModelBody) or work.optimizer)
-        record = record_of(spec, self.lora) if spec and self.lora else None
+        if spec and self.lora:
+            record = record_of(spec, self.lora)
+        else:
+            record = None
         self._catalog.begin(model_id, work.user_metadata, record, caller.owner)
         return created
 
@@ -253,7 +260,8 @@ class TrainingWorker:
         return {"path": work.path, "model_id": model_id, "type": "load_weights"}
 
     def _pass(self, model_id: str, call: ForwardBackwardCall) -> ForwardBackwardOutput:
-        parameters, data = call.parameters, self._data(call)
+        parameters = call.parameters
+        data = self._data(call)
         if call.forward_only:
             output = self._trainer.forward(data)
             return replace(output, metrics=_loss(data, output) if call.loss_fn == "cross_entropy" else {})
@@ -267,7 +275,8 @@ class TrainingWorker:
         if not data:
             raise RequestRefused("no datums; expected at least one")
         longest = max(range(len(data)), key=lambda number: data[number].model_input.length)
-        if (length := data[longest].model_input.length) > self._max_len:
+        length = data[longest].model_input.length
+        if length > self._max_len:
             raise RequestRefused(
                 f"datum {longest} of {length} tokens; expected at most {self._max_len}, the model's context"
             )
@@ -275,7 +284,8 @@ class TrainingWorker:
 
     def _update(self, model_id: str, work: OptimStepBody) -> Payload:
         """Applies the gradients, unless a part of them is missing: then all are dropped."""
-        gradient, self._gradients[model_id] = self._gradients[model_id], Gradient()
+        gradient = self._gradients[model_id]
+        self._gradients[model_id] = Gradient()
         if gradient.failed:
             self._trainer.drop_gradients()
             raise RequestRefused(
@@ -290,7 +300,8 @@ class TrainingWorker:
 
     def _save(self, path: str, work: SaveBody, request: str, write: Callable[[Path], PendingFiles]) -> SavedWeights:
         """Has `write` fill a directory, and keeps it, unless the server was killed after it had done so."""
-        if saved := self._catalog.kept(path, request):
+        saved = self._catalog.kept(path, request)
+        if saved:
             return saved
         staging = self._catalog.staging(path, work.overwrite)
         try:

@@ -183,7 +183,8 @@ class Bucket:
 
         rest = list(keys)
         while rest:
-            now, rest = rest[:DELETED_AT_ONCE], rest[DELETED_AT_ONCE:]
+            now = rest[:DELETED_AT_ONCE]
+            rest = rest[DELETED_AT_ONCE:]
             with self._asked(now[0]), suppress(FileNotFoundError):
                 obstore.delete(self._store, now)
 

@@ -41,7 +41,9 @@ def step_name(step: int) -> str:
 def step_of(name: str) -> int | None:
     """Returns the step that a commit's directory is named after; None for any other name."""
     match = re.fullmatch(r"step_(\d{6,})", name)
-    return int(match[1]) if match else None
+    if match:
+        return int(match[1])
+    return None
 
 
 @dataclass(frozen=True)

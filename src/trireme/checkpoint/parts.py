@@ -103,5 +103,8 @@ class PartReader:
     def fetch_all(self) -> None:
         """Fetches all files of the part. Raises StorageFailed."""
         prefix = f"{self.directory.name}/"
-        paths = [record.path for record in self.source.files] if self.source else []
+        if self.source:
+            paths = [record.path for record in self.source.files]
+        else:
+            paths = []
         self.fetch(path.removeprefix(prefix) for path in paths if path.startswith(prefix))

@@ -63,7 +63,8 @@ def _of_step(store: CheckpointStore, step: int, flag: str, newest: str) -> Verif
 
 def choose_existing(store: CheckpointStore, step: int | None, flag: str, newest: str) -> VerifiedCommit:
     """Returns what `choose` returns. Raises BadInput also if there is no commit."""
-    if chosen := choose(store, step, flag, newest):
+    chosen = choose(store, step, flag, newest)
+    if chosen:
         return chosen
     raise Refusal(
         f"the run {store.root}, which holds no commit",
@@ -83,7 +84,8 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def differences(committed: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Returns a line for each difference between two nested dicts of JSON values."""
-    before, after = _leaves(committed), _leaves(json.loads(to_json(now)))
+    before = _leaves(committed)
+    after = _leaves(json.loads(to_json(now)))
     return [
         f"{name}: {to_json(before[name]) if name in before else ABSENT} in the commit, "
         f"{to_json(after[name]) if name in after else ABSENT} now"
@@ -117,7 +119,8 @@ def fork(source: VerifiedCommit, store: CheckpointStore, attempt: int) -> tuple[
     for name in ROW_FILES:  # of the steps that led to the commit
         rows, _ = read_rows(path_in(source.path.parents[1], name))
         write_rows(path_in(store.root, name), [row for row in rows if row.step < step])
-    commit, how = store.commit(step), "the same as"
+    commit = store.commit(step)
+    how = "the same as"
     if not commit.exists():
         draft = store.draft(step, attempt)
         linked = [

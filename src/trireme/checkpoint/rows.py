@@ -12,7 +12,8 @@ from typing import Any
 
 from trireme.checkpoint.files import make_directory, replace_file
 
-METRICS, TRAINED = "metrics.jsonl", "trained.jsonl"
+METRICS = "metrics.jsonl"
+TRAINED = "trained.jsonl"
 ROLLOUTS = "rollouts"
 """Directory with a file of rollouts for each step that records some."""
 ROW_FILES = (METRICS, TRAINED)

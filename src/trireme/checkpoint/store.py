@@ -153,7 +153,9 @@ class CheckpointStore:
         return [e for e in self._entries() if ".partial-" in e.name or e.suffix == ".removed"]
 
     def _entries(self) -> list[Path]:
-        return sorted(e for e in self.checkpoints.iterdir() if e.is_dir()) if self.checkpoints.is_dir() else []
+        if self.checkpoints.is_dir():
+            return sorted(e for e in self.checkpoints.iterdir() if e.is_dir())
+        return []
 
     def _whole(self) -> dict[Path, Manifest]:
         """Returns the commits that have all files in their sizes, in order of step; does not read the contents."""
@@ -182,9 +184,15 @@ class CheckpointStore:
             self.fence()
         if self.owner is None or ((head := self.head()) and (head.run_id, head.attempt) == self.owner):
             return
-        newer = f"attempt {head.attempt} of run {head.run_id}" if head else f"a driver that removed {HEAD}"
+        if head:
+            newer = f"attempt {head.attempt} of run {head.run_id}"
+        else:
+            newer = f"a driver that removed {HEAD}"
         lock = self.root / LOCK
-        holder = lock.read_text().strip() if lock.exists() else "not known"
+        if lock.exists():
+            holder = lock.read_text().strip()
+        else:
+            holder = "not known"
         refusal = Refusal(
             f"{self.root}, which {newer} ({holder}) has taken over from attempt {self.owner[1]} of run {self.owner[0]}",
             f"one driver for a run directory; {LOCK} was deleted, or locks do not hold on its file system",
@@ -279,7 +287,8 @@ class CheckpointStore:
         Returns what it did, for people. Raises StorageFailed, LockLost, and CheckpointInvalid without a HEAD.
         """
         self.check_owner()
-        if not (head := self.head()):
+        head = self.head()
+        if not head:
             raise CheckpointInvalid(f"{self.root / HEAD} is missing")
         with storage_errors(self.root):
             for leftover in self.partial():
@@ -294,13 +303,17 @@ class CheckpointStore:
             if branch.exists():
                 head.write(branch / HEAD)
                 commit = self.commit(step)
-                base = CommitRef(Manifest.read(commit).lineage, step) if commit.exists() else None
+                if commit.exists():
+                    base = CommitRef(Manifest.read(commit).lineage, step)
+                else:
+                    base = None
                 self.check_owner()
                 self.write_head(replace(head, lineage=secrets.token_hex(4), base=base))
         return done
 
     def _park(self, step: int, branch: Path) -> list[str]:
-        done, whole = [], self._whole()
+        done = []
+        whole = self._whole()
         for commit in reversed(self.commits()):
             if _step(commit) <= step and commit in whole:
                 continue

@@ -29,7 +29,8 @@ from trireme.core.paths import names_of
 FORMAT = 1
 PART_BYTES = 4 << 20
 """Size of the parts of a file; only its last one is shorter, and is put anew when the file has grown."""
-COMMITS, ROWS = "commits", "rows"
+COMMITS = "commits"
+ROWS = "rows"
 
 
 @dataclass(frozen=True)
@@ -139,14 +140,21 @@ def writer_of(key: str) -> tuple[int, int] | None:
     words = key.split("/")
     if len(words) < 3 or words[0] not in (COMMITS, ROWS) or not words[1].isdecimal():
         return None
-    attempt = words[2].rpartition("-")[2] if words[0] == COMMITS else "0"
-    return (int(words[1]), int(attempt)) if attempt.isdecimal() else None
+    if words[0] == COMMITS:
+        attempt = words[2].rpartition("-")[2]
+    else:
+        attempt = "0"
+    if attempt.isdecimal():
+        return (int(words[1]), int(attempt))
+    return None
 
 
 def part_of(block: bytes, driver: int, known: FilePart | None) -> FilePart:
     """Returns the part with these contents: the `known` one if it has them, else a new one of `driver`."""
     part = FilePart(driver, len(block), xxhash.xxh3_128_hexdigest(block))
-    return known if known and (known.size, known.checksum) == (part.size, part.checksum) else part
+    if known and (known.size, known.checksum) == (part.size, part.checksum):
+        return known
+    return part
 
 
 def elsewhere(
@@ -157,7 +165,8 @@ def elsewhere(
     the branch that was left when the run has gone back behind them."""
     alone: dict[str, StoredCommit] = {}
     on_branch: dict[int, str] = {}
-    held, steps = {commit.manifest for commit in here.values()}, {path: n for n, path in stored.of_branch().items()}
+    held = {commit.manifest for commit in here.values()}
+    steps = {path: n for n, path in stored.of_branch().items()}
     left = head.lineage != stored.head.lineage
     base = head.base.step if head.base else -1
     for path, commit in stored.commits.items():
@@ -169,7 +178,8 @@ def elsewhere(
         elif left and step > base:
             alone[f"branches/{stored.head.lineage}/{path}"] = commit
         elif path not in here:
-            alone[path], on_branch[step] = commit, path
+            alone[path] = commit
+            on_branch[step] = path
     known = sorted({*on_branch, *replace(stored, commits=here).of_branch()})
     for step, path in on_branch.items():
         is_old = step not in known[-keep_last:] and not (keep_every and step % keep_every == 0)

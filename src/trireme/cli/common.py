@@ -34,7 +34,10 @@ def run_command(command: Callable[[list[str], Console], None], argv: Sequence[st
             fault_point("driver.command")
             command(list(argv), console)
     except (TriremeError, signals.Stopped) as error:
-        said = f"error: {error}" if isinstance(error, TriremeError) else f"{error}; nothing is left running"
+        if isinstance(error, TriremeError):
+            said = f"error: {error}"
+        else:
+            said = f"{error}; nothing is left running"
         print("\n".join([said, *getattr(error, "__notes__", [])]), file=sys.stderr)
         return error.exit_code
     return EXIT_OK

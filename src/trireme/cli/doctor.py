@@ -46,9 +46,15 @@ PIPE_WIDTH = 160
 def main(argv: Sequence[str], console: Console) -> None:
     """Runs the command; `argv` is what follows its name. Raises BadInput if a run would be refused."""
     options, config = parse(argv)
-    address = cluster_address(config) if config else options.address or os.environ.get("RAY_ADDRESS")
+    if config:
+        address = cluster_address(config)
+    else:
+        address = options.address or os.environ.get("RAY_ADDRESS")
     examination, head = _examine(config, address)
-    expected = _expected(config, examination) if config else Expected()
+    if config:
+        expected = _expected(config, examination)
+    else:
+        expected = Expected()
     problems = findings(examination, replace(expected, head=head, nodes=options.nodes))
     if options.json:
         print(to_json(as_json(examination, problems), indent=1))
@@ -56,7 +62,8 @@ def main(argv: Sequence[str], console: Console) -> None:
         terminal = Console(highlight=False, width=None if console.is_terminal else PIPE_WIDTH)
         for part in render(examination, problems):
             terminal.print(part)
-    if errors := [finding.node for finding in problems if finding.fatal]:
+    errors = [finding.node for finding in problems if finding.fatal]
+    if errors:
         nodes = ", ".join(dict.fromkeys(errors))
         raise BadInput(
             f"{len(errors)} of {len(problems)} findings would stop a run ({nodes}): do what stands under `what to type`"

@@ -59,7 +59,10 @@ class Answers:
         line = self._read()
         if not line:
             raise BadInput("no answer is left, and the episode goes on: give more, or type them")
-        text = json.loads(line) if line.startswith('"') else line.removesuffix("\n")
+        if line.startswith('"'):
+            text = json.loads(line)
+        else:
+            text = line.removesuffix("\n")
         stop = request.params.stop_token_ids or (self._tokenizer.eos_token_id,)
         whole = [*encode_text(self._tokenizer, text), stop[0]]
         tokens = np.asarray(whole[: request.params.max_tokens], np.int32)
@@ -100,13 +103,17 @@ async def _try(config: Config, options: argparse.Namespace) -> None:
     limits = RolloutLimits.of(config, tokenizer.decode)
     async with AsyncExitStack() as ending:
         await ending.enter_async_context(workers(config.orchestrator.workers, config.env_variables))
-        if sessions := sessions_factory(config, ModelFacts.of(config, required=True)):
+        sessions = sessions_factory(config, ModelFacts.of(config, required=True))
+        if sessions:
             await ending.enter_async_context(agent_sessions(sessions))
         dataset = load_datasets(config, tokenizer)[0][0]
         await try_first_problem(config.env[0], dataset, limits, 1)
         problem = dataset.get_batch(0)[0]
         env = await ending.enter_async_context(first_env(problem))
-        read = env.known_answer if isinstance(env, Env) and options.known else options.answers.readline
+        if isinstance(env, Env) and options.known:
+            read = env.known_answer
+        else:
+            read = options.answers.readline
         answers = Answers(tokenizer, read)
         call = (answers.sample, key, limits, config.inference.sampling, config.seed)
         trajectory = await (run_rollout(env, *call) if isinstance(env, Env) else play_session(env, *call))

@@ -77,7 +77,10 @@ class Subject:
     @classmethod
     def _of_commit(cls, commit: VerifiedCommit) -> Subject:
         model = commit.path / "inference"
-        base = json.loads((model / BASE).read_text())["name"] if (model / BASE).exists() else None
+        if (model / BASE).exists():
+            base = json.loads((model / BASE).read_text())["name"]
+        else:
+            base = None
         parents = commit.path.parents
         run = next((place for place in parents if (place / "config.json").exists()), parents[1])
         return cls(str(model), commit.manifest.identity, run, base)
@@ -118,7 +121,8 @@ def main(argv: Sequence[str], console: Console) -> None:
     options, given = _parser().parse_known_args(argv)
     subject = Subject.of(options.checkpoint, options.step)
     loaded = configured(subject, UNREAD, [*given, "--eval.every", "1"])
-    config, plan = loaded.config, planned(loaded, EVALUATION_ROOMS, console)
+    config = loaded.config
+    plan = planned(loaded, EVALUATION_ROOMS, console)
     if plan is None:
         return
     with ExitStack() as ending:
@@ -146,16 +150,16 @@ def _parser() -> argparse.ArgumentParser:
 def configured(subject: Subject | None, unread: Path, given: Sequence[str]) -> Loaded[Config]:
     """Returns the configuration of a command that trains nothing: that of the subject's run, then the file `unread` of
     keys that the command does not read, then what was given. Raises BadInput."""
-    files, own = ["@", str(unread)], list[str]()
+    files = ["@", str(unread)]
+    own = list[str]()
     if subject:
         own = ["--model.name", subject.base or subject.model]
         if subject.run:
             record = subject.run / "config.json"
             files = ["@", str(record), *files]
             model = json.loads(record.read_text()).get("model", {})
-            if start := model.get("start") or model.get(
-                "name"
-            ):  # environments know the model that the run started from
+            start = model.get("start") or model.get("name")
+            if start:  # environments know the model that the run started from
                 own += ["--model.start", start]
     loaded = load([*files, *given, *own])
     trainer = loaded.config.trainer.model_copy(update={"lora": LoraConfig()})  # what is merged is a whole model
@@ -168,7 +172,8 @@ def _measure(config: Config, plan: Plan, identity: WeightIdentity, console: Cons
     from trireme.launch import rl as launch
     from trireme.launch.starting import joined
 
-    started, logs = time.monotonic(), Path(tempfile.mkdtemp(prefix="trireme-eval-"))
+    started = time.monotonic()
+    logs = Path(tempfile.mkdtemp(prefix="trireme-eval-"))
     with joined(replace(plan, config=config)) as plan, ExitStack() as ending:
         signals.arm()
         orchestrator = launch.evaluation_rooms(config, plan, identity, logs, console, ending)
@@ -185,6 +190,9 @@ def table(row: Mapping[str, float]) -> Table:
         if not name.startswith("eval/") or name.endswith(("/ci95", "/version")):
             continue
         _, env, what = name.split("/", 2)
-        interval = f" +- {row[f'{name}/ci95']:.4f}" if f"{name}/ci95" in row else ""
+        if f"{name}/ci95" in row:
+            interval = f" +- {row[f'{name}/ci95']:.4f}"
+        else:
+            interval = ""
         shown.add_row(env, what, f"{value:.4f}{interval}" if interval else f"{value:g}")
     return shown

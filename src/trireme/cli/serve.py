@@ -35,7 +35,8 @@ def main(argv: list[str], console: Console) -> None:
     if plan is None:
         return
     assert plan.facts is not None, "required"
-    name, absolute = config.model.name, config.with_absolute_paths()
+    name = config.model.name
+    absolute = config.with_absolute_paths()
     directory = Path(config.run.output_dir).expanduser().absolute() / (config.run.name or "tinker")
 
     def say(text: str) -> None:

@@ -47,7 +47,8 @@ def _sft(argv: list[str], console: Console) -> None:
 
     training = SftRun(config, facts, plan, data)
     started = time.monotonic()
-    if root := launch(training, console):
+    root = launch(training, console)
+    if root:
         console.print(_next_steps(training.config, root, time.monotonic() - started))
 
 

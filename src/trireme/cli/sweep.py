@@ -73,7 +73,10 @@ class Sweep:
             Path(config.run.output_dir).expanduser().absolute() / f"{options.name or f'sweep-{config.label}'}-{digest}"
         )
         file = self.root / "sweep.json"
-        recorded = json.loads(file.read_bytes()) if file.exists() else {}
+        if file.exists():
+            recorded = json.loads(file.read_bytes())
+        else:
+            recorded = {}
         self.results: dict[str, dict[str, Any]] = {name: recorded.get(name, NOT_RUN) for name in self.runs}
 
     def log(self, name: str) -> Path:
@@ -95,7 +98,9 @@ class Sweep:
     def metric(self, name: str) -> float | None:
         """Returns the metric at the end of a run; None where no row has it."""
         values = self.curves(name).values(self.options.metric)
-        return mean(values[-self.options.window :]) if values else None
+        if values:
+            return mean(values[-self.options.window :])
+        return None
 
     def state(self, name: str) -> str:
         """Returns how a run ended, in words."""
@@ -104,12 +109,17 @@ class Sweep:
             return "not run"
         if result["code"] != EXIT_OK:
             return f"exit code {result['code']}: {result['error']}"
-        return f"no row of metrics.jsonl has {self.options.metric}" if self.metric(name) is None else "done"
+        if self.metric(name) is None:
+            return f"no row of metrics.jsonl has {self.options.metric}"
+        return "done"
 
     def start(self, name: str) -> subprocess.Popen[bytes]:
         """Starts a run, which resumes if it was begun before."""
         place = ["--run.output-dir", str(self.root), "--run.name", name]
-        resume = ["--resume"] if (self.root / name / "config.json").exists() else []
+        if (self.root / name / "config.json").exists():
+            resume = ["--resume"]
+        else:
+            resume = []
         command = [sys.executable, "-m", ENTRY, MODULES[self.options.kind], *self.commands[name], *place, *resume]
         with storage_errors(self.log(name)), self.log(name).open("ab") as log:
             # A session of its own: Ctrl-C reaches the sweep alone, which passes it on once.
@@ -166,7 +176,10 @@ def run_all(sweep: Sweep) -> int:
             for name, (process, started) in list(active.items()):
                 if process.poll() is not None:
                     del active[name]
-                    error = "" if process.returncode == EXIT_OK else sweep.last_line(name)
+                    if process.returncode == EXIT_OK:
+                        error = ""
+                    else:
+                        error = sweep.last_line(name)
                     sweep.results[name] = {"code": process.returncode, "seconds": now - started, "error": error}
                     sweep.write()
                     say(f"{name}: {sweep.state(name)} after {now - started:.0f} s")
@@ -176,7 +189,9 @@ def run_all(sweep: Sweep) -> int:
             time.sleep(POLL_S)
     if stop.exit_code is not None:
         return stop.exit_code
-    return EXIT_OK if all(sweep.state(name) == "done" for name in sweep.runs) else EXIT_FAILED
+    if all(sweep.state(name) == "done" for name in sweep.runs):
+        return EXIT_OK
+    return EXIT_FAILED
 
 
 def parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -229,7 +244,9 @@ def name_of(point: Mapping[str, str]) -> str:
     """Returns the name of a run's directory: a readable part, and a hash where that leaves something out."""
     text = ",".join(f"{key}={value}" for key, value in point.items())
     plain = re.sub(r"[^\w.,=+-]", "_", text)[:MAX_NAME]
-    return plain if plain == text else f"{plain}-{short_digest(text)}"
+    if plain == text:
+        return plain
+    return f"{plain}-{short_digest(text)}"
 
 
 def short_digest(text: str) -> str:

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 MARKS = ("config.json", "HEAD", "checkpoints")
 """A run directory holds one of these."""
 
-WEB_HOST, WEB_PORT = "127.0.0.1", 8090
+WEB_HOST = "127.0.0.1"
+WEB_PORT = 8090
 """Where `trireme watch --web` listens."""
 
 PIPE_WIDTH = 200
@@ -49,7 +50,8 @@ PIPE_WIDTH = 200
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command (of `sys.argv` when none is given) and returns its exit code (`trireme.core.errors`)."""
     given = sys.argv[1:] if argv is None else list(argv)
-    name, words = (given or [""])[0], given[1:]
+    name = (given or [""])[0]
+    words = given[1:]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         refuse_removed_command(given)

@@ -44,7 +44,10 @@ def check(config: CommonConfig, facts: ModelFacts | None) -> list[str]:
         warnings = [*_distribution_warnings(config), *_staleness_warnings(config), *_timeout_warnings(config)]
         warnings += [*_size_warnings(config)]
         warnings += hidden_modules([place for env in (*config.env, *config.eval_envs) for place in env.path])
-    key = "model.tokenizer" if config.model.tokenizer else "model.name"
+    if config.model.tokenizer:
+        key = "model.tokenizer"
+    else:
+        key = "model.name"
     common = [*_within_model("model.max_seq_len", config.model.max_seq_len, facts), *trainer_refusals(config, facts)]
     common += [*without_tokenizer(key, config.tokenizer_name), *_counts(config)]
     refuse([*own, *common, *_deterministic(config), *_resume(config)])
@@ -53,7 +56,8 @@ def check(config: CommonConfig, facts: ModelFacts | None) -> list[str]:
 
 def _counts(config: CommonConfig) -> Iterator[Refusal]:
     """Refuses numbers that no cluster has, before a plan lists each process and a trial builds each problem."""
-    processes, rollouts = f"{MOST_PROCESSES:,} processes", f"{MOST_ROLLOUTS:,} rollouts of a step"
+    processes = f"{MOST_PROCESSES:,} processes"
+    rollouts = f"{MOST_ROLLOUTS:,} rollouts of a step"
     wanted = [("trainer.shards * trainer.replicate", config.trainer.processes, MOST_PROCESSES, processes)]
     if isinstance(config, Config):
         ranks = config.inference.replicas * config.inference.tensor_parallel
@@ -70,12 +74,16 @@ def _counts(config: CommonConfig) -> Iterator[Refusal]:
 
 def _batch(config: Config) -> Iterator[Refusal]:
     size = config.orchestrator.batch_size
-    substeps, minibatches = config.trainer.num_substeps, config.trainer.num_minibatches
+    substeps = config.trainer.num_substeps
+    minibatches = config.trainer.num_minibatches
     parts = substeps * (1 if minibatches == "auto" else minibatches)
     if size % parts == 0:
         return
     sizes = [n for n in (size // parts * parts, (size // parts + 1) * parts) if n]
-    product = "num_substeps" if minibatches == "auto" else "num_substeps * num_minibatches"
+    if minibatches == "auto":
+        product = "num_substeps"
+    else:
+        product = "num_substeps * num_minibatches"
     yield Refusal(
         f"orchestrator.batch_size = {size} with trainer.num_substeps = {substeps} and "
         f"trainer.num_minibatches = {minibatches}",
@@ -130,7 +138,8 @@ def _groups(config: Config) -> Iterator[Refusal]:
 
 def _names(config: Config) -> Iterator[Refusal]:
     """Refuses equal names: they tell environments apart, in metrics and in the ids of problems."""
-    own, held_out = [env.label for env in config.env], [env.label for env in config.eval_envs]
+    own = [env.label for env in config.env]
+    held_out = [env.label for env in config.eval_envs]
     for section, labels in (("env", own), ("eval.env", held_out if config.eval.env else [])):
         twice = [label for label, n in Counter(labels).items() if n > 1]
         if twice:
@@ -170,12 +179,15 @@ def _fewest_replicas(config: Config) -> Iterator[Refusal]:
 
 def _rendering(config: Config | SftConfig) -> Iterator[Refusal]:
     name = config.renderer.name
-    if expected := unknown_renderer(name):
+    expected = unknown_renderer(name)
+    if expected:
         yield Refusal(f"renderer.name = {name}", expected, "correct it")
 
 
 def _lengths(config: Config, facts: ModelFacts | None) -> Iterator[Refusal]:
-    limit, engine, wanted = config.seq_limit(facts), config.inference.max_model_len, config.model.max_seq_len
+    limit = config.seq_limit(facts)
+    engine = config.inference.max_model_len
+    wanted = config.model.max_seq_len
     answers = {
         "inference.sampling.max_tokens": config.inference.sampling.max_tokens,
         "eval.max_tokens": config.eval.max_tokens or 0,
@@ -253,7 +265,9 @@ def _resume(config: CommonConfig) -> Iterator[Refusal]:
 
 def _concurrency(config: Config) -> Iterator[Refusal]:
     options = config.orchestrator
-    limit, group, batch = options.max_concurrent, config.largest_group, options.batch_size * config.largest_group
+    limit = options.max_concurrent
+    group = config.largest_group
+    batch = options.batch_size * config.largest_group
     if limit != "auto" and limit < group:
         yield Refusal(
             f"orchestrator.max_concurrent = {limit} with groups of {group} rollouts",
@@ -269,7 +283,8 @@ def _concurrency(config: Config) -> Iterator[Refusal]:
 
 
 def _timeouts(config: Config) -> Iterator[Refusal]:
-    rollout_s, batch_s = config.orchestrator.generation_timeout_s, config.timeouts.batch_s
+    rollout_s = config.orchestrator.generation_timeout_s
+    batch_s = config.timeouts.batch_s
     if batch_s is not None and rollout_s >= batch_s:
         yield Refusal(
             f"orchestrator.generation_timeout_s = {rollout_s:g} with timeouts.batch_s = {batch_s:g}",
@@ -293,7 +308,9 @@ def _staleness_warnings(config: Config) -> Iterator[str]:
 
 def _size_warnings(config: Config) -> Iterator[str]:
     """Warns of a step that takes days even where replicas are fast."""
-    size, group, longest = config.orchestrator.batch_size, config.largest_group, config.inference.sampling.max_tokens
+    size = config.orchestrator.batch_size
+    group = config.largest_group
+    longest = config.inference.sampling.max_tokens
     tokens = size * group * longest
     days = tokens / (config.inference.replicas * FAST_TOKENS_PER_S) / 86400
     if days > LONG_STEP_DAYS:
@@ -327,7 +344,8 @@ def _distribution_warnings(config: Config) -> Iterator[str]:
     """Says which options make trainer and sampler differ although their weights are the same."""
     lora = config.trainer.lora
     for name, off in EXACT_SAMPLERS.items():
-        if (value := getattr(config.inference.sampling, name)) != off:
+        value = getattr(config.inference.sampling, name)
+        if value != off:
             yield (
                 f"inference.sampling.{name} = {value:g}: the trainer cannot match this distribution, so its "
                 f"log-probabilities and the sampler's differ even at age 0 ({off:g} switches it off)"
@@ -340,7 +358,8 @@ def _distribution_warnings(config: Config) -> Iterator[str]:
 
 
 def _held_out_data(config: SftConfig) -> Iterator[Refusal]:
-    data, every = config.data, config.eval.every
+    data = config.data
+    every = config.eval.every
     if data.test is not None and data.test_examples:
         yield Refusal(
             f"data.test = {data.test} with data.test_examples = {data.test_examples}",

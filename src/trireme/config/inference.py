@@ -19,7 +19,8 @@ else:
 Temperature = Annotated[float, Field(ge=0.01, le=BOUNDS["temperature"].most)]
 """The trainer divides by it, and vLLM samples at 0.01 where less is asked for."""
 GIB = 2**30
-GPU_SEQUENCES, LARGE_GPU_SEQUENCES = 256, 1024
+GPU_SEQUENCES = 256
+LARGE_GPU_SEQUENCES = 1024
 LARGE_GPU_BYTES = 70 * GIB
 """Sequences that a server of vLLM 0.32 decodes at the same time on a GPU, and on one of at least that much memory. It
 takes the fewer on an A100 of 80 GiB, too."""
@@ -102,5 +103,8 @@ class InferenceConfig(Section):
 
     def most_gpu_sequences(self, gpu_bytes: int) -> int:
         """Returns how many sequences a replica decodes at most at the same time on a GPU of that much memory."""
-        default = LARGE_GPU_SEQUENCES if gpu_bytes >= LARGE_GPU_BYTES else GPU_SEQUENCES
+        if gpu_bytes >= LARGE_GPU_BYTES:
+            default = LARGE_GPU_SEQUENCES
+        else:
+            default = GPU_SEQUENCES
         return self.max_num_seqs or default

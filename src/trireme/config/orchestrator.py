@@ -108,7 +108,9 @@ def _in_a_row(given: Any) -> Any:
     and the layers of a configuration number the entries (`{"0": ..., "1": ...}`)."""
     if isinstance(given, Mapping) and all(str(name).isdigit() for name in given):
         return [given.get(str(n), {}) for n in range(max(map(int, given), default=-1) + 1)]
-    return [given] if isinstance(given, Mapping | Section) else given
+    if isinstance(given, Mapping | Section):
+        return [given]
+    return given
 
 
 SEVERAL = BeforeValidator(_in_a_row)

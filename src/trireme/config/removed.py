@@ -32,7 +32,9 @@ def removed_key(path: Sequence[str], shown: str) -> Refusal | None:
     """
     names = (".".join(path[:end]) for end in range(len(path), 0, -1))
     advice = next((REMOVED[name] for name in names if name in REMOVED), None)
-    return Refusal(shown, "a key that exists; this one was removed", advice) if advice else None
+    if advice:
+        return Refusal(shown, "a key that exists; this one was removed", advice)
+    return None
 
 
 def refuse_removed_command(argv: Sequence[str]) -> None:

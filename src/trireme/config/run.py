@@ -45,12 +45,16 @@ class RunConfig(Section):
     @property
     def url(self) -> str | None:
         """The URL below which runs are kept; None if that is a directory."""
-        return self.output_dir.rstrip("/") if is_url(self.output_dir) else None
+        if is_url(self.output_dir):
+            return self.output_dir.rstrip("/")
+        return None
 
     @property
     def directory(self) -> str:
         """The directory of run directories on this machine."""
-        return self.local_dir if self.url else self.output_dir
+        if self.url:
+            return self.local_dir
+        return self.output_dir
 
 
 class ResumeConfig(Section):
@@ -113,7 +117,9 @@ class ModelConfig(Section):
 
     def dtype_bytes(self, *, on_gpus: bool) -> int:
         """Returns the bytes of a number in the dtype in which trainer and replicas compute."""
-        return (2 if on_gpus else 4) if self.dtype == "auto" else DTYPE_BYTES[self.dtype]
+        if self.dtype == "auto":
+            return 2 if on_gpus else 4
+        return DTYPE_BYTES[self.dtype]
 
 
 def _ends(ports: str) -> tuple[int, int]:
@@ -154,7 +160,9 @@ class ClusterConfig(Section):
     @property
     def port_range(self) -> range:
         """The ports at which a run may listen; empty if any will do."""
-        return range(*_ends(self.ports)) if self.ports else range(0)
+        if self.ports:
+            return range(*_ends(self.ports))
+        return range(0)
 
 
 class CommonTimeouts(Section):

@@ -49,7 +49,8 @@ from trireme.core.types import AdamParams
 
 ANSWER_S = 60.0
 """Added to the deadlines of replicas, so that their message, which says what was late, comes first."""
-MOST_MINIBATCHES, ROLLOUTS_OF_A_SHARD = 8, 16
+MOST_MINIBATCHES = 8
+ROLLOUTS_OF_A_SHARD = 16
 """`trainer.num_minibatches = auto`: the most parts of a substep, and the least that a part has for each shard."""
 
 
@@ -145,7 +146,9 @@ class CommonConfig(Section, ABC):
     @property
     def lora_seed(self) -> int:
         """Seed of the first values of adapters."""
-        return self.seed if self.trainer.lora.seed is None else self.trainer.lora.seed
+        if self.trainer.lora.seed is None:
+            return self.seed
+        return self.trainer.lora.seed
 
     @property
     def max_seq_len(self) -> int | None:
@@ -227,7 +230,9 @@ class Config(CommonConfig):
 
     @property
     def kl_reference(self) -> ReferenceConfig | None:
-        return self.trainer.kl.reference if self.trainer.kl.coef else None
+        if self.trainer.kl.coef:
+            return self.trainer.kl.reference
+        return None
 
     @property
     def max_seq_len(self) -> int | None:
@@ -254,7 +259,8 @@ class Config(CommonConfig):
     @property
     def groups_per_minibatch(self) -> tuple[int, int]:
         """The least and the most groups in a part of a substep; the last part may have fewer."""
-        whole, parts = self.groups_per_substep, self.trainer.num_minibatches
+        whole = self.groups_per_substep
+        parts = self.trainer.num_minibatches
         if parts != "auto":
             return whole // parts, whole // parts
         if self.deterministic:  # which groups have finished depends on speed

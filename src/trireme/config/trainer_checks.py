@@ -32,7 +32,8 @@ def trainer_refusals(config: CommonConfig, facts: ModelFacts | None) -> Iterator
 
 
 def _micro_batches(config: CommonConfig) -> Iterator[Refusal]:
-    tokens, size = config.trainer.micro_batch_tokens, config.trainer.micro_batch_size
+    tokens = config.trainer.micro_batch_tokens
+    size = config.trainer.micro_batch_size
     if tokens and size:
         yield Refusal(
             f"trainer.micro_batch_tokens = {tokens} together with trainer.micro_batch_size = {size}",
@@ -104,7 +105,8 @@ def _lora(config: CommonConfig, facts: ModelFacts | None) -> Iterator[Refusal]:
             )
         return
     if lora.rank not in RANKS:
-        below, above = max(rank for rank in RANKS if rank < lora.rank), [rank for rank in RANKS if rank > lora.rank]
+        below = max(rank for rank in RANKS if rank < lora.rank)
+        above = [rank for rank in RANKS if rank > lora.rank]
         yield Refusal(
             f"trainer.lora.rank = {lora.rank}",
             f"a rank that vLLM takes: {', '.join(map(str, RANKS))}",

@@ -46,7 +46,9 @@ def stored_shapes(name: str) -> dict[str, tuple[int, ...]] | None:
     Raises BadInput for a model that lacks some of its files, or has one whose header is wrong.
     """
     about = _stored(name)
-    return None if about is None else {tensor: tuple(each["shape"]) for tensor, each in about.items()}
+    if about is None:
+        return None
+    return {tensor: tuple(each["shape"]) for tensor, each in about.items()}
 
 
 def stored_dtypes(name: str) -> set[str]:
@@ -85,7 +87,10 @@ def read_header(file: Path) -> tuple[int, dict[str, Any]]:
 def weight_files(name: str) -> list[Path]:
     """Returns the files of a model's weights. Raises BadInput when there are none in the safetensors format."""
     index = model_file(name, INDEX)
-    names = sorted(set(json.loads(index.read_bytes())["weight_map"].values())) if index else [SINGLE]
+    if index:
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    else:
+        names = [SINGLE]
     found = {file: model_file(name, file) for file in names}
     missing = [file for file, path in found.items() if path is None]
     if missing and index is None:

@@ -65,7 +65,9 @@ class TokenBatch:
     @classmethod
     def of(cls, data: TokenBatch | Sequence[Datum]) -> TokenBatch:
         """Returns `data` itself if it is a batch already, else a batch of it."""
-        return data if isinstance(data, TokenBatch) else cls.from_datums(data)
+        if isinstance(data, TokenBatch):
+            return data
+        return cls.from_datums(data)
 
     @classmethod
     def join(cls, batches: Sequence[TokenBatch]) -> TokenBatch:
@@ -85,7 +87,8 @@ class TokenBatch:
         """Returns some datums, in the order given."""
         if len(datums) == len(self) and np.array_equal(datums, np.arange(len(self))):
             return self
-        starts, ends = self.offsets[datums].tolist(), self.offsets[datums + 1].tolist()
+        starts = self.offsets[datums].tolist()
+        ends = self.offsets[datums + 1].tolist()
         parts = [slice(start, end) for start, end in zip(starts, ends, strict=True)]
         return TokenBatch(
             tokens=np.concatenate([self.tokens[part] for part in parts]),
@@ -139,7 +142,9 @@ class BatchPart:
     @classmethod
     def of(cls, data: BatchPart | TokenBatch) -> BatchPart:
         """Returns `data` itself if it is a part already, else the part that has all datums."""
-        return data if isinstance(data, BatchPart) else cls(data.lengths, np.arange(len(data)), data)
+        if isinstance(data, BatchPart):
+            return data
+        return cls(data.lengths, np.arange(len(data)), data)
 
     def places(self, datums: Sequence[int]) -> Numbers:
         """Returns the places in `batch` of datums that are given by their numbers. Raises ValueError for one that is
@@ -186,10 +191,16 @@ class StoredPart:
 
     def opened(self, fetch: Callable[[Any, str], Any]) -> BatchPart:
         """Fetches the part. `fetch` takes a reference and the name of its owner, and returns the value."""
-        stored = self.part if isinstance(self.part, PartPieces) else fetch(self.part, self.owner)
+        if isinstance(self.part, PartPieces):
+            stored = self.part
+        else:
+            stored = fetch(self.part, self.owner)
         part: BatchPart = stored.opened(lambda piece: fetch(piece, self.owner))
         more = {name: fetch(column, self.owner) for name, column in self.columns}
-        batch = replace(part.batch, columns={**part.batch.columns, **more}) if more else part.batch
+        if more:
+            batch = replace(part.batch, columns={**part.batch.columns, **more})
+        else:
+            batch = part.batch
         for function in self.maps:
             batch = batch.mapped(function)
         return replace(part, batch=batch)
@@ -218,7 +229,8 @@ class StoredBatch:
 
         `lengths` and `sequences` are those of all datums. At any time one piece is in this process.
         """
-        shortest, parts_R = int(np.argmin(lengths)), []
+        shortest = int(np.argmin(lengths))
+        parts_R = []
         for own in assign(lengths):
             datums = np.union1d(own, [shortest])
             pieces = tuple(put(lay_out(piece)) for piece in cut_pieces(datums, lengths))

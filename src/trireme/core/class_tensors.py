@@ -67,7 +67,10 @@ def differences(model: PreTrainedModel, stored: Mapping[str, tuple[int, ...]]) -
     for name, parameter in model.named_parameters(remove_duplicate=False):
         tied.setdefault(id(parameter), {})[name] = parameter
     for group in tied.values():
-        aliases = {short(name): shape for name, shape in published(group).items()} if len(group) > 1 else {}
+        if len(group) > 1:
+            aliases = {short(name): shape for name, shape in published(group).items()}
+        else:
+            aliases = {}
         if aliases.keys() & known.keys():
             known |= aliases
     shapes = published(saved_tensors(model))

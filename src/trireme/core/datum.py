@@ -101,16 +101,26 @@ def _cast(array: npt.NDArray[Any], dtype: TensorDtype) -> npt.NDArray[Any]:
     """Returns the numbers as `dtype`. They may be rounded, but raises ValueError for one that would become another."""
     if array.dtype == dtype:
         return array
-    whole, of_numbers = np.dtype(dtype).kind == "i", array.dtype.kind in "biuf"
+    whole = np.dtype(dtype).kind == "i"
+    of_numbers = array.dtype.kind in "biuf"
     wrong = np.ones(array.shape, np.bool_)
     if of_numbers:
         with np.errstate(over="ignore", invalid="ignore"):
             cast: npt.NDArray[Any] = array.astype(dtype)
-            wrong = cast != array if whole else np.isinf(cast) & np.isfinite(array)
+            if whole:
+                wrong = cast != array
+            else:
+                wrong = np.isinf(cast) & np.isfinite(array)
         if not wrong.any():
             return cast
-    bounds = f"from {np.iinfo(dtype).min} to {np.iinfo(dtype).max}" if whole else f"within the range of {dtype}"
-    given = f"the number {array[wrong].flat[0]}" if of_numbers else f"{str(array.tolist())[:100]}"
+    if whole:
+        bounds = f"from {np.iinfo(dtype).min} to {np.iinfo(dtype).max}"
+    else:
+        bounds = f"within the range of {dtype}"
+    if of_numbers:
+        given = f"the number {array[wrong].flat[0]}"
+    else:
+        given = f"{str(array.tolist())[:100]}"
     raise ValueError(f"{given}; expected {'whole ' * whole}numbers {bounds}")
 
 
@@ -174,7 +184,8 @@ class ModelInput:
 
 
 def _tokens_of(chunk: EncodedTextChunk) -> npt.NDArray[Any]:
-    if (kind := getattr(chunk, "type", type(chunk).__name__)) != "encoded_text":
+    kind = getattr(chunk, "type", type(chunk).__name__)
+    if kind != "encoded_text":
         raise ValueError(
             f"a ModelInput with a chunk of type {kind!r}; expected chunks of type 'encoded_text': images are not "
             "supported, trainer and samplers read tokens only"

@@ -27,7 +27,9 @@ import numpy.typing as npt
 
 SCHEME = "sum64x2"
 """Names this formula. It is part of the digest of a version (`trireme.core.weights.weights_digest`)."""
-GOLDEN, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+GOLDEN = 0x9E3779B97F4A7C15
+MIX_1 = 0xBF58476D1CE4E5B9
+MIX_2 = 0x94D049BB133111EB
 """The constants of splitmix64. Source: https://prng.di.unimi.it/splitmix64.c"""
 MODULUS = 1 << 64
 WORD_BYTES = 2
@@ -59,7 +61,9 @@ class Sums:
 
 
 def _signed(number: int) -> int:
-    return number - MODULUS if number >= MODULUS // 2 else number
+    if number >= MODULUS // 2:
+        return number - MODULUS
+    return number
 
 
 def sums_of(data: npt.NDArray[np.uint8], first_word: int = 0) -> Sums:
@@ -68,7 +72,8 @@ def sums_of(data: npt.NDArray[np.uint8], first_word: int = 0) -> Sums:
     even = len(data) // WORD_BYTES * WORD_BYTES
     sums = sums_of_rows(data[:even].view("<u2")[None], first_word)
     if even < len(data):
-        last, index = int(data[even]), first_word + even // WORD_BYTES
+        last = int(data[even])
+        index = first_word + even // WORD_BYTES
         sums += Sums(*(last * key(index, k) % MODULUS for k in range(2)))
     return sums
 
@@ -107,18 +112,27 @@ def _kernel() -> Callable[..., tuple[np.uint64, np.uint64]]:
 
 
 _U = np.uint64  # numba makes a float of a uint64 and a plain number
-_GOLDEN, _MIX_1, _MIX_2 = _U(GOLDEN), _U(MIX_1), _U(MIX_2)
-_1, _2, _27, _30, _31 = _U(1), _U(2), _U(27), _U(30), _U(31)
+_GOLDEN = _U(GOLDEN)
+_MIX_1 = _U(MIX_1)
+_MIX_2 = _U(MIX_2)
+_1 = _U(1)
+_2 = _U(2)
+_27 = _U(27)
+_30 = _U(30)
+_31 = _U(31)
 
 
 def _add_rows(words: Any, first_word: Any, step: Any) -> Any:
     """Computes `sums_of_rows`. LLVM makes vector instructions of the inner loop as it stands; a function for the key
     would be the same, but compiles longer."""
-    first, second = _U(0), _U(0)
+    first = _U(0)
+    second = _U(0)
     for r in range(words.shape[0]):
-        row, start = words[r], _2 * (first_word + _U(r) * step) + _GOLDEN
+        row = words[r]
+        start = _2 * (first_word + _U(r) * step) + _GOLDEN
         for i in range(row.shape[0]):
-            word, x = _U(row[i]), start + _2 * _U(i)
+            word = _U(row[i])
+            x = start + _2 * _U(i)
             z = (x ^ (x >> _30)) * _MIX_1
             z = (z ^ (z >> _27)) * _MIX_2
             first += word * ((z ^ (z >> _31)) | _1)

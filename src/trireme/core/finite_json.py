@@ -19,7 +19,9 @@ def to_json(value: Any, **options: Any) -> str:
     '{"grad_norm": null, "lr": 0.5}'
     """
     try:
-        return json.dumps(value, allow_nan=False, **options) if options else PLAIN(value)
+        if options:
+            return json.dumps(value, allow_nan=False, **options)
+        return PLAIN(value)
     except ValueError:
         return json.dumps(_finite(value), allow_nan=False, **options)
 
@@ -39,7 +41,11 @@ def is_json(value: Any) -> bool:
 
 def _finite(value: Any) -> Any:
     if isinstance(value, float):
-        return value if isfinite(value) else None
+        if isfinite(value):
+            return value
+        return None
     if isinstance(value, Mapping):
         return {name: _finite(part) for name, part in value.items()}
-    return [_finite(part) for part in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return value

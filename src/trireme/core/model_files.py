@@ -11,7 +11,8 @@ from trireme.core.tokenizer import looks_like_path
 
 WHOLE_BYTES = 2**22
 """Files up to this size are compared by all of their bytes, larger ones by their size and pieces of them."""
-PIECES, PIECE_BYTES = 16, 2**16
+PIECES = 16
+PIECE_BYTES = 2**16
 CONFIG = "config.json"
 COMPARED = frozenset({".safetensors", ".json", ".txt", ".model", ".jinja", ".tiktoken"})
 """The ends of names of files that hold weights, a configuration or a tokenizer."""
@@ -21,11 +22,15 @@ def model_directory(name: str) -> Path | None:
     """Returns where this node has a model, a directory or a name on the hub; None if it has none."""
     if looks_like_path(name):
         directory = Path(name).expanduser()
-        return directory if (directory / CONFIG).is_file() else None
+        if (directory / CONFIG).is_file():
+            return directory
+        return None
     import huggingface_hub as hub
 
     file = hub.try_to_load_from_cache(name, CONFIG)
-    return Path(file).parent if isinstance(file, str) else None
+    if isinstance(file, str):
+        return Path(file).parent
+    return None
 
 
 def model_file(name: str, file: str) -> Path | None:
@@ -33,7 +38,9 @@ def model_file(name: str, file: str) -> Path | None:
     if the model has no such file."""
     if looks_like_path(name):
         path = Path(name).expanduser() / file
-        return path if path.is_file() else None
+        if path.is_file():
+            return path
+        return None
     import huggingface_hub as hub
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 

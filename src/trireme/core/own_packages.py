@@ -28,7 +28,9 @@ class OwnPackages(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        return PathFinder.find_spec(fullname, [str(ROOT)]) if fullname in OWN else None
+        if fullname in OWN:
+            return PathFinder.find_spec(fullname, [str(ROOT)])
+        return None
 
 
 def find_own_first() -> None:

@@ -20,7 +20,10 @@ def names_of(path: object) -> list[str]:
     """Returns the names that `path` joins by slashes. Raises CheckpointInvalid for anything but text, and for a path
     that is empty or absolute, begins with a drive, or has an empty name, `.` or `..`; also where Windows' slashes
     separate them."""
-    names = re.split(r"[/\\]", path) if isinstance(path, str) else [""]
+    if isinstance(path, str):
+        names = re.split(r"[/\\]", path)
+    else:
+        names = [""]
     if not {"", ".", ".."}.isdisjoint(names) or PureWindowsPath(str(path)).drive or UNUSABLE.search(str(path)):
         raise CheckpointInvalid(
             f"the path {path!r} leads out of its directory, or is none; expected names joined by slashes"

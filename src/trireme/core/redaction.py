@@ -52,5 +52,7 @@ def redact_values(values: Any, name: str = "") -> Any:
         return [redact_values(value, name) for value in values]
     if isinstance(values, str) and values:
         certain = _certain.search(name) and len(values) >= SHORTEST
-        return MASK if certain or MASK in redact(f"{name}={values}") else values
+        if certain or MASK in redact(f"{name}={values}"):
+            return MASK
+        return values
     return values

@@ -31,7 +31,9 @@ class Bound:
     @property
     def field(self) -> Any:
         """The bound as pydantic takes it in `Annotated`."""
-        return Field(gt=self.least, le=self.most) if self.above else Field(ge=self.least, le=self.most)
+        if self.above:
+            return Field(gt=self.least, le=self.most)
+        return Field(ge=self.least, le=self.most)
 
 
 BOUNDS: Mapping[str, Bound] = {
@@ -43,9 +45,12 @@ BOUNDS: Mapping[str, Bound] = {
     "repetition_penalty": Bound(0.01, 100),
 }
 """The bounds of the numbers of `SamplingParams` that change the distribution."""
-MOST_ANSWERS, MOST_SAMPLES = 128, 1024
+MOST_ANSWERS = 128
+MOST_SAMPLES = 1024
 """Answers to one prompt by the dialects of chats, and by that of Tinker. Each is a request of its own for vLLM."""
 MOST_PROMPT_LOGPROBS = 20
 """The likeliest tokens at each place of a prompt: vLLM's `max_logprobs` unless it is told otherwise."""
-MOST_STOPS, LONGEST_STOP, MOST_STOP_IDS = 64, 256, 1024
+MOST_STOPS = 64
+LONGEST_STOP = 256
+MOST_STOP_IDS = 1024
 """Strings, and characters of each: a replica searches each token's text for all of them."""

@@ -66,7 +66,8 @@ class Slice:
         assert len(local) == end - begin, f"rows {begin} to {end} of a tensor are {len(local)} here"
         shape, start, row = list(self.shape), [0] * len(self.shape), self.row
         first, within = divmod(self.offset, row)
-        if steps := self.steps:
+        steps = self.steps
+        if steps:
             (d,) = steps
             pace = self.strides[d] // row
             start[d], stop = (min(max(0, -(-(edge - first) // pace)), self.shape[d]) for edge in (begin, end))
@@ -125,4 +126,6 @@ def _slice(published: Tensor, source: Tensor | None) -> Slice | None:
     if not isinstance(source, DTensor) or source.numel() == 0:
         return part
     spread = [placement for placement in source.placements if placement != Replicate()]
-    return part if spread == [Shard(0)] and part.is_rectangle_of_rows else None
+    if spread == [Shard(0)] and part.is_rectangle_of_rows:
+        return part
+    return None

@@ -135,7 +135,8 @@ class Epochs:
         """Takes note of the members of a session, as anything that tells them from others. Returns True if they are
         not those of the last one: then an epoch begins."""
         begins = members != self._last
-        self.number, self._last = self.number + begins, members
+        self.number = self.number + begins
+        self._last = members
         return begins
 
 

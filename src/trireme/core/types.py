@@ -82,7 +82,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name, bound in BOUNDS.items():
-            if (value := getattr(self, name)) not in bound:
+            value = getattr(self, name)
+            if value not in bound:
                 raise ValueError(f"sampling with {name} = {value:g}; expected a number {bound}")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ValueError(f"sampling with max_tokens = {self.max_tokens}; expected at least 1, or None")
@@ -99,7 +100,9 @@ class SamplingParams:
 
     @property
     def _ends(self) -> Sequence[int | str]:
-        return (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+        if isinstance(self.stop, str):
+            return (self.stop,)
+        return self.stop or ()
 
 
 @dataclass(frozen=True, eq=False)

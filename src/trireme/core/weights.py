@@ -172,7 +172,8 @@ ROUNDED = Drift(0.2, 3.0)
 """Largest drift of models in 16 bits at the first update of a run. The mean tells faults (0.7 and more in the
 random models of two layers that were tried) from rounding (up to 0.09); single tokens, whose experts rounding may
 change, moved by up to 1.55 (docs/benchmarks.md)."""
-LEAST, GROWTH = Drift(0.05, ROUNDED.largest), 5.0
+LEAST = Drift(0.05, ROUNDED.largest)
+GROWTH = 5.0
 """At later updates a model in 16 bits may have GROWTH times the drift of the first, and LEAST in any case. Where
 rounding changes experts, the drift of a right model grows in training: one of two layers went from 0.012 to 0.087 in 82
 updates. So it may also have GROWTH times the largest drift so far, up to ROUNDED, which a resumed run has at once."""
@@ -255,7 +256,8 @@ def check_received(
 ) -> None:
     """Raises WeightsRefused unless the bytes in `buckets` are those that the manifest's identity names. `known`: the
     sums of what lies at some places, which need not be read again. `threads` read at the same time."""
-    version, digest = manifest.identity.version, manifest.identity.digest
+    version = manifest.identity.version
+    digest = manifest.identity.digest
     if weights_digest(manifest.entries, manifest.adapter) != digest:
         raise WeightsRefused(f"the table of tensors of version {version} does not have digest {digest}")
     unread = [entry for entry in manifest.entries if entry.place not in known]

@@ -61,7 +61,10 @@ class NodeFacts:
 
 def collect(questions: Questions) -> NodeFacts:
     """Returns what this node reports of itself."""
-    directory = model_directory(questions.model) if questions.model else None
+    if questions.model:
+        directory = model_directory(questions.model)
+    else:
+        directory = None
     return NodeFacts(
         host=os.uname().nodename,
         versions=_versions(),

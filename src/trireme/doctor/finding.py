@@ -37,4 +37,6 @@ class Finding:
 
     @property
     def _where(self) -> str:
-        return self.node if self.node == CLUSTER else f"node {self.node}"
+        if self.node == CLUSTER:
+            return self.node
+        return f"node {self.node}"

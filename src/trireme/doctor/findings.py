@@ -22,7 +22,8 @@ def findings(examination: Examination, expected: Expected) -> list[Finding]:
     """Returns all that is wrong, in the order of the nodes, first the findings for which a run is refused."""
     result = [*_missing(examination, expected), *_silent(examination, expected), *_plan(expected)]
     for node in examination.nodes:
-        if facts := examination.facts.get(node.name):
+        facts = examination.facts.get(node.name)
+        if facts:
             if expected.on_gpus:
                 result += _gpus(node, facts)
             result += _memory(node, facts, expected)
@@ -132,7 +133,10 @@ def _versions(name: str, facts: NodeFacts, driver: NodeFacts, expected: Expected
                 do = f"on {name}: install the driver of the other nodes"
                 yield Finding(name, "driver", f"driver is {actual}", f"{wanted}, as on the driver's node", do, False)
         elif wanted != actual:
-            subject = "its copy of this project" if package == "source" else package
+            if package == "source":
+                subject = "its copy of this project"
+            else:
+                subject = package
             is_patch = package == "python" and wanted.split(".")[:2] == actual.split(".")[:2]
             yield Finding(
                 name,
@@ -157,7 +161,10 @@ def _model(name: str, facts: NodeFacts, driver: NodeFacts, expected: Expected) -
         yield Finding(name, "model", f"it has no model {expected.model}", wanted, copy, fatal=fatal)
     elif driver.model is not None:
         # A node downloads the files that it lacks of a model of the hub.
-        files = {*facts.model, *driver.model} if is_directory else {*facts.model} & {*driver.model}
+        if is_directory:
+            files = {*facts.model, *driver.model}
+        else:
+            files = {*facts.model} & {*driver.model}
         differing = [file for file in sorted(files) if facts.model.get(file) != driver.model.get(file)]
         if not differing:
             return

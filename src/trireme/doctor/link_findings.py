@@ -62,7 +62,10 @@ def _rates(examination: Examination, expected: Expected) -> Iterator[Finding]:
         version_s = expected.version_bytes / rate
         if rate >= SLOW and version_s <= VERSION_S:
             continue
-        wire = f"; a version of the weights is on the wire for {version_s:.1f} s" if expected.version_bytes else ""
+        if expected.version_bytes:
+            wire = f"; a version of the weights is on the wire for {version_s:.1f} s"
+        else:
+            wire = ""
         yield Finding(
             source,
             "slow link",

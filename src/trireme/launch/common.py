@@ -27,7 +27,8 @@ BEGINNING = re.compile(r"\S+ \S+ [A-Z]+ [\w.]+: ")
 
 def prepare_cluster(config: CommonConfig, plan: Plan) -> None:
     """Prepares the environment for Ray. Raises BadInput when this machine lacks what the run needs."""
-    if (address := cluster_address(config)) is None:
+    address = cluster_address(config)
+    if address is None:
         plan.check_resources()
     elif UNPACKED in str(output := Path(config.run.directory).expanduser().absolute()):
         key = "local_dir" if config.run.url else "output_dir"
@@ -48,7 +49,9 @@ class StartProgress:
     def __init__(self, console: Console, logs: Path | None = None, roster: Roster | None = None) -> None:
         """`logs`: the directory where the processes that are waited for have their logs. `roster` is told about once a
         second how far each of them is."""
-        self._console, self._logs, self._roster = console, logs, roster
+        self._console = console
+        self._logs = logs
+        self._roster = roster
         self._next_s = PROGRESS_EVERY_S
 
     def __call__(self, names: list[str], waited_s: float) -> None:
@@ -81,4 +84,6 @@ class StartProgress:
 def _part_of(name: str) -> str:
     """Returns the name of an actor's log and in the roster; "" for other names."""
     found = ACTOR.match(name)
-    return f"{found['room']}_{found['number'] or 0}" if found else ""
+    if found:
+        return f"{found['room']}_{found['number'] or 0}"
+    return ""

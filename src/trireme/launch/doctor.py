@@ -67,7 +67,9 @@ def joined_nodes(among: Collection[str] = ()) -> list[Declared]:
 
     def name(node: Mapping[str, Any]) -> str:
         address = str(node["NodeManagerAddress"])
-        return address if alive.count(address) < 2 else f"{address} ({node['NodeID'][:6]})"
+        if alive.count(address) < 2:
+            return address
+        return f"{address} ({node['NodeID'][:6]})"
 
     return [
         Declared(
@@ -125,7 +127,9 @@ def examine(config: CommonConfig | None, among: Collection[str] = (), trainer: s
 def _sender(nodes: Sequence[Declared], trainer: str) -> str:
     """Returns the name of the trainer's node; "" if there is no node."""
     nodes = [node for node in nodes if node.id == trainer] or [node for node in nodes if node.gpus] or nodes
-    return nodes[0].name if nodes else ""
+    if nodes:
+        return nodes[0].name
+    return ""
 
 
 @contextmanager

@@ -101,7 +101,10 @@ async def try_first_problem(env: EnvConfig, dataset: RLDataset, limits: RolloutL
             raise
         except Exception as error:
             if not left:
-                why = str(error) if isinstance(error, RolloutError) else in_short(error)
+                if isinstance(error, RolloutError):
+                    why = str(error)
+                else:
+                    why = in_short(error)
                 raise BadInput(
                     f"env.id = {env.id!r}: its first problem cannot be built: {why}; expected "
                     "get_batch(0), make_env(0) and initial_observation() without an error, and from the last a prompt "

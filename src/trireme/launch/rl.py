@@ -69,7 +69,8 @@ class RlRun(TrainingRun):
 
     def start_lasting(self, run: RunDir, roster: Roster, ending: ExitStack) -> ElasticReplicas:
         """Starts the replicas, which take longest."""
-        config, places = self.plan.resolved(self.config), PlacePool(self.plan.added_replica_options, ending)
+        config = self.plan.resolved(self.config)
+        places = PlacePool(self.plan.added_replica_options, ending)
         self.inference = InferenceHandle.start(config, self.places["inference"], run.logs)
         ending.callback(self.inference.stop)
         self._service: ServiceHandle | None = None
@@ -139,7 +140,8 @@ def evaluation_rooms(
     ending.callback(inference.stop)
     replicas = ReplicaSetHandle(config, log_dir, adopt=identity)
     ending.callback(replicas.stop)
-    factory, sessions = inference.router_factory(replicas.source), sessions_factory(config, plan.facts)
+    factory = inference.router_factory(replicas.source)
+    sessions = sessions_factory(config, plan.facts)
     options = places["orchestrator"][0]
     orchestrator = OrchestratorHandle.start(config, factory, options, log_dir, sessions_factory=sessions)
     ending.callback(orchestrator.stop)

@@ -74,7 +74,10 @@ class TrainingRun(ABC):
     """Makes the guard of an attempt."""
 
     def __init__(self, config: CommonConfig, facts: ModelFacts, plan: Plan, fixed: Mapping[str, Any]) -> None:
-        self.config, self.facts, self.plan, self.fixed = config, facts, plan, fixed
+        self.config = config
+        self.facts = facts
+        self.plan = plan
+        self.fixed = fixed
 
     def enter(self, run: RunDir) -> None:  # noqa: B027  most commands need nothing here
         """Prepares the run before Ray starts, and takes over from `run` what the configuration depends on."""
@@ -117,7 +120,8 @@ def launch(training: TrainingRun, console: Console) -> Path | None:
         if run.start.step >= config.max_steps:
             say(f"{run.root} is at step {run.start.step} of {config.max_steps}: nothing to do")
             return None
-        roster.attempt, roster.step = run.start.attempt, run.start.step
+        roster.attempt = run.start.attempt
+        roster.step = run.start.step
         roster.listen(lambda _roster, incident: say(f"! {incident.part}: {incident.what}") if incident else None)
         with StatusWriter(run.root, roster), signals.as_stopped():
             restarts = Restarts(config.cluster.max_restarts, config.cluster.restart_window_s)
@@ -135,7 +139,8 @@ def launch(training: TrainingRun, console: Console) -> Path | None:
 def in_cluster(training: TrainingRun, newest: Newest, roster: Roster, console: Console) -> None:
     """Runs attempts in a cluster, which is started here or joined, until the last step. Raises ServicesLost if Ray has
     to be started again, with `newest` at the attempt that this has ended."""
-    config, run = training.config, newest.run
+    config = training.config
+    run = newest.run
     with joined(replace(training.plan, config=config, run_dir=run.root)) as training.plan:
         signals.arm()
         roster.start_s = training.plan.start_s
@@ -168,7 +173,8 @@ class Newest:
 
     def begin_next(self, training: TrainingRun, say: Callable[[str], None]) -> None:
         """Begins another attempt, from the newest commit."""
-        self.run, self.rebuilt = self.run.next_attempt(training.config, training.fixed), True
+        self.run = self.run.next_attempt(training.config, training.fixed)
+        self.rebuilt = True
         for note in self.run.start.notes:
             say(note)
 
@@ -181,7 +187,10 @@ def resume_hint(run: RunDir) -> Iterator[None]:
     except (TriremeError, signals.Stopped) as error:
         if not isinstance(error, BadInput | LockLost):
             commits = run.store.commits()
-            newest = f"The newest commit is {commits[-1].name}" if commits else "There is no commit yet"
+            if commits:
+                newest = f"The newest commit is {commits[-1].name}"
+            else:
+                newest = "There is no commit yet"
             if isinstance(error, LimitReached):
                 newest += ". As it is, the run would stop again: change what is said above first"
             error.add_note(f"{newest}; resume the run with:\n  {resume_command(run.root, own=True)}")
@@ -226,7 +235,9 @@ def attempts(
 def attempt(training: TrainingRun, run: RunDir, supervisor: Supervisor, where: str, console: Console) -> Iterator[Core]:
     """Starts the rooms of an attempt, which load what it starts from, and waits for replicas: all of them in the first
     attempt of the command and in deterministic mode, else one. However the block ends, the rooms are stopped."""
-    started, log_dir, start = time.monotonic(), run.logs, run.start
+    started = time.monotonic()
+    log_dir = run.logs
+    start = run.start
     progress = StartProgress(console, log_dir, supervisor.roster)
     supervisor.roster.attempt = start.attempt
     supervisor.roster.at_step(start.step)
@@ -255,7 +266,10 @@ def attempt(training: TrainingRun, run: RunDir, supervisor: Supervisor, where: s
         supervisor.await_replicas(log_dir, progress)
         kept: list[str] = []
         if start.commit and start.manifest:
-            source = training.far.source(start.commit, start.manifest) if training.far else None
+            if training.far:
+                source = training.far.source(start.commit, start.manifest)
+            else:
+                source = None
             kept = load(core, start.commit, start.manifest, source, supervisor.roster, console)
         run.checkout()
         console.print(f"rooms on {where} ready after {time.monotonic() - started:.1f} s")
@@ -284,10 +298,12 @@ def load(
     """Has all rooms load their parts of a commit, from `source` where its directory is not seen. Returns what the rooms
     other than the trainer say that it has of unfinished work."""
     kept = []
-    if said := core.trainer.load_state(commit / "trainer", manifest.identities, source):
+    said = core.trainer.load_state(commit / "trainer", manifest.identities, source)
+    if said:
         roster.note("trainer_0", said)
     for name, other in core.others.items():
-        if said := other.load_state(commit / name, source):
+        said = other.load_state(commit / name, source)
+        if said:
             console.print(f"{name}: {said}", markup=False)
             kept.append(said)
     return kept
@@ -297,7 +313,9 @@ def train_and_commit(
     training: TrainingRun, run: RunDir, core: Core, supervisor: Supervisor, tracked: Sequence[Tracker], console: Console
 ) -> None:
     """Trains, and commits where the run ends: at its last step, or where a signal or a limit of its own stops it."""
-    config, facts, say = training.config, training.facts, console.print
+    config = training.config
+    facts = training.facts
+    say = console.print
     with ExitStack() as ending:
         trace.start(run.logs, "driver_0", config.trace.max_mb)
         ending.callback(trace.stop)

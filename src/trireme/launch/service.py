@@ -44,7 +44,10 @@ def check_port(config: Config) -> None:
     """Raises BadInput if the service cannot listen where it should. (Another program may still take the port before
     the service does.)"""
     options = config.service
-    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    if ":" in options.host:
+        family = socket.AF_INET6
+    else:
+        family = socket.AF_INET
     with socket.socket(family) as tried:
         tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -45,7 +45,10 @@ def check_replicas(plan: Plan, wanted: int, added: int) -> None:
     """Raises BadInput where the machines that there are now cannot hold `wanted` replicas, or what is free there the
     `added` ones; RoomFailed for nodes of a cluster that do not say what they have."""
     joined = cluster_address(plan.config) is not None
-    now = cluster_resources(NODES_S) if joined else Resources.of_this_machine()
+    if joined:
+        now = cluster_resources(NODES_S)
+    else:
+        now = Resources.of_this_machine()
     replace(plan, resources=now).check_replicas(wanted, added)
 
 
@@ -61,7 +64,9 @@ class ReservedPlaces:
     def text(self) -> str:
         """The number of nodes, for a person."""
         count = len(set(placement_group_table(self.group)["bundles_to_node_id"].values()))
-        return "1 node" if count == 1 else f"{count} nodes"
+        if count == 1:
+            return "1 node"
+        return f"{count} nodes"
 
 
 def reserve_places(plan: Plan, progress: Progress, console: Console, ending: ExitStack) -> ReservedPlaces:

@@ -28,7 +28,10 @@ from trireme.core.errors import BadInput, RoomFailed
 from trireme.process import signals
 from trireme.supervision.restarts import Restarts
 
-RUNS, STORE, COMMITS, BASE = "runs", "store", "commits", ".tinker-base-"
+RUNS = "runs"
+STORE = "store"
+COMMITS = "commits"
+BASE = ".tinker-base-"
 TICK_S = 0.2
 
 
@@ -52,19 +55,25 @@ def serve_clients(
     told; `service.tinker.names` are added. `rooms` starts a trainer and replicas; where one of them is lost all are
     started again, and do again what they had done. What clients save is in `directory`. Raises Stopped,
     TriremeError."""
-    max_len, options = config.seq_limit(facts), config.service
+    max_len = config.seq_limit(facts)
+    options = config.service
     names = (*names, *options.tinker.names)
     if max_len is None:
         raise BadInput("the longest sequence of the model is not known: set --model.max-seq-len")
     catalog = Catalog(directory / RUNS, names[0], time.time)
     served = ServedModels(names, max_len, facts.vocab_size)
-    lora = config.trainer.lora.model_copy(update={"seed": config.lora_seed}) if config.trainer.lora.on else None
+    if config.trainer.lora.on:
+        lora = config.trainer.lora.model_copy(update={"seed": config.lora_seed})
+    else:
+        lora = None
     places = options.models if lora else 1
     slots = config.inference.kept_loras - 1 if lora else 0  # one is the base's, with an adapter that changes nothing
-    store, commits = Store(directory / STORE, FORMAT), OwnCommits(directory / COMMITS)
+    store = Store(directory / STORE, FORMAT)
+    commits = OwnCommits(directory / COMMITS)
     offer = TinkerOffer(served, config.tokenizer_name, options.tinker, lora, places, slots)
     server = TinkerServer(offer, catalog, store, commits)
-    if said := server.begin():
+    said = server.begin()
+    if said:
         say(said)
     listener = TinkerListener(server, ServiceKeys(keys), Limits.of(options), options.host, options.port or 0)
     listener.start()
@@ -100,7 +109,8 @@ def _await_address(listener: TinkerListener) -> None:
 
 def _work(listener: TinkerListener, worker: TrainingWorker, sampler: SamplerVerbs, begun: Callable[[], None]) -> None:
     """Has the server work with these rooms until that ends. `begun` is called once it does. Raises what ended it."""
-    working, said = listener.work(worker, sampler), False
+    working = listener.work(worker, sampler)
+    said = False
     try:
         while True:
             signals.check()

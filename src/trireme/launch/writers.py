@@ -62,7 +62,10 @@ def look(mark: Path, text: str, url: str | None, limit_s: float) -> Sight:
         for draft in mark.parents[2].glob("checkpoints/*.partial-*"):
             shutil.rmtree(draft, ignore_errors=True)
         try:
-            problem = "" if Bucket(url).read(HEAD) else f"{url}/{HEAD} is missing"
+            if Bucket(url).read(HEAD):
+                problem = ""
+            else:
+                problem = f"{url}/{HEAD} is missing"
         except StoreSilent as error:  # the same command may work later, so this is no wrong input
             raise StoreSilent(
                 f"the store of run.output_dir does not answer {os.uname().nodename}: {error}. Start the same command "
@@ -96,7 +99,8 @@ class FarNodes:
         bucket = self.mirror.bucket
         key = self.mirror.draft_key(manifest)
         try:
-            if failed := self._put(key, draft, manifest.files):
+            failed = self._put(key, draft, manifest.files)
+            if failed:
                 raise StorageFailed("; ".join(failed))
             for record in manifest.files:
                 if not path_in(draft, record.path).exists():
@@ -156,9 +160,12 @@ def check_writers(
     names = {node: f"{sight.host} ({', '.join(writers[node])})" for node, sight in blind.items()}
     if blind and run.mirror is None:
         raise _unseen(run.root, list(names.values())).error()
-    if problems := [f"{names[node]}: {sight.problem}" for node, sight in blind.items() if sight.problem]:
+    problems = [f"{names[node]}: {sight.problem}" for node, sight in blind.items() if sight.problem]
+    if problems:
         raise _unreached(run.root, str(url), problems).error()
-    return FarNodes(run, run.mirror, names, checkpoint_s) if run.mirror and names else None
+    if run.mirror and names:
+        return FarNodes(run, run.mirror, names, checkpoint_s)
+    return None
 
 
 def _unseen(root: Path, blind: Sequence[str]) -> Refusal:

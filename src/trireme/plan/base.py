@@ -78,7 +78,10 @@ class Plan:
         parts = [kind(self.config, self.facts, self.resources) for kind in self.kinds]
         one_gpu = self.on_gpus and self.resources.gpus < 2 and _models(parts) == [1, 1]
         shares = one_gpu and all(part.may_share_gpu for part in parts)
-        taken = max(part.gpu_share for part in parts) if shares else 0.0
+        if shares:
+            taken = max(part.gpu_share for part in parts)
+        else:
+            taken = 0.0
         return [replace(part, shares_gpu=shares, taken_share=taken) for part in parts]
 
     @property
@@ -109,7 +112,8 @@ class Plan:
     @property
     def start_text(self) -> str:
         """Says what makes up `start_s`."""
-        own, rate = self.config.timeouts.start_s, f"{READ_BYTES_PER_S / 1e6:g} MB/s"
+        own = self.config.timeouts.start_s
+        rate = f"{READ_BYTES_PER_S / 1e6:g} MB/s"
         return f"timeouts.start_s = {own:g} s, and {self.start_s - own:.0f} s to read the model at {rate}"
 
     @property
@@ -130,7 +134,9 @@ class Plan:
     @property
     def gpus_needed(self) -> int:
         """Number of GPUs without which the run cannot start."""
-        return (1 if self.shares_gpu else sum(_models(self.parts))) if self.on_gpus else 0
+        if self.on_gpus:
+            return 1 if self.shares_gpu else sum(_models(self.parts))
+        return 0
 
     @property
     def threads(self) -> int:
@@ -144,7 +150,9 @@ class Plan:
         """Ray's CPU share of a process that computes: 1 where there are enough cores. Else so little that all actors
         find a place however the cores are spread over the nodes: an actor of w processes finds none only if each of n
         nodes has less than w shares left, so all do if c cores in all are n * w shares more than all processes."""
-        has, nodes, widest = self.resources, len(self.resources.nodes), self._widest
+        has = self.resources
+        nodes = len(self.resources.nodes)
+        widest = self._widest
         if has.cpus >= self._processes + (widest - 1) * (nodes - 1):
             return 1.0
         return math.floor(100 * has.cpus / (self._processes + nodes * widest)) / 100
@@ -156,7 +164,10 @@ class Plan:
         return [dict(each) for each, number in options for _ in range(number)]
 
     def _options(self, part: Part) -> dict[str, Any]:
-        gpus = (0.5 if self.shares_gpu else part.ranks * 1.0) if self.on_gpus and part.size_key else 0.0
+        if self.on_gpus and part.size_key:
+            gpus = 0.5 if self.shares_gpu else part.ranks * 1.0
+        else:
+            gpus = 0.0
         options: dict[str, Any] = {"num_cpus": round(part.ranks * self.cpus_per_process, 2), "num_gpus": gpus}
         if part.size_key and cluster_address(self.config) is not None:
             # Processes of a cluster that is started here inherit them. Else AdamW of offloaded weights had one thread.
@@ -210,9 +221,13 @@ class Plan:
         machine, and in a cluster once actors are placed, it counts what other programs and runs leave free."""
         self._check_places()
         check_shm(self.machines)
-        if short := self.shortages(hopeless=True):
+        short = self.shortages(hopeless=True)
+        if short:
             flags = "; or ".join(suggestions(self)[:SUGGESTIONS])
-            do = f"cheapest first: {flags}" if flags else "take a smaller model, or larger machines"
+            if flags:
+                do = f"cheapest first: {flags}"
+            else:
+                do = "take a smaller model, or larger machines"
             if not replace(self, resources=self.resources.emptied).shortages(hopeless=True):
                 do += "; or end what else runs there, or wait for its end (`ps aux --sort=-rss | head`, `nvidia-smi`)"
             raise Refusal(
@@ -252,7 +267,8 @@ class Plan:
     def _check_places(self) -> None:
         holders = [part for part in self.parts if part.size_key]
         keys = " or ".join(f"--{part.size_key}" for part in holders)
-        sizes, has = " and ".join(part.size_text for part in holders), self.resources
+        sizes = " and ".join(part.size_text for part in holders)
+        has = self.resources
         most = 100 * has.cpus - len(has.nodes) * self._widest
         if self.cpus_per_process <= 0:
             raise Refusal(
@@ -283,14 +299,16 @@ class Plan:
     @property
     def warnings(self) -> list[str]:
         """Sentences about what works, but slower or in too little memory."""
-        has, where = self.resources, self.resources.source
+        has = self.resources
+        where = self.resources.source
         found = [*self.notes, *(text for part in self.parts for text in part.warnings)]
         if self.gpus_needed > has.gpus:
             found.append(
                 f"needs {count(self.gpus_needed, 'GPU')}, {where} has {has.gpus}: "
                 "start it where they are, or give --cluster.address"
             )
-        if (models := sum(_models(self.parts))) > has.cpus and not self.on_gpus:
+        models = sum(_models(self.parts))
+        if models > has.cpus and not self.on_gpus:
             found.append(f"{models} processes compute on {has.cpus} cores of {where}: it works, slower")
         found += [f"too little memory, by an estimate: {text}" for text in self.shortages(hopeless=False)]
         found += [text for machine in self.machines if (text := machine.store_warning)]
@@ -298,7 +316,12 @@ class Plan:
 
     def rows(self) -> list[tuple[str, str]]:
         """Returns the plan as (what, text) pairs. Texts of several parts for one row stand in it together."""
-        share = "half a GPU each, shared" if self.shares_gpu else "one GPU each" if self.on_gpus else "CPU"
+        if self.shares_gpu:
+            share = "half a GPU each, shared"
+        elif self.on_gpus:
+            share = "one GPU each"
+        else:
+            share = "CPU"
         each = f"{share}, {count(self.threads, 'thread')} each"
         found: dict[str, str] = {}
         for what, text in [*self._common_rows(), *(row for part in self.parts for row in part.rows(each))]:
@@ -313,8 +336,12 @@ class Plan:
         return table
 
     def _common_rows(self) -> list[tuple[str, str]]:
-        run, has = self.config.run, self.resources
-        needs = f"needs {count(self.gpus_needed, 'GPU')}, " if self.on_gpus else ""
+        run = self.config.run
+        has = self.resources
+        if self.on_gpus:
+            needs = f"needs {count(self.gpus_needed, 'GPU')}, "
+        else:
+            needs = ""
         where = self.run_dir or f"{run.output_dir}/{run.name or self.config.default_name('<8 hex>')}"
         return [
             (
@@ -345,9 +372,18 @@ class Plan:
 
     def _commits_text(self) -> str:
         options = self.config.checkpoint
-        when = f"every {count(options.every, 'step')} and at the end" if options.every else "at the end"
-        rest = f", every {options.keep_every}th for good" if options.keep_every else ""
-        how = "while training continues" if options.async_save else "while training waits"
+        if options.every:
+            when = f"every {count(options.every, 'step')} and at the end"
+        else:
+            when = "at the end"
+        if options.keep_every:
+            rest = f", every {options.keep_every}th for good"
+        else:
+            rest = ""
+        if options.async_save:
+            how = "while training continues"
+        else:
+            how = "while training waits"
         return f"{when}, {how}; the newest {options.keep_last} are kept{rest}; Ctrl-C and SIGTERM commit too"
 
     def _recovery_text(self) -> str:

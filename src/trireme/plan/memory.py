@@ -20,16 +20,21 @@ SHARD_BASE_GIB = 0.6
 shards counts half."""
 LOGIT_BYTES = 12
 """Bytes of each logit of a chunk in the backward pass: the chunk before and this one in float32, and their gradient."""
-CPU_LOGITS, MOST_LOGITS = 2**24, 2**30
+CPU_LOGITS = 2**24
+MOST_LOGITS = 2**30
 """Logits of a chunk: on a CPU, where larger ones are no faster; and at most, on a GPU with enough memory beside what is
 planned. (2^24 are 110 tokens of a vocabulary of 152,000: too few rows for a GPU.)"""
-LARGEST_KEPT, KEPT_BYTES, KEPT_OF_LAYERS, KEPT_OF_LARGE = 32 * 2**20, 64 * 2**20, 17, 192 * 2**20
+LARGEST_KEPT = 32 * 2**20
+KEPT_BYTES = 64 * 2**20
+KEPT_OF_LAYERS = 17
+KEPT_OF_LARGE = 192 * 2**20
 """What glibc keeps on a host of freed tensors, a fit to measurements of models up to 70 million parameters
 (docs/memory.md): it gives back what has more than LARGEST_KEPT bytes. If a layer has not more, it keeps KEPT_BYTES, and
 KEPT_OF_LAYERS for each parameter of the layers; else KEPT_OF_LARGE."""
 GPU_ALLOWANCES = {"CUDA context": GIB // 2, "NCCL": GIB, "workspaces": GIB // 2}
 """Bytes that a shard takes of its GPU beside tensors. They are allowances: nothing was measured on a GPU."""
-GPU_SHARE, HOST_SHARE = 0.85, 0.5
+GPU_SHARE = 0.85
+HOST_SHARE = 0.5
 """The part of what is free on a GPU, and of a process's part of a host, that a shard plans to fill. The rest is
 for errors of the estimate and what allocators lose, and on a host for copies of commits, the replicas' caches and the
 system."""
@@ -128,17 +133,24 @@ class ModelMemory:
         layers twice costs more than gathering them again, then for the whole model or at least all weights."""
         offloaded = self.on_gpus and options.offload == "cpu"
         state = state_bytes // options.shards
-        logits, freed = self.logits(tokens), self.kept
+        logits = self.logits(tokens)
+        freed = self.kept
         free = room - int(SHARD_BASE_GIB * GIB) - logits - freed - (0 if offloaded else state)
         by_layer = self.gathered(options.lora, whole=False)
         kept = self.kept_tokens(options.checkpointing, free - by_layer)
         again = kept is not None and tokens > kept
         activations = self.activations(tokens, again)
-        option, left = options.reshard_after_forward, free - activations
+        option = options.reshard_after_forward
+        left = free - activations
         whole = option is not True and self.stays_whole(left, options.lora)
         staying = by_layer + self.dtype_bytes * (self.facts.num_layers - 2) * self._layer
         stay = whole or (staying <= left if option == "auto" else not option)
-        gathered = self.gathered(options.lora, whole=True) if whole else staying if stay else by_layer
+        if whole:
+            gathered = self.gathered(options.lora, whole=True)
+        elif stay:
+            gathered = staying
+        else:
+            gathered = by_layer
         gathered = max(gathered, self.gathered_alone(options.lora) - activations)
         return ShardMemory(tokens, state, gathered, activations, logits, freed, kept, again, whole, stay, offloaded)
 
@@ -152,7 +164,9 @@ class ModelMemory:
         if self.on_gpus:
             return 0
         large = self.dtype_bytes * self._layer > LARGEST_KEPT
-        return KEPT_OF_LARGE if large else KEPT_BYTES + KEPT_OF_LAYERS * self._layer * self.facts.num_layers
+        if large:
+            return KEPT_OF_LARGE
+        return KEPT_BYTES + KEPT_OF_LAYERS * self._layer * self.facts.num_layers
 
     @property
     def layer_bytes(self) -> int:
@@ -160,7 +174,8 @@ class ModelMemory:
         product; queries, keys and values with their norms; the gate and its function. Norms keep their input in
         float32. With experts also the input and output of each chosen one."""
         facts = self.facts
-        queries, keys = facts.num_heads * facts.head_dim, facts.num_kv_heads * facts.head_dim
+        queries = facts.num_heads * facts.head_dim
+        keys = facts.num_kv_heads * facts.head_dim
         experts = 3 * facts.num_chosen * facts.hidden_size
         values = 4 * facts.hidden_size + 4 * queries + 3 * keys + 4 * facts.mlp_size + experts
         return values * self.dtype_bytes + (2 * facts.hidden_size + queries + keys) * 4
@@ -168,7 +183,8 @@ class ModelMemory:
     def activations(self, tokens: int, again: bool) -> int:
         """Bytes that all layers keep of `tokens` until the backward pass; with `again` the input of each layer, and
         everything of one."""
-        layers, inputs = self.facts.num_layers, self.facts.hidden_size * self.dtype_bytes
+        layers = self.facts.num_layers
+        inputs = self.facts.hidden_size * self.dtype_bytes
         return tokens * (layers * inputs + self.layer_bytes if again else layers * self.layer_bytes)
 
     def stays_whole(self, free: int, lora: LoraConfig) -> bool:
@@ -183,17 +199,21 @@ class ModelMemory:
         gradient, summed in float32 and cast, or that gradient and a layer's: the layer and the next one as they are
         gathered, its gradient, and the float32 buffer in which gradients are summed over shards.
         """
-        dtype, layer, head = self.dtype_bytes, self._layer, self._head(lora)
+        dtype = self.dtype_bytes
+        layer = self._layer
+        head = self._head(lora)
         reduced = 0 if lora.on else 4
         if whole:
             return self.facts.num_parameters * (dtype + reduced) + dtype * head
-        of_head, of_layer = dtype * layer + (4 + dtype) * head, dtype * head + (3 * dtype + reduced) * layer
+        of_head = dtype * layer + (4 + dtype) * head
+        of_layer = dtype * head + (3 * dtype + reduced) * layer
         return dtype * self.facts.embedding_parameters + max(of_head, of_layer)
 
     def gathered_alone(self, lora: LoraConfig) -> int:
         """Bytes that are whole while no activations are held: embeddings and output matrix, with the first layer, are
         copied out of the gathered buffer, or with their gradients into the float32 buffer."""
-        dtype, root = self.dtype_bytes, self.facts.embedding_parameters
+        dtype = self.dtype_bytes
+        root = self.facts.embedding_parameters
         return max(2 * dtype * (root + self._layer), 0 if lora.on else (2 * dtype + 4) * root)
 
     @property
@@ -203,14 +223,18 @@ class ModelMemory:
 
     def _head(self, lora: LoraConfig) -> int:
         """Parameters of the output matrix that have a gradient."""
-        return 0 if lora.on and "lm_head" not in lora.target_modules else self.facts.vocab_size * self.facts.hidden_size
+        if lora.on and "lm_head" not in lora.target_modules:
+            return 0
+        return self.facts.vocab_size * self.facts.hidden_size
 
     def kept_tokens(self, option: bool | Literal["auto"], free: int) -> int | None:
         """Returns the most tokens of a micro-batch whose layers are not computed again in the backward pass, by
         `trainer.checkpointing`, with auto those whose activations fit into `free` bytes; None: they never are."""
         if option == "auto":
             return max(0, free) // self.activations(1, False)
-        return 0 if option else None
+        if option:
+            return 0
+        return None
 
 
 def shard_memory(config: CommonConfig, facts: ModelFacts, *, on_gpus: bool, room: int) -> ShardMemory:

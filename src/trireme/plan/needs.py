@@ -14,7 +14,8 @@ from trireme.core.refusals import Refusal
 from trireme.plan.memory import GIB, GPU_ALLOWANCES
 from trireme.process.machine import Gpu, Node
 
-GPU_TOLERANCE, HOST_TOLERANCE = 1.15, 2.0
+GPU_TOLERANCE = 1.15
+HOST_TOLERANCE = 2.0
 """A run that needs more than this many times what a machine has is refused; up to that it only warns. On a GPU tensors
 are counted, to about 15 %. On a host much of what is counted is shared between processes, or is never touched."""
 ASSUMED_GPU = Gpu(80 * GIB, 80 * GIB)
@@ -58,7 +59,9 @@ class Need:
     def room(self, node: Node, num_gpus: int) -> int:
         """Returns how many such actors, with `num_gpus` GPUs each, what is free on `node` holds."""
         actors = node.free_bytes // sum(self.host.values())
-        return min(actors, self.free_gpus(node) // num_gpus) if num_gpus else actors
+        if num_gpus:
+            return min(actors, self.free_gpus(node) // num_gpus)
+        return actors
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,8 @@ class NodeNeeds:
         """Says what is needed beyond what the machine has, largest part first; with `hopeless` only what the estimates'
         errors do not explain."""
         gpu_times, host_times = (GPU_TOLERANCE, HOST_TOLERANCE) if hopeless else (1.0, 1.0)
-        found, gpu = [], self.node.smallest_gpu
+        found = []
+        gpu = self.node.smallest_gpu
         if gpu:
             share = max((need.gpu_share for need in self.actors.values()), default=0.0)
             claimed = int(share * gpu.memory_bytes)
@@ -128,7 +132,8 @@ class NodeNeeds:
         """Says that the versions of the weights that live at the same time do not fit into Ray's object store; empty if
         they do."""
         samplers = self.host.get(SAMPLER_WEIGHTS, 0)
-        stored, names = self.host.get(VERSIONS, 0) + samplers, f"{VERSIONS}{f' and {SAMPLER_WEIGHTS}' * bool(samplers)}"
+        stored = self.host.get(VERSIONS, 0) + samplers
+        names = f"{VERSIONS}{f' and {SAMPLER_WEIGHTS}' * bool(samplers)}"
         if stored <= self.node.store_bytes:
             return ""
         return (
@@ -143,7 +148,10 @@ class NodeNeeds:
         gpu, used = self.node.smallest_gpu, sum(self.gpu.values())
         text = f"{self.node.name}: about {gib(sum(self.host.values()))} of {gib(self.node.memory_bytes)} of memory"
         if used:
-            has = f"where {gib(gpu.free_bytes)} are free" if gpu else "whose size no driver told"
+            if gpu:
+                has = f"where {gib(gpu.free_bytes)} are free"
+            else:
+                has = "whose size no driver told"
             text += f", and {gib(used)} on the fullest GPU, {has}"
         return f"{text} ({', '.join(f'{what} {gib(n)}' for what, n in _largest(self.host))})"
 
@@ -165,7 +173,10 @@ def memory_text(node: Node) -> str:
 
 
 def _free_text(of: Node | Gpu) -> str:
-    of_all = f" of {gib(of.memory_bytes)}" if of.free_bytes < of.memory_bytes else ""
+    if of.free_bytes < of.memory_bytes:
+        of_all = f" of {gib(of.memory_bytes)}"
+    else:
+        of_all = ""
     return f"{gib(of.free_bytes)}{of_all}"
 
 
@@ -209,7 +220,8 @@ def distribute(
     gpus = dict(zip(needs, (each["num_gpus"] for each in options), strict=True))
     found = []
     for n, node in enumerate(nodes):
-        if actors := {name: need for name, need in needs.items() if at[name] == n}:
+        actors = {name: need for name, need in needs.items() if at[name] == n}
+        if actors:
             taken = node.gpus[: math.ceil(sum(gpus[name] for name in actors))]
             found.append(NodeNeeds(replace(node, gpus=taken), actors, shares_gpu))
     return found

@@ -60,7 +60,9 @@ class Part(ABC):
     @property
     def published_bytes(self) -> int:
         """Bytes of one version of what is published: all weights, or adapters; 0 if the sizes are unknown."""
-        return self.facts.trained_parameters(self.config.trainer.lora) * self.dtype_bytes if self.facts else 0
+        if self.facts:
+            return self.facts.trained_parameters(self.config.trainer.lora) * self.dtype_bytes
+        return 0
 
     @property
     def may_share_gpu(self) -> bool:

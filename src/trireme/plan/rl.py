@@ -61,7 +61,9 @@ class InferencePart(Part):
     @property
     def size_text(self) -> str:
         text = f"inference.replicas = {self.config.inference.replicas}"
-        return text if self.ranks == 1 else f"{text} with inference.tensor_parallel = {self.ranks}"
+        if self.ranks == 1:
+            return text
+        return f"{text} with inference.tensor_parallel = {self.ranks}"
 
     @property
     def replica_bytes(self) -> int | None:
@@ -74,7 +76,9 @@ class InferencePart(Part):
     @property
     def _weight_bytes(self) -> int:
         """Bytes of the weights of a replica, all ranks together; 0 if the sizes of the model are unknown."""
-        return self.facts.num_parameters * self.dtype_bytes if self.facts else 0
+        if self.facts:
+            return self.facts.num_parameters * self.dtype_bytes
+        return 0
 
     @property
     def _base_gib(self) -> float:
@@ -86,8 +90,14 @@ class InferencePart(Part):
         if self.facts is None:
             return None
         weights = self._weight_bytes
-        arriving = {} if self.config.transport == "object_store" else {ARRIVING: self.published_bytes}
-        shared = {} if self.config.transport == "broadcast" else {VERSIONS: KEPT_VERSIONS * self.published_bytes}
+        if self.config.transport == "object_store":
+            arriving = {}
+        else:
+            arriving = {ARRIVING: self.published_bytes}
+        if self.config.transport == "broadcast":
+            shared = {}
+        else:
+            shared = {VERSIONS: KEPT_VERSIONS * self.published_bytes}
         queues = QUEUE_BYTES if self.ranks > 1 else 0
         if self.on_gpus:
             cuda = (1 + self.ranks) * int(HOST_OF_CUDA_GIB * GIB)  # the actor, and each process of its engine
@@ -95,7 +105,8 @@ class InferencePart(Part):
             gpu = {"a replica's weights": weights // self.ranks, "its workspaces": ENGINE_BYTES, "its KV cache": cache}
             each = Need({"processes": cuda, **arriving}, gpu, shared, gpu_share=self.gpu_share, shm_free=queues)
             return [each] * self.config.inference.replicas
-        base, cache = int(self._base_gib * GIB), int(self.config.inference.memory_gb * GIB)
+        base = int(self._base_gib * GIB)
+        cache = int(self.config.inference.memory_gb * GIB)
         host = {"processes": base, "the replicas' weights": weights, "KV caches": cache, **arriving}
         return [Need(host, {}, shared, shm_free=queues)] * self.config.inference.replicas
 
@@ -177,7 +188,9 @@ class InferencePart(Part):
         rollouts = self.config.groups_in_flight * self.config.largest_group
         if self.max_num_seqs is not None:
             rollouts = min(self.max_num_seqs * self.config.inference.replicas, rollouts)
-        return rollouts * limit if limit else None
+        if limit:
+            return rollouts * limit
+        return None
 
     @property
     def recompute_share(self) -> float | None:
@@ -203,9 +216,13 @@ class InferencePart(Part):
         ]
 
     def rows(self, each: str) -> list[tuple[str, str]]:
-        replicas, of = self.config.inference.replicas, f" of {self.ranks} ranks" if self.ranks > 1 else ""
+        replicas = self.config.inference.replicas
+        of = f" of {self.ranks} ranks" if self.ranks > 1 else ""
         text = f"{count(replicas, 'vLLM replica')}: {count(replicas, 'actor')} with an engine{of}, {each}"
-        memory = [("memory", self._memory_text(self.facts))] if self.facts else []
+        if self.facts:
+            memory = [("memory", self._memory_text(self.facts))]
+        else:
+            memory = []
         return [("inference", text), *memory, ("each update", self._update_text())]
 
     def _memory_text(self, facts: ModelFacts) -> str:
@@ -239,7 +256,10 @@ class InferencePart(Part):
         what += f" travel by {config.transport}; "
         if config.inference.on_update == "drain":
             return f"{what}requests in flight are finished first"
-        verb = "are computed again" if config.inference.on_update == "recompute_kv" else "stay, of older weights"
+        if config.inference.on_update == "recompute_kv":
+            verb = "are computed again"
+        else:
+            verb = "stay, of older weights"
         if self.recomputed_tokens is None:
             return f"{what}the KV caches of everything in flight {verb}; how much is unknown, as the model's limit is"
         rollouts = f"{config.groups_in_flight} groups x {config.largest_group} rollouts"
@@ -288,7 +308,8 @@ class OrchestratorPart(Part):
         )
 
     def _staleness_text(self) -> str:
-        bound, policy = self.config.max_steps_off_policy, self.config.orchestrator.stale_policy
+        bound = self.config.max_steps_off_policy
+        policy = self.config.orchestrator.stale_policy
         if bound == 0:
             return "synchronous: every group is sampled with the weights that are trained on it"
         outcome = {"drop": "is dropped", "wait": "is waited for"}[policy]
@@ -305,7 +326,8 @@ class OrchestratorPart(Part):
             return f"a whole batch together: {slots}"
         if options.max_concurrent != "auto":
             return f"at most {options.max_concurrent} rollouts; at most {slots}"
-        each, replicas = config.inference.sequences(on_gpus=self.on_gpus), count(config.inference.replicas, "replica")
+        each = config.inference.sequences(on_gpus=self.on_gpus)
+        replicas = count(config.inference.replicas, "replica")
         if each is None:
             first = f"a quarter more rollouts than {replicas} decode, which vLLM decides by the GPU"
         else:
@@ -316,7 +338,8 @@ class OrchestratorPart(Part):
         return f"at first {first}, then as the replicas' KV caches allow; at most {slots}"
 
     def _evaluation_text(self) -> str:
-        options, env = self.config.eval, " and of ".join(env.label for env in self.config.eval_envs)
+        options = self.config.eval
+        env = " and of ".join(env.label for env in self.config.eval_envs)
         problems = f"{options.problems or 'all'} held-out problems of {env} x {count(options.samples, 'rollout')}"
         return f"{problems}: first of all, every {count(options.every, 'step')}, and at the end"
 

@@ -17,7 +17,10 @@ WAITING_ADAPTERS = "adapters that wait"
 def sets_of_weights(config: Config) -> int:
     """Returns how many sets of weights are kept for samplers: the base's, `service.tinker.snapshots`, and of adapters
     at least as many as replicas hold."""
-    held = config.inference.kept_loras - 1 if config.trainer.lora.on else 0
+    if config.trainer.lora.on:
+        held = config.inference.kept_loras - 1
+    else:
+        held = 0
     return 1 + max(config.service.tinker.snapshots, held)
 
 
@@ -30,7 +33,8 @@ class ServedTrainerPart(TrainerPart):
     @property
     def needs(self) -> list[Need] | None:
         """The memory of each shard."""
-        if (needs := super().needs) is None:
+        needs = super().needs
+        if needs is None:
             return None
         if self.config.trainer.lora.on:
             needs = [replace(need, host={**need.host, WAITING_ADAPTERS: self._waiting}) for need in needs]
@@ -56,7 +60,8 @@ class ServedInferencePart(InferencePart):
     @property
     def needs(self) -> list[Need] | None:
         """The memory of each replica."""
-        if (needs := super().needs) is None or self.config.transport == "broadcast":
+        needs = super().needs
+        if needs is None or self.config.transport == "broadcast":
             return needs
         weights = sets_of_weights(self.config) * self.published_bytes
         return [replace(need, shared={**need.shared, SAMPLER_WEIGHTS: weights}) for need in needs]

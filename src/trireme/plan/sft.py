@@ -26,14 +26,22 @@ class DataPart(Part):
 
     @property
     def warnings(self) -> list[str]:
-        return list(self.data.notes) if self.data else []
+        if self.data:
+            return list(self.data.notes)
+        return []
 
     def rows(self, each: str) -> list[tuple[str, str]]:
-        train, size, data = self.config.data.train, self.config.data.batch_size, self.data
+        train = self.config.data.train
+        size = self.config.data.batch_size
+        data = self.data
         if data is None:
             return [("data", f"{train}: unknown, as the model is"), ("steps", f"{size} examples each")]
-        steps, epoch = self.config.max_steps, data.cursor.size
-        order = "a random order of its own each" if self.config.data.shuffle else "as they stand"
+        steps = self.config.max_steps
+        epoch = data.cursor.size
+        if self.config.data.shuffle:
+            order = "a random order of its own each"
+        else:
+            order = "as they stand"
         epochs = min(steps * size, data.cursor.end or steps * size) / epoch
         rows = [
             ("data", f"{train}: {_examples_text(data.train)}"),

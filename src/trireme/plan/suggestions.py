@@ -25,7 +25,8 @@ def suggestions(plan: Plan) -> list[str]:
     those that need more devices, then those that change what is learned. If none does, returns the flags that make it
     fit together, or an empty list."""
     alone = []
-    together, together_flags = plan, []
+    together = plan
+    together_flags = []
     for sections, cost in _changes(plan):
         flags = _flags(sections)
         if _fits(_changed(plan, sections)):
@@ -35,7 +36,9 @@ def suggestions(plan: Plan) -> list[str]:
             together_flags.append(flags)
     if alone:
         return alone
-    return [" ".join(together_flags)] if _fits(together) else []
+    if _fits(together):
+        return [" ".join(together_flags)]
+    return []
 
 
 def _changes(plan: Plan) -> Iterator[tuple[Sections, str]]:
@@ -43,13 +46,19 @@ def _changes(plan: Plan) -> Iterator[tuple[Sections, str]]:
     config = plan.config
     trainer = config.trainer
     inference = getattr(config, "inference", None)
-    idle = plan.resources.gpus - plan.gpus_needed if plan.on_gpus else 0
+    if plan.on_gpus:
+        idle = plan.resources.gpus - plan.gpus_needed
+    else:
+        idle = 0
     if inference and not plan.on_gpus:
         yield {"inference": {"memory_gb": inference.memory_gb / 4}}, "fewer sequences at the same time"
     if inference and plan.on_gpus:
         share = _free_share(plan)
         if max(part.least_gpu_share for part in plan.parts) <= share < inference.gpu_memory_utilization:
-            cost = "nothing, as gpu_cache_gb is set" if inference.gpu_cache_gb else "fewer sequences at the same time"
+            if inference.gpu_cache_gb:
+                cost = "nothing, as gpu_cache_gb is set"
+            else:
+                cost = "fewer sequences at the same time"
             yield {"inference": {"gpu_memory_utilization": share}}, cost
     if trainer.checkpointing is not True:
         yield {"trainer": {"checkpointing": True}}, "a forward pass more for each backward pass"
@@ -78,7 +87,8 @@ def _free_share(plan: Plan) -> float:
     """Returns the share of a GPU, in tenths, that is free for a replica when it starts, on the fullest machine."""
     shares = [1.0]
     for machine in plan.machines:
-        if gpu := machine.node.smallest_gpu:
+        gpu = machine.node.smallest_gpu
+        if gpu:
             shards = [need.gpu for need in machine.actors.values() if machine.shares_gpu and not need.gpu_share]
             taken = GPU_ALLOWANCES["CUDA context"] + sum(sum(each.values()) for each in shards)
             shares.append((gpu.free_bytes - taken) / gpu.memory_bytes)
@@ -108,4 +118,6 @@ def _flags(sections: Sections) -> str:
 def _text(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value)

@@ -47,13 +47,17 @@ class TrainerPart(Part):
 
     @property
     def blocks(self) -> list[int]:
-        shards, block = self.config.trainer.processes, self.config.trainer.gpus_per_node or 1
+        shards = self.config.trainer.processes
+        block = self.config.trainer.gpus_per_node or 1
         return [min(block, shards - first) for first in range(0, shards, block)]
 
     @property
     def size_text(self) -> str:
         options = self.config.trainer
-        copies = f" x trainer.replicate = {options.replicate}" if options.replicate > 1 else ""
+        if options.replicate > 1:
+            copies = f" x trainer.replicate = {options.replicate}"
+        else:
+            copies = ""
         return f"trainer.shards = {options.shards}{copies}"
 
     @property
@@ -63,10 +67,15 @@ class TrainerPart(Part):
             return None
         of_tensors = {"state": memory.state, "gathered layers": memory.gathered, "activations": memory.activations}
         of_tensors["logits"] = memory.logits
-        host, gpu = {"processes": int(SHARD_BASE_GIB * GIB), "freed tensors": memory.kept, **of_tensors}, {}
+        host = {"processes": int(SHARD_BASE_GIB * GIB), "freed tensors": memory.kept, **of_tensors}
+        gpu = {}
         if self.on_gpus:
-            held = {"state": of_tensors.pop("state")} if memory.offloaded else {}
-            host, gpu = {"processes": int(HOST_OF_CUDA_GIB * GIB), **held}, {**of_tensors, **GPU_ALLOWANCES}
+            if memory.offloaded:
+                held = {"state": of_tensors.pop("state")}
+            else:
+                held = {}
+            host = {"processes": int(HOST_OF_CUDA_GIB * GIB), **held}
+            gpu = {**of_tensors, **GPU_ALLOWANCES}
         host |= {COPIES: self._copies, "buckets on their way": min(BUCKETS_BYTES, self.published_bytes)}
         share = KEPT_VERSIONS * -(-self.published_bytes // self.config.trainer.processes)
         broadcasts = self.config.transport == "broadcast"
@@ -92,7 +101,8 @@ class TrainerPart(Part):
 
     @property
     def warnings(self) -> list[str]:
-        options, found = self.config.trainer, []
+        options = self.config.trainer
+        found = []
         if options.packing == "packed" and (not self.on_gpus or self.config.model.dtype == "float32"):
             found.append(
                 "trainer.packing = packed without GPUs or in float32: attention is computed between all tokens of a "
@@ -124,13 +134,19 @@ class TrainerPart(Part):
         return gpu_room(gpu.free_bytes, gpu.memory_bytes, self.taken_share)
 
     def rows(self, each: str) -> list[tuple[str, str]]:
-        adapters = [("adapters", self._adapters_text())] if self.config.trainer.lora.on else []
+        if self.config.trainer.lora.on:
+            adapters = [("adapters", self._adapters_text())]
+        else:
+            adapters = []
         return [("trainer", f"{self._shards_text()}, {each}"), *adapters, ("memory", self._memory_text())]
 
     def _shards_text(self) -> str:
         """Says how many shards and copies there are, and which options that save memory or time were chosen."""
         options = self.config.trainer
-        copies = f" x {options.replicate} copies" if options.replicate > 1 else ""
+        if options.replicate > 1:
+            copies = f" x {options.replicate} copies"
+        else:
+            copies = ""
         chosen = {
             "packed rows": options.packing == "packed",
             "compiled layers": options.compiles(on_gpus=self.on_gpus),
@@ -152,8 +168,10 @@ class TrainerPart(Part):
         memory = self.shard_memory
         if memory is None or self.facts is None:
             return "unknown, as the model's sizes are"
-        trained, each = bytes_per_trained(self.config), bytes_per_parameter(self.config, self.dtype_bytes)
-        of_state, lora = f"{trained + each} B x parameters", self.config.trainer.lora
+        trained = bytes_per_trained(self.config)
+        each = bytes_per_parameter(self.config, self.dtype_bytes)
+        of_state = f"{trained + each} B x parameters"
+        lora = self.config.trainer.lora
         if lora.on:
             adapters = self.facts.trained_parameters(lora)
             of_state = f"({trained} B x {adapters:,} of adapters + {each} B x parameters)"

@@ -25,7 +25,9 @@ DRIVER = Path("/proc/driver/nvidia/version")
 def choose_device(wanted: Literal["auto", "cpu", "gpu"], gpus: int, *, deterministic: bool = False) -> Device:
     """Returns the device that `cluster.device` = `wanted` means where there are so many GPUs."""
     if wanted == "auto":
-        return "gpu" if gpus and not deterministic else "cpu"
+        if gpus and not deterministic:
+            return "gpu"
+        return "cpu"
     return wanted
 
 
@@ -72,7 +74,10 @@ def _found() -> str:
     with suppress(OSError):
         version = re.search(r"\d+(\.\d+)+", DRIVER.read_text())
         driver = f"the NVIDIA driver is {version[0] if version else 'of an unknown version'}"
-    built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+    if torch.version.cuda:
+        built = f"for CUDA {torch.version.cuda}"
+    else:
+        built = "without CUDA"
     visible = os.environ.get(VISIBLE)
     found = [driver, f"PyTorch is built {built}", f"{VISIBLE} is {'not set' if visible is None else repr(visible)}"]
     try:

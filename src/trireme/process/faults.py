@@ -51,7 +51,8 @@ class ArmedFault:
     @classmethod
     @cache
     def parse(cls, item: str) -> ArmedFault:
-        if not (found := _ITEM.fullmatch(item)):
+        found = _ITEM.fullmatch(item)
+        if not found:
             raise ValueError(f"TRIREME_FAULTS: {item!r} is not `name=action`, `name@passage=action` or with [number]")
         return cls(item, found["name"], found["number"], int(found["passage"] or 1), bool(found["on"]), found["action"])
 
@@ -92,7 +93,8 @@ def fault_point(name: str) -> str | None:
     spec = os.environ.get("TRIREME_FAULTS")
     if not spec:
         return None
-    faults, numbers = map(ArmedFault.parse, filter(None, spec.split(","))), (None, os.environ.get(_NUMBER))
+    faults = map(ArmedFault.parse, filter(None, spec.split(",")))
+    numbers = (None, os.environ.get(_NUMBER))
     armed = [each for each in faults if each.name == name and each.number in numbers]
     _passed[name] += bool(armed)
     for each in armed:

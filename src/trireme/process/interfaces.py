@@ -11,7 +11,8 @@ import psutil
 
 from trireme.core.errors import RoomFailed
 
-GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+GLOO = "GLOO_SOCKET_IFNAME"
+NCCL = "NCCL_SOCKET_IFNAME"
 """Variables by which a user chooses the interface of the libraries."""
 
 
@@ -49,7 +50,8 @@ def interface_towards(host: str) -> str:
 def listen(host: str, ports: Sequence[int] = ()) -> socket.socket:
     """Opens a socket that listens at an address of this node, at the first free one of `ports` (`cluster.ports`), or at
     any free port if there are none. Raises RoomFailed."""
-    family, why = socket.AF_INET6 if ":" in host else socket.AF_INET, ""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    why = ""
     for port in ports or (0,):
         try:
             return socket.create_server((host, port), family=family)
@@ -57,5 +59,8 @@ def listen(host: str, ports: Sequence[int] = ()) -> socket.socket:
             why = str(error)
             if error.errno != errno.EADDRINUSE:
                 break
-    where = f"a port of {min(ports)}-{max(ports)} (cluster.ports)" if ports else "a free port"
+    if ports:
+        where = f"a port of {min(ports)}-{max(ports)} (cluster.ports)"
+    else:
+        where = "a free port"
     raise RoomFailed(f"this node cannot listen at {host}, at {where}: {why}")

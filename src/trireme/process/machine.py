@@ -17,7 +17,9 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 SMI = ("nvidia-smi", "--query-gpu=index,uuid,memory.total,memory.free", "--format=csv,noheader,nounits")
 SMI_S = 20.0
 """Time limit for the driver's answer. Without persistence mode it first initialises each GPU, for seconds."""
-STORE_SHARE, STORE_BYTES, STORE_ON_DISK = 0.3, 200 * 10**9, 10**10
+STORE_SHARE = 0.3
+STORE_BYTES = 200 * 10**9
+STORE_ON_DISK = 10**10
 """Ray's object store takes this share of a machine's memory, at most so many bytes. Where /dev/shm is too small for it,
 it is a file in Ray's temporary directory, of at most the last number of bytes
 (`ray._private.utils.resolve_object_store_memory`)."""
@@ -74,7 +76,10 @@ def this_machine() -> Node:
     system = psutil.virtual_memory()
     groups = list(_group_memory())
     memory = min([system.total, *(limit for limit, _ in groups)])
-    shm = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0
+    if Path("/dev/shm").is_dir():
+        shm = shutil.disk_usage("/dev/shm").total
+    else:
+        shm = 0
     return Node(
         name="this machine",
         cpus=len(os.sched_getaffinity(0)),
@@ -114,7 +119,10 @@ def _group_memory(
     """Yields the memory limits of this process's control group and of those around it, each with what is left of it, of
     version 2 and of version 1. Pages of files are left, as the system drops them where memory is asked for. In a
     container the mount shows the container's own group as its root."""
-    lines = groups.read_text().splitlines() if groups.is_file() else []
+    if groups.is_file():
+        lines = groups.read_text().splitlines()
+    else:
+        lines = []
     for number, controllers, path in (line.split(":", 2) for line in lines):
         if number == "0" and not controllers:
             base = mount

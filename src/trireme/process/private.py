@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-PREFIX, LOCK = "trireme-", "driver"
+PREFIX = "trireme-"
+LOCK = "driver"
 LONGEST_BASE = 24
 """Bytes of the directory in which it lies. The name takes 17, Ray's directory 2, and Ray's sockets below it 64; the
 system allows 107."""

@@ -84,7 +84,10 @@ def connected(address: str, config: CommonConfig | None) -> Iterator[None]:
     _without_obituaries()
     _refuse_unless_reachable(address)
     os.environ["RAY_OVERRIDE_JOB_RUNTIME_ENV"] = "1"  # else Ray refuses variables that a submitted job also sets
-    runtime_env = WorkerEnvironment.of(config, os.environ).runtime_env(os.environ) if config else {}
+    if config:
+        runtime_env = WorkerEnvironment.of(config, os.environ).runtime_env(os.environ)
+    else:
+        runtime_env = {}
     ray.init(address=address, log_to_driver=False, configure_logging=False, runtime_env=runtime_env)
     try:
         yield
@@ -134,7 +137,8 @@ def _refuse_unless_reachable(address: str) -> None:
 def check_services() -> None:
     """Raises ServicesLost if Ray's services have ended that this process has started. In a cluster of others it has
     started none."""
-    if ended := _ended_services():
+    ended = _ended_services()
+    if ended:
         said = " and ".join(f"{kind} (exit code {code})" for kind, code in ended.items())
         raise ServicesLost(f"Ray's services on this machine have ended, and all actors with them: {said}")
 
@@ -320,7 +324,8 @@ def actor_nodes(options_N: Sequence[Mapping[str, Any]]) -> list[str | None]:
 def await_places(options: Mapping[str, Sequence[Mapping[str, Any]]], timeout_s: float, progress: Progress) -> None:
     """Waits until Ray has a place for each actor, {room: Ray's options of its actors}: nodes may have been lost since
     `reserve`. Calls `progress` once a second while one is missing. Raises RoomFailed after `timeout_s` seconds."""
-    started, waited = time.monotonic(), 0.0
+    started = time.monotonic()
+    waited = 0.0
     while names := _without_place(options):
         if waited > timeout_s:
             raise RoomFailed(

@@ -150,7 +150,8 @@ def end_after(close: Callable[[], Awaitable[object]]) -> None:
     A handler in Python does not suit: it needs the main thread, which Ray keeps to itself. That of faulthandler runs in
     whichever thread gets the signal, and what it writes wakes the event loop.
     """
-    loop, (reading, writing) = asyncio.get_running_loop(), os.pipe()
+    loop = asyncio.get_running_loop()
+    (reading, writing) = os.pipe()
     endings: list[asyncio.Task[None]] = []
 
     async def end() -> None:

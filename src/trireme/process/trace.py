@@ -65,19 +65,24 @@ def start(log_dir: Path | None, process: str, max_mb: int) -> None:
 def stop() -> None:
     """Writes the rest of the trace of this process, and ends it."""
     global _writer
-    writer, _writer = _writer, None
+    writer = _writer
+    _writer = None
     if writer:
         writer.close()
 
 
 def span(name: str, track: str = "main", **args: Any) -> AbstractContextManager[Any]:
     """Records the time of the `with` block, on a track where spans follow or contain each other."""
-    return _timed(partial(_writer.add_span, name, track, args)) if _writer else _nothing
+    if _writer:
+        return _timed(partial(_writer.add_span, name, track, args))
+    return _nothing
 
 
 def overlapping(name: str, track: str, **args: Any) -> AbstractContextManager[Any]:
     """Records the time of the `with` block, if it takes a millisecond, on a track where spans may overlap."""
-    return _timed(partial(_writer.add_overlapping, name, track, args)) if _writer else _nothing
+    if _writer:
+        return _timed(partial(_writer.add_overlapping, name, track, args))
+    return _nothing
 
 
 @contextmanager
@@ -123,7 +128,8 @@ class Busy:
         """Begins a new span if there is work. `args` are recorded with the spans from now on."""
         if self._paused and self._working:
             self._since = _now()
-        self._paused, self._args = False, args
+        self._paused = False
+        self._args = args
 
     def _end(self) -> None:
         if _writer and self._since is not None:
@@ -154,7 +160,8 @@ class TraceWriter:
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         self.counters: dict[str, int] = {}
-        self._path, self._max_bytes = path, max_bytes
+        self._path = path
+        self._max_bytes = max_bytes
         self._epoch = (time.time_ns() - _now()) // 1000 * 1000
         room, _, index = path.stem.rpartition("_")
         self._rank = ROOMS.index(room)
@@ -203,7 +210,9 @@ class TraceWriter:
 
     def _append(self, file: BinaryIO, events: Iterator[dict[str, Any]]) -> bool:
         """Writes `events`. Returns False if the file is full; its last line then says so."""
-        lines, size, room = [], file.tell(), True
+        lines = []
+        size = file.tell()
+        room = True
         for event in events:
             # A line begins with the end of the one before it, which a process that was killed may have left torn.
             lines.append(("\n," if size else "[") + _to_json(event))
@@ -230,7 +239,8 @@ class TraceWriter:
             if track not in self._tids:
                 self._tids[track] = self._pid + 1 + len(self._tids)
                 yield self._meta("thread_name", name=track) | {"tid": self._tids[track]}
-            event["pid"], event["tid"] = self._pid, self._tids[track]
+            event["pid"] = self._pid
+            event["tid"] = self._tids[track]
             yield event
         for name, value in self.counters.copy().items():
             if self._counted.get(name) != value:

@@ -46,10 +46,13 @@ def with_log(error: TriremeError, log: Path | None) -> TriremeError:
 def _cause_of_death(error: RayActorError) -> str:
     """Returns what Ray knows of the death, without its advice, which is about Ray's own commands."""
     said = " ".join(COLOURS.sub("", str(error)).split())
-    pid, detail = re.search(r"pid: (\d+)", said), re.search(r"exit detail: (.*?)(?: Some common causes|$)", said)
+    pid = re.search(r"pid: (\d+)", said)
+    detail = re.search(r"exit detail: (.*?)(?: Some common causes|$)", said)
     if pid and "connection error code 2" in said:  # all that is known of a process that was killed
         return f"process {pid[1]} was killed or crashed, or ran out of memory"
-    return f"process {pid[1]}: {detail[1]}" if pid and detail else said[:600]
+    if pid and detail:
+        return f"process {pid[1]}: {detail[1]}"
+    return said[:600]
 
 
 def _overdue(who: str, timeout_s: float, log: Path | None, limit: str = "") -> RoomFailed:
@@ -70,8 +73,10 @@ def get_all(
     """Returns the values of `refs`; `who` names their owners. Raises as soon as one fails, and does not wait for others
     (which may hang in a collective), or after `timeout_s` seconds. Calls `on_tick` about once a second with the names
     still waited for and the seconds waited. `limit` says in the error what set the time limit."""
-    started, pending = time.monotonic(), list(refs)
-    owner, values = dict(zip(refs, who, strict=True)), {}
+    started = time.monotonic()
+    pending = list(refs)
+    owner = dict(zip(refs, who, strict=True))
+    values = {}
     while pending:
         waited = time.monotonic() - started
         if waited > timeout_s:

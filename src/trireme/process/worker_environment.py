@@ -96,7 +96,8 @@ class WorkerEnvironment:
         job: its modules stay."""
         job = (json.loads(environ.get(JOB_CONFIG) or "{}").get("runtime_env") or {}).get("py_modules") or []
         found: dict[str, Any] = {"env_vars": dict(self.variables), "excludes": ["__pycache__"]}
-        if modules := [*map(str, self.modules), *job]:
+        modules = [*map(str, self.modules), *job]
+        if modules:
             found["py_modules"] = modules
         found["worker_process_setup_hook"] = _beginning(dict(self.secrets))
         return found
@@ -132,7 +133,8 @@ def _chosen(names: Iterable[str], environ: Mapping[str, str]) -> dict[str, str]:
     usual = [name for name in usual if name != OF_ONE_NODE]
     usual += [name for name in NAMES if name in environ]
     found = {name: environ[name] for name in dict.fromkeys([*usual, *names])}
-    if paths := found.get("PYTHONPATH"):
+    paths = found.get("PYTHONPATH")
+    if paths:
         found["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in paths.split(os.pathsep) if path)
     return found
 
@@ -163,7 +165,9 @@ def _places(name: str) -> list[Path]:
         return []
     if spec.submodule_search_locations is not None:
         return [Path(place) for place in spec.submodule_search_locations]
-    return [Path(spec.origin)] if spec.has_location and spec.origin else []
+    if spec.has_location and spec.origin:
+        return [Path(spec.origin)]
+    return []
 
 
 def _imported(place: Path) -> Iterator[str]:

@@ -59,7 +59,9 @@ class TextRenderer(Renderer):
     """Strings that end the assistant's message, beside the stop tokens."""
 
     def __init__(self, tokenizer: Any, stop: Sequence[int], strip: bool) -> None:
-        self._tokenizer, self._stop, self._strip = tokenizer, tuple(dict.fromkeys(stop)), strip
+        self._tokenizer = tokenizer
+        self._stop = tuple(dict.fromkeys(stop))
+        self._strip = strip
         self._think_end = tokenizer.get_added_vocab().get(THINK_END)
 
     @abstractmethod
@@ -80,7 +82,9 @@ class TextRenderer(Renderer):
 
     def _boundary(self, messages: Sequence[Message]) -> int:
         """Returns the place before which the prompt that follows `messages` shows no thinking."""
-        return last_query(messages) if self._strip else 0
+        if self._strip:
+            return last_query(messages)
+        return 0
 
     def encode(self, text: str) -> list[int]:
         return encode_text(self._tokenizer, text)
@@ -92,7 +96,8 @@ class TextRenderer(Renderer):
         sampled = [i for i, m in enumerate(messages) if "tokens" in m]
         if not sampled:
             return self.encode(self.text(messages, tools, True))
-        cut, last = self._cut_turns(messages), messages[sampled[-1]]
+        cut = self._cut_turns(messages)
+        last = messages[sampled[-1]]
         if "prompt" in last and (rest := self._from_last(messages, tools, cut)) is not None:
             return [*last["prompt"], *rest]
         header = self.text(messages[: sampled[0]], tools, True)
@@ -106,7 +111,9 @@ class TextRenderer(Renderer):
     def continuation(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int] | None:
         rest = self._from_last(messages, tools, self._cut_turns(messages))
         sampled = next((list(m["tokens"]) for m in reversed(messages) if "tokens" in m), [])
-        return rest[len(sampled) :] if rest is not None and rest[: len(sampled)] == sampled else None
+        if rest is not None and rest[: len(sampled)] == sampled:
+            return rest[len(sampled) :]
+        return None
 
     def _from_last(self, messages: Sequence[Message], tools: Sequence[ToolSpec], cut: list[int]) -> list[int] | None:
         """Returns the next prompt from the last sampled message on, if what is before it is the prompt that it was
@@ -168,11 +175,10 @@ class TextRenderer(Renderer):
         done = 0
         for i in sorted({*trained, *(i for i, m in enumerate(messages) if "tokens" in m)}):
             start, end = self._span(full, messages, i, tools)
-            own = (
-                self.closed(self._sampled_tokens(messages[i], i in cut))
-                if "tokens" in messages[i]
-                else self.encode(full[start:end])
-            )
+            if "tokens" in messages[i]:
+                own = self.closed(self._sampled_tokens(messages[i], i in cut))
+            else:
+                own = self.encode(full[start:end])
             header = self.encode(full[done:start])
             tokens_T += header + own
             weights_T += [0.0] * len(header) + [float(i in trained)] * len(own)
@@ -233,4 +239,6 @@ def trained_messages(messages: Sequence[Message], train_on: TrainOn) -> list[int
             f"a conversation of {len(messages)} messages has none of role {' or '.join(roles)}, which "
             f"train_on = {train_on} trains on"
         )
-    return places[-1:] if train_on == "last_assistant_message" else places
+    if train_on == "last_assistant_message":
+        return places[-1:]
+    return places

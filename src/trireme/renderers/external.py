@@ -41,7 +41,8 @@ class PackageRenderer(Renderer):
     def __init__(self, tokenizer: Any, strip: bool, enable_thinking: bool | None = None, *, name: str) -> None:
         self._settings = tokenizer, strip, enable_thinking
         self.name = name
-        self._tokenizer, self._strips = tokenizer, strip
+        self._tokenizer = tokenizer
+        self._strips = strip
         self._package = _open(tokenizer, strip, enable_thinking, name)
         self._stop = tuple(self._package.get_stop_token_ids())
         self._special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
@@ -60,7 +61,8 @@ class PackageRenderer(Renderer):
     def generation_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
         last = max((i for i, m in enumerate(messages) if "tokens" in m and "prompt" in m), default=None)
         if last is not None:
-            prompt, sampled = list(messages[last]["prompt"]), list(messages[last]["tokens"])
+            prompt = list(messages[last]["prompt"])
+            sampled = list(messages[last]["tokens"])
             extended = self._package.bridge_to_next_turn(
                 prompt, sampled, _for_package(messages)[last + 1 :], tools=_schemas(tools)
             )
@@ -84,7 +86,8 @@ class PackageRenderer(Renderer):
         if last is None:
             raise ValueError(f"the format {self.name} does not tell which tokens are those of train_on = {train_on}")
         if messages[-1]["role"] == "assistant" and trained[-1] == len(messages) - 1 and tokens[last] not in self._stop:
-            tokens, weights = [*tokens, self._stop[0]], [*weights, True]  # GLM ends a message by the next one's header
+            tokens = [*tokens, self._stop[0]]
+            weights = [*weights, True]  # GLM ends a message by the next one's header
         return np.asarray(tokens, np.int32), np.asarray(weights, np.float32)
 
     def _render(
@@ -93,16 +96,21 @@ class PackageRenderer(Renderer):
         """Returns the conversation's tokens, the place of the message that each belongs to (-1: none), and True for
         each that is content or was sampled."""
         made = self._package.render(_for_package(messages), tools=_schemas(tools), add_generation_prompt=generate)
-        tokens, owners = list(made.token_ids), list(made.message_indices)
+        tokens = list(made.token_ids)
+        owners = list(made.message_indices)
         masks = [mask for mask in (made.sampled_mask, made.is_content) if len(mask) == len(tokens)]
-        says = [any(values) for values in zip(*masks, strict=True)] if masks else [False] * len(tokens)
+        if masks:
+            says = [any(values) for values in zip(*masks, strict=True)]
+        else:
+            says = [False] * len(tokens)
         for i, message in enumerate(messages):
             if "tokens" not in message:
                 continue
             places = [n for n, owner in enumerate(owners) if owner == i and says[n]]
             if not places:
                 raise ValueError(f"the format {self.name} shows nothing of the sampled message {i}")
-            start, end = places[0], places[-1] + 1
+            start = places[0]
+            end = places[-1] + 1
             own = self._as_shown(list(message["tokens"]), tokens[start:end])
             tokens[start:end], owners[start:end], says[start:end] = own, [i] * len(own), [True] * len(own)
         return tokens, owners, says
@@ -115,11 +123,16 @@ class PackageRenderer(Renderer):
         """
         cuts = sorted(n + after for n, token in enumerate(own) if token in self._special for after in (0, 1))
         text = self._text(shown)
-        cut = max((n for n in cuts if self._text(own[n:]) == text), default=0) if self._strips else 0
+        if self._strips:
+            cut = max((n for n in cuts if self._text(own[n:]) == text), default=0)
+        else:
+            cut = 0
         kept = own[cut:]
         while cut and kept and not self._tokenizer.decode(kept[:1]).strip():
             kept = kept[1:]
-        return kept if self.ended(kept) or not self.ended(shown) else [*kept, shown[-1]]
+        if self.ended(kept) or not self.ended(shown):
+            return kept
+        return [*kept, shown[-1]]
 
     def _text(self, tokens: list[int]) -> str:
         """Returns the text of a message without white space, which formats write differently within tool calls."""
@@ -152,7 +165,8 @@ def suitable(tokenizer: Any, strip: bool, enable_thinking: bool | None = None) -
     if tokenizer.chat_template is None and Path(tokenizer.name_or_path).is_dir():
         raise BadInput(f"{tokenizer.name_or_path} has no chat template to compare a format with")
     known = require(f"{PACKAGE}.base", extra=PACKAGE, what_for="the chat format of a model").MODEL_RENDERER_MAP
-    if named := known.get(tokenizer.name_or_path):
+    named = known.get(tokenizer.name_or_path)
+    if named:
         return PackageRenderer(tokenizer, strip, enable_thinking, name=named)
     vocabulary = tokenizer.get_added_vocab()
     for name in dict.fromkeys(known.values()) if tokenizer.chat_template else ():
@@ -167,10 +181,14 @@ def suitable(tokenizer: Any, strip: bool, enable_thinking: bool | None = None) -
 
 def _writes_template(renderer: PackageRenderer, tokenizer: Any, enable_thinking: bool | None) -> bool:
     """Returns True if the renderer's tokens of the probe are those of the chat template, wherever that has any."""
-    options = {} if enable_thinking is None else dict.fromkeys(THINKING_SWITCHES, enable_thinking)
+    if enable_thinking is None:
+        options = {}
+    else:
+        options = dict.fromkeys(THINKING_SWITCHES, enable_thinking)
     compared = 0
     for n, generate in product(range(2, len(PROBE) + 1), (False, True)):
-        tools, text = [PROBE_TOOL] if n > PLAIN else [], None
+        tools = [PROBE_TOOL] if n > PLAIN else []
+        text = None
         with suppress(Exception):  # templates raise at will
             text = tokenizer.apply_chat_template(
                 _for_package(PROBE[:n]),
@@ -208,12 +226,15 @@ def _open(tokenizer: Any, strip: bool, enable_thinking: bool | None, name: str) 
 
 def _for_package(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Returns messages in the package's form. Calls of tools are numbered, and their answers name them in order."""
-    numbers, waiting, made = count(), list[tuple[str, str]](), []
+    numbers = count()
+    waiting = list[tuple[str, str]]()
+    made = []
     for message in messages:
         shown: dict[str, Any] = {key: message[key] for key in ("role", "content", "name") if key in message}
         if "thinking" in message:
             shown["reasoning_content"] = message["thinking"]
-        if calls := message.get("tool_calls"):
+        calls = message.get("tool_calls")
+        if calls:
             waiting = [(f"functions.{call['name']}:{next(numbers)}", call["name"]) for call in calls]
             shown["tool_calls"] = [
                 {"type": "function", "id": identity, "function": dict(call)}
@@ -232,5 +253,10 @@ def _schemas(tools: Sequence[ToolSpec]) -> list[dict[str, Any]] | None:
 
 def _call(call: Any) -> ToolCall | None:
     """Returns a call of a tool that the package has read; None if it is malformed."""
-    arguments = read_json(to_json(call.arguments)) if call.status == "ok" else None
-    return ToolCall(name=call.name, arguments=arguments) if call.name and isinstance(arguments, dict) else None
+    if call.status == "ok":
+        arguments = read_json(to_json(call.arguments))
+    else:
+        arguments = None
+    if call.name and isinstance(arguments, dict):
+        return ToolCall(name=call.name, arguments=arguments)
+    return None

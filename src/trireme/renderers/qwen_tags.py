@@ -12,9 +12,12 @@ from typing import Any, NoReturn
 from trireme.core.finite_json import to_json
 from trireme.renderers.types import Message, ToolCall, ToolSpec
 
-THINK, THINK_END = "<think>", "</think>"
-CALL, CALL_END = "<tool_call>", "</tool_call>"
-TOOL_RESPONSE, TOOL_RESPONSE_END = "<tool_response>", "</tool_response>"
+THINK = "<think>"
+THINK_END = "</think>"
+CALL = "<tool_call>"
+CALL_END = "</tool_call>"
+TOOL_RESPONSE = "<tool_response>"
+TOOL_RESPONSE_END = "</tool_response>"
 
 
 def tool_schema(tool: ToolSpec) -> dict[str, Any]:
@@ -78,10 +81,15 @@ def parse_text(text: str) -> tuple[Message, bool]:
 def _call(block: str) -> ToolCall | None:
     """Reads the text after `<tool_call>`, up to the next one; None if it is not one call and nothing else."""
     written, closed, rest = block.partition(CALL_END)
-    call = read_json(written) if closed and not rest.strip() else None
+    if closed and not rest.strip():
+        call = read_json(written)
+    else:
+        call = None
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return None
-    return ToolCall(name=call["name"], arguments=call["arguments"]) if isinstance(call.get("arguments"), dict) else None
+    if isinstance(call.get("arguments"), dict):
+        return ToolCall(name=call["name"], arguments=call["arguments"])
+    return None
 
 
 def read_json(text: str) -> Any:

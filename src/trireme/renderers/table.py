@@ -34,7 +34,8 @@ def make_renderer(
     `enable_thinking` false: prompts ask for an answer without any, as Qwen3's template does. Raises BadInput for an
     unknown name, for a tokenizer that does not suit it, and for a format without such a switch.
     """
-    if expected := unknown_renderer(name):
+    expected = unknown_renderer(name)
+    if expected:
         raise BadInput(f"renderer.name = {name!r}; expected {expected}")
     if name == "auto":
         return _suitable(tokenizer, strip_thinking_from_history, enable_thinking)
@@ -56,9 +57,12 @@ def _built_in() -> list[str]:
 def _class_of(name: str) -> Callable[..., Renderer]:
     module, _, member = name.partition(":")
     if module == external.PACKAGE:
-        return partial(external.PackageRenderer, name=member) if member else external.suitable
+        if member:
+            return partial(external.PackageRenderer, name=member)
+        return external.suitable
     if not member:
-        module, member = f"{kinds.__name__}.{name}", "RENDERER"
+        module = f"{kinds.__name__}.{name}"
+        member = "RENDERER"
     try:
         made: Callable[..., Renderer] = getattr(importlib.import_module(module), member)
     except (ImportError, AttributeError) as error:
@@ -68,7 +72,10 @@ def _class_of(name: str) -> Callable[..., Renderer]:
 
 def _suitable(tokenizer: Any, strip: bool, enable_thinking: bool | None) -> Renderer:
     """Returns the renderer that `auto` stands for, and logs which it is where the choice is not obvious."""
-    fallback = "role_colon" if tokenizer.chat_template is None else "chat_template"
+    if tokenizer.chat_template is None:
+        fallback = "role_colon"
+    else:
+        fallback = "chat_template"
     template = _class_of(fallback)(tokenizer, strip, enable_thinking)
     if tokenizer.chat_template is not None:
         for name in _built_in():

@@ -101,16 +101,26 @@ class Commits:
         note: Callable[[str], None],
         far: FarParts | None = None,
     ) -> None:
-        self._config, self._run, self._fixed, self._note, self._far = config, run, fixed, note, far
-        self._trainer, self._others = trainer, others
+        self._config = config
+        self._run = run
+        self._fixed = fixed
+        self._note = note
+        self._far = far
+        self._trainer = trainer
+        self._others = others
         manifest = run.start.manifest
         self._parent = CommitRef(manifest.lineage, manifest.step) if manifest else None  # the newest commit
-        self._identities = list(manifest.identities) if manifest else []
+        if manifest:
+            self._identities = list(manifest.identities)
+        else:
+            self._identities = []
         self._boundary: tuple[int, PublishedWeights | None] | None = None
         self._draft: CommitDraft | None = None  # until the row of its step is written
         self._sealing: Future[None] | None = None
-        self._missed, self._is_last = 0, False
-        self._keep_last, self._has_room = config.checkpoint.keep_last, False  # True: made since a commit was missed
+        self._missed = 0
+        self._is_last = False
+        self._keep_last = config.checkpoint.keep_last
+        self._has_room = False  # True: made since a commit was missed
 
     def __enter__(self) -> Commits:
         return self
@@ -165,7 +175,8 @@ class Commits:
 
     def seal(self) -> None:
         """Says that the rows up to this boundary are written: a draft becomes a commit, in the background if it may."""
-        draft, self._draft = self._draft, None
+        draft = self._draft
+        self._draft = None
         if draft is None:
             return
         self._sealing = _in_background(lambda: self._publish(draft), name=f"commit of step {draft.version}")
@@ -203,7 +214,8 @@ class Commits:
 
     def _publish(self, draft: CommitDraft) -> None:
         """Waits for all parts, and makes them a commit."""
-        store, limit_s = self._run.store, self._config.timeouts.checkpoint_s
+        store = self._run.store
+        limit_s = self._config.timeouts.checkpoint_s
         try:
             with trace.span("commit", "commits", version=draft.version):
                 fault_point("commit.parts")
@@ -258,7 +270,8 @@ class Commits:
 
     def _settle(self) -> None:
         """Waits for the commit in flight, if there is one."""
-        sealing, self._sealing = self._sealing, None
+        sealing = self._sealing
+        self._sealing = None
         if sealing is None:
             return
         limit = self._config.timeouts.checkpoint_s
@@ -275,8 +288,14 @@ class Commits:
         last of a run, unless there is room for another try."""
         self.check_owner()  # what another driver's start took away is no failure of the storage
         self._missed += 1
-        deleted = self._prune_for_room() if isinstance(error, DiskFull) else []
-        made = f"; deleted {', '.join(deleted)}, and from now on only the newest commit is kept" if deleted else ""
+        if isinstance(error, DiskFull):
+            deleted = self._prune_for_room()
+        else:
+            deleted = []
+        if deleted:
+            made = f"; deleted {', '.join(deleted)}, and from now on only the newest commit is kept"
+        else:
+            made = ""
         limit = self._config.checkpoint.max_missed
         self._note(
             f"commit missed ({self._missed} in a row; up to checkpoint.max_missed = {limit} may be): {error}{made}"
@@ -292,7 +311,8 @@ class Commits:
             self._note(f"old commits stay: {error}")
             return []
         if deleted:
-            self._keep_last, self._has_room = 1, True
+            self._keep_last = 1
+            self._has_room = True
         return deleted
 
     def check_owner(self) -> None:
@@ -304,7 +324,8 @@ class Commits:
         the draft of this boundary. Raises StorageFailed after too many missed commits."""
         self._settle()
         if not self._prune_for_room() and self._draft:
-            draft, self._draft = self._draft, None
+            draft = self._draft
+            self._draft = None
             self._discard(draft)
             self._miss(StorageFailed("its space was needed for the rows of its step"))
 

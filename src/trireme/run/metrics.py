@@ -43,7 +43,8 @@ def reduce_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """
     reduced = {}
     for name in dict.fromkeys(name for part in parts for name in part):
-        having, how = [part for part in parts if name in part], name.rpartition(":")[2]
+        having = [part for part in parts if name in part]
+        how = name.rpartition(":")[2]
         values = [part[name] for part in having]
         if how == "mean":
             tokens = [part.get("loss_tokens:sum", 1.0) for part in having]
@@ -101,7 +102,11 @@ class Journal:
         trackers: Sequence[Tracker],
         guard: RowGuard,
     ) -> None:
-        self._root, self._line, self._out, self._trackers, self._guard = root, line, out, trackers, guard
+        self._root = root
+        self._line = line
+        self._out = out
+        self._trackers = trackers
+        self._guard = guard
         self._files = {name: path_in(root, name).open("ab", buffering=0) for name in (METRICS, TRAINED)}
 
     def write(self, row: Mapping[str, Any], trained: Mapping[str, Any], records: Sequence[str] = ()) -> None:
@@ -118,7 +123,8 @@ class Journal:
 
     def _append(self, name: str, row: Mapping[str, Any]) -> None:
         """Adds a line, or nothing: half of one would spoil the next."""
-        file, line = self._files[name], memoryview(to_json(row).encode() + b"\n")
+        file = self._files[name]
+        line = memoryview(to_json(row).encode() + b"\n")
         whole = os.fstat(file.fileno()).st_size
         try:
             fault_point(f"row.{name}")
@@ -251,7 +257,8 @@ class WandbSink:
     def __init__(self, config: CommonConfig, run_id: str, run_name: str, directory: Path) -> None:
         import wandb
 
-        self._wandb, options = wandb, config.wandb
+        self._wandb = wandb
+        options = config.wandb
         self._offline = options.mode == "offline"
         self._run = wandb.init(
             **options.model_dump(include={"project", "entity", "tags", "mode"}),

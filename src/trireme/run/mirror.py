@@ -78,8 +78,12 @@ class Mirror:
         note: Callable[[str], None],
     ) -> None:
         self.bucket = bucket
-        self._root, self._options, self._limit_s, self._note = root, options, limit_s, note
-        self._stored, self._tag = stored, tag
+        self._root = root
+        self._options = options
+        self._limit_s = limit_s
+        self._note = note
+        self._stored = stored
+        self._tag = tag
         self._seen: set[str] = set()  # commits that the directory held at some time, by path
         self._looked_at: set[str] = set()  # commits that the directory held at the last success, by name
         self._stats: dict[str, tuple[int, int, int]] = {}  # of the files whose parts `_stored` has
@@ -147,7 +151,8 @@ class Mirror:
     def _bring_what_comes(self) -> None:
         """Brings new commits at once, and everything else every EVERY_S. What failed waits for RETRY_S, and is tried
         once more at the end."""
-        full_at, retry_at = time.monotonic(), 0.0
+        full_at = time.monotonic()
+        retry_at = 0.0
         while not self._lost and not self._ending.wait(LOOK_S):
             self._waiting |= self._new_commits()
             now = time.monotonic()
@@ -177,13 +182,16 @@ class Mirror:
         else:
             if self._failed:
                 self._note(f"{self.bucket.url} has everything again")
-            self._failed, self._looked_at = None, names
+            self._failed = None
+            self._looked_at = names
             self._waiting.clear()
 
     def bring(self) -> bool:
         """Brings everything that is new to the store, and deletes there what HEAD has ceased to name. Returns False if
         an attempt began meanwhile: then it has to be called again. Raises LockLost, StorageFailed, OSError."""
-        deadline, shape, driver = time.monotonic() + self._limit_s, self._shape(), self._stored.driver
+        deadline = time.monotonic() + self._limit_s
+        shape = self._shape()
+        driver = self._stored.driver
         if shape is None:
             return True  # the directory was emptied for a start that has not come to an end
         commits = self._bring_commits(deadline)
@@ -203,7 +211,8 @@ class Mirror:
         known = replace(
             self._stored, commits={path: each for path, each in self._stored.commits.items() if path not in gone}
         )
-        keep_last, keep_every = self._options.keep_last, self._options.keep_every
+        keep_last = self._options.keep_last
+        keep_every = self._options.keep_every
         commits |= elsewhere(known, shape.head, commits, keep_last, keep_every)
         new = replace(self._stored, head=shape.head, commits=commits, files=files)
         if new == self._stored:
@@ -219,7 +228,9 @@ class Mirror:
     def _shape(self) -> Shape | None:
         head = CheckpointStore(self._root).head()
         parked = frozenset(str(path.relative_to(self._root)) for path in _parked(self._root))
-        return Shape(head, parked) if head else None
+        if head:
+            return Shape(head, parked)
+        return None
 
     def _bring_commits(self, deadline: float) -> dict[str, StoredCommit]:
         """Brings the commits of the directory, the newest first. Returns those that are whole in the store."""
@@ -259,7 +270,8 @@ class Mirror:
         self, path: str, driver: int, deadline: float, stats: dict[str, tuple[int, int, int]]
     ) -> tuple[FilePart, ...]:
         """Brings the new parts of a file. Returns all of its parts, and adds to `stats` what the file was then."""
-        file, known = self._root / path, self._stored.files.get(path, ())
+        file = self._root / path
+        known = self._stored.files.get(path, ())
         stat = file.stat()
         stats[path] = now = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
         if self._stats.get(path) == now and path in self._stored.files:
@@ -302,9 +314,13 @@ class Mirror:
         found = self.bucket.read(HEAD)
         there = StoredRun.from_json(found[0]) if found else None
         if there and found and there.token == self._stored.token:
-            self._stored, self._tag = there, found[1]
+            self._stored = there
+            self._tag = found[1]
             return there
-        by = f"{there.holder}, attempt {there.head.attempt} of run {there.head.run_id}" if there else "no driver"
+        if there:
+            by = f"{there.holder}, attempt {there.head.attempt} of run {there.head.run_id}"
+        else:
+            by = "no driver"
         refusal = Refusal(
             f"{self.bucket.url}, whose HEAD was put by {by}, after driver {self._stored.driver} "
             f"({self._stored.holder})",
@@ -318,7 +334,8 @@ class Mirror:
         put from now on stays until the next attempt."""
         stored = self._stored
         swept: list[str] = []
-        parts, commits = stored.parts(), stored.commit_keys()
+        parts = stored.parts()
+        commits = stored.commit_keys()
         for key in [*self.bucket.keys("commits"), *self.bucket.keys("rows")]:
             writer = writer_of(key)
             is_named = key in parts or "/".join(key.split("/")[:3]) in commits

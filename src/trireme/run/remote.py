@@ -44,28 +44,34 @@ class RemoteRun:
 
     def __init__(self, url: str, config: CommonConfig, say: Callable[[str], None]) -> None:
         """Tries whether the store can hold a run. Raises BadInput if it cannot, StorageFailed, CheckpointInvalid."""
-        self._url, self._config, self._say = url, config, say
+        self._url = url
+        self._config = config
+        self._say = say
         Bucket(url).try_conditions()
         self._bucket: Bucket | None = None
         self._found: StoredRun | None = None
         self._tag: str | None = None
-        if root := named_root(config):
+        root = named_root(config)
+        if root:
             self._look(root.name)
             self._prepare(root)
 
     def _look(self, name: str) -> Bucket:
         """Reads HEAD of the run with this name."""
         self._bucket = bucket = Bucket(f"{self._url}/{name}")
-        if found := bucket.read(HEAD):
+        found = bucket.read(HEAD)
+        if found:
             try:
-                self._found, self._tag = StoredRun.from_json(found[0]), found[1]
+                self._found = StoredRun.from_json(found[0])
+                self._tag = found[1]
             except CheckpointInvalid as error:
                 raise CheckpointInvalid(f"{bucket.url}: {error}") from None
         return bucket
 
     def _prepare(self, root: Path) -> None:
         """Makes `root` what the start needs: nothing, this machine's own directory, or what was brought."""
-        resume, found = self._config.resume, self._found
+        resume = self._config.resume
+        found = self._found
         if found is None:
             return
         if not resume.wanted or (resume.dir is not None and resume.latest != "auto"):
@@ -81,8 +87,12 @@ class RemoteRun:
             return
         arriving = root.with_name(root.name + ARRIVING)
         with storage_errors(root):
-            if moved := _set_aside(root, found.driver):
-                what = "lacks the commit to resume from" if only_there else "is older"
+            moved = _set_aside(root, found.driver)
+            if moved:
+                if only_there:
+                    what = "lacks the commit to resume from"
+                else:
+                    what = "is older"
                 self._say(f"{root} {what}, or is another run than {self._url}/{root.name}: it is now {moved}")
             make_directory(arriving)
             with locked(arriving):  # another start on this machine may bring it too
@@ -127,7 +137,8 @@ class RemoteRun:
     def _bring_commit(self, root: Path, found: StoredRun) -> tuple[str | None, list[str]]:
         """Brings the commit to resume from. Returns its name, None without one, and a note for each newer one that does
         not verify."""
-        steps, wanted = found.of_branch(), self._config.resume.step
+        steps = found.of_branch()
+        wanted = self._config.resume.step
         notes: list[str] = []
         if wanted is not None and wanted >= 0:
             if wanted not in steps:
@@ -164,7 +175,10 @@ class RemoteRun:
         """Takes over HEAD in the store for `run`. Returns what brings it there. Raises BadInput if another driver was
         faster, StorageFailed."""
         bucket = self._bucket or self._look(run.root.name)
-        before = self._found if self._found and self._found.head.run_id == run.start.run_id else None
+        if self._found and self._found.head.run_id == run.start.run_id:
+            before = self._found
+        else:
+            before = None
         mine = StoredRun(
             driver=self._found.driver + 1 if self._found else 1,
             token=secrets.token_hex(8),
@@ -180,7 +194,8 @@ class RemoteRun:
         except PutRefused:
             tag = _own_tag(bucket, mine)
         self._say(f"the run is kept in {bucket.url}, and any machine can resume it from there")
-        options, limit_s = self._config.checkpoint, self._config.timeouts.checkpoint_s
+        options = self._config.checkpoint
+        limit_s = self._config.timeouts.checkpoint_s
         return Mirror(bucket, run.root, mine, tag, options, limit_s, note)
 
     @contextmanager
@@ -188,7 +203,8 @@ class RemoteRun:
         """Takes over HEAD in the store for `run`, which is brought there during the block and once more at its end.
         Yields the run, whose right to write ends with the right to that HEAD. Raises BadInput if another driver was
         faster; LockLost, and StorageFailed where the end of the run has not arrived."""
-        mirror, limit_s = self.claim(run, note), self._config.timeouts.checkpoint_s
+        mirror = self.claim(run, note)
+        limit_s = self._config.timeouts.checkpoint_s
         mirror.start()
         try:
             yield replace(run, mirror=mirror)

@@ -47,16 +47,24 @@ BEFORE_MARKS = (LOCK, *(f"{mark}.new" for mark in MARKS))
 
 def command_of(root: Path) -> str:
     """Returns the command of the run in `root`, by its config.json: only that of `sft` has a section `data`."""
-    return "sft" if "data" in json.loads((root / CONFIG).read_bytes()) else "rl"
+    if "data" in json.loads((root / CONFIG).read_bytes()):
+        return "sft"
+    return "rl"
 
 
 def rerun_command(root: Path, *flags: str, own: bool = False) -> str:
     """Returns the command that runs the configuration of the run in `root` again, with more flags. `own`: this user has
     just run it, so it is trusted, and runs where that run found its modules, models and devices."""
     config = json.loads((root / CONFIG).read_bytes())
-    places = config.pop(WRITTEN_BY, {}).get("environment", {}) if own else {}
+    if own:
+        places = config.pop(WRITTEN_BY, {}).get("environment", {})
+    else:
+        places = {}
     schema = SftConfig if command_of(root) == "sft" else Config
-    trust = [FLAG] if own and named_code(config, keys_of(schema)) else []
+    if own and named_code(config, keys_of(schema)):
+        trust = [FLAG]
+    else:
+        trust = []
     words = ["uv", "run", command_of(root), "@", str(root / CONFIG), *trust, *flags]
     return " ".join([*(f"{name}={shlex.quote(places[name])}" for name in PLACES if name in places), shlex.join(words)])
 
@@ -73,7 +81,8 @@ def resume_command(root: Path, longer: int | None = None, *, own: bool = False) 
 def _written_by() -> dict[str, Any]:
     """Returns the version of trireme, and the variables that say where modules, models and devices are."""
     places = {name: os.environ[name] for name in PLACES if name in os.environ}
-    if (paths := places.get("PYTHONPATH")) is not None:
+    paths = places.get("PYTHONPATH")
+    if paths is not None:
         places["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in paths.split(os.pathsep))
     return {"trireme": version("trireme"), "environment": places}
 
@@ -192,7 +201,9 @@ def _source(config: CommonConfig, fixed: Mapping[str, Any]) -> VerifiedCommit | 
 
 def named_root(config: CommonConfig) -> Path | None:
     """Returns the run directory that the configuration names; None if it has to be searched for or gets a new name."""
-    return _output_dir(config) / config.run.name if config.run.name else None
+    if config.run.name:
+        return _output_dir(config) / config.run.name
+    return None
 
 
 def _output_dir(config: CommonConfig) -> Path:
@@ -201,7 +212,8 @@ def _output_dir(config: CommonConfig) -> Path:
 
 def _root(config: CommonConfig) -> tuple[Path, tuple[str, ...]]:
     """Returns the run directory, and a note if it had to be searched for. Raises BadInput."""
-    if root := named_root(config):
+    root = named_root(config)
+    if root:
         return root, ()
     if config.resume.wanted and config.resume.dir is None:
         root = _latest_run(_output_dir(config), config.default_name(""))
@@ -230,7 +242,8 @@ def _start(config: CommonConfig, root: Path, fixed: Mapping[str, Any], source: V
         return _fork(config, store, source)
     notes: tuple[str, ...] = ()
     if config.resume.wanted:
-        head, chosen = _begun(store), choose(store, config.resume.step)
+        head = _begun(store)
+        chosen = choose(store, config.resume.step)
         if head:
             return _go_on(config, store, head, fixed, chosen)
         notes = (f"{root} holds nothing to resume: a new run",)
@@ -244,7 +257,10 @@ def _go_on(
     config: CommonConfig, store: CheckpointStore, head: Head, fixed: Mapping[str, Any], chosen: VerifiedCommit | None
 ) -> Start:
     """Starts the attempt after that of `head`, from a commit or from the beginning."""
-    notes = check_fixed(chosen, fixed, config.resume.force) if chosen else ()
+    if chosen:
+        notes = check_fixed(chosen, fixed, config.resume.force)
+    else:
+        notes = ()
     head = _claim(config, store, replace(head, attempt=head.attempt + 1))
     if chosen is None:
         notes = (f"{store.root} holds no commit yet: it starts again at step 0",)
@@ -283,7 +299,8 @@ def _begun(store: CheckpointStore) -> Head | None:
     """Reads HEAD; None if no run has begun here. Raises BadInput if HEAD is damaged, or missing although there is
     something to resume (an interrupted fork has rows before it has a HEAD)."""
     try:
-        head, what = store.head(), f"{store.root / HEAD} is missing"
+        head = store.head()
+        what = f"{store.root / HEAD} is missing"
         if head or not (store.commits() or (store.root / METRICS).exists()):
             return head
     except CheckpointInvalid as error:
@@ -297,7 +314,8 @@ def _begun(store: CheckpointStore) -> Head | None:
 
 def _fork(config: CommonConfig, store: CheckpointStore, source: VerifiedCommit) -> Start:
     """Starts a new run from another run's commit. Reuses what an interrupted fork of the same commit left."""
-    step, attempt = source.manifest.step, source.manifest.attempt + 1
+    step = source.manifest.step
+    attempt = source.manifest.attempt + 1
     others = [commit for commit in store.commits() if commit != store.commit(step)]
     if others or (store.root / HEAD).exists():
         raise _in_use(store.root, "continue it by --resume, without --resume.dir")

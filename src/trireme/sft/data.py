@@ -109,25 +109,33 @@ class ExampleCursor:
 
     def take(self, number: int) -> list[int]:
         """Takes the next `number` examples, or those left. Returns their indices."""
-        wanted = number if self.end is None else min(number, self.end - self.consumed)
+        if self.end is None:
+            wanted = number
+        else:
+            wanted = min(number, self.end - self.consumed)
         taken: list[int] = []
         while len(taken) < wanted:
             part = self._of_epoch()[self.position : self.position + wanted - len(taken)]
             taken += part.tolist()
             self.position += len(part)
             if self.position == self.size:
-                self.epoch, self.position = self.epoch + 1, 0
+                self.epoch = self.epoch + 1
+                self.position = 0
         return taken
 
     def state_dict(self) -> dict[str, int]:
         return {"epoch": self.epoch, "position": self.position}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self.epoch, self.position = state["epoch"], state["position"]
+        self.epoch = state["epoch"]
+        self.position = state["position"]
 
     def _of_epoch(self) -> npt.NDArray[np.int64]:
         if self._order[0] != self.epoch:
-            order = _permutation(self.size, f"sft:{self.seed}:{self.epoch}") if self.shuffle else np.arange(self.size)
+            if self.shuffle:
+                order = _permutation(self.size, f"sft:{self.seed}:{self.epoch}")
+            else:
+                order = np.arange(self.size)
             self._order = (self.epoch, order)
         return self._order[1]
 
@@ -167,7 +175,8 @@ class SftData:
     @classmethod
     def load(cls, config: SftConfig, facts: ModelFacts, say: Callable[[str], None]) -> SftData:
         """Reads all examples of a run. Raises BadInput."""
-        options, limit = config.data, config.seq_limit(facts)
+        options = config.data
+        limit = config.seq_limit(facts)
         assert limit is not None, "the model has one"
 
         @cache
@@ -176,10 +185,12 @@ class SftData:
 
         rules = ExampleRules(renderer, options.train_on, facts.vocab_size, limit, options.too_long)
         found, notes = read_examples(files_of("data.train", options.train), rules, say)
-        train, test = Examples.of(found), None
+        train = Examples.of(found)
+        test = None
         if options.test is not None:
             held_out, more = read_examples(files_of("data.test", options.test), rules, say)
-            test, notes = Examples.of(held_out), notes + more
+            test = Examples.of(held_out)
+            notes = notes + more
         elif options.test_examples:
             train, test = train.hold_out(options.test_examples, config.seed)
         return cls(train, test, ExampleCursor(len(train), config.seed, options.shuffle), tuple(notes))

@@ -68,7 +68,10 @@ class BadExample(Exception):
 def files_of(key: str, pattern: str) -> list[Path]:
     """Returns the files that the value of `key` names, in order of their names. Raises BadInput if there is none."""
     exact = Path(pattern).expanduser()
-    files = [exact] if exact.is_file() else sorted(Path(name) for name in glob(str(exact)) if Path(name).is_file())
+    if exact.is_file():
+        files = [exact]
+    else:
+        files = sorted(Path(name) for name in glob(str(exact)) if Path(name).is_file())
     if not files:
         raise Refusal(
             f"{key} = {pattern}, which is no file, seen from {Path.cwd()}",
@@ -138,7 +141,10 @@ def _from_line(line: bytes, rules: ExampleRules) -> tuple[Tokens, Weights]:
             return _from_messages(messages, values.get("tools", []), rules)
         case {"tokens": tokens}:
             return _from_tokens(tokens, values.get("weights"))
-    names = f" with {', '.join(values) or 'nothing'}" if isinstance(values, dict) else ""
+    if isinstance(values, dict):
+        names = f" with {', '.join(values) or 'nothing'}"
+    else:
+        names = ""
     raise BadExample(f"a {type(values).__name__}{names}", 'an object with "messages" or "tokens"')
 
 
@@ -163,7 +169,8 @@ def check_messages(messages: Any) -> None:
         place = f"message {number}"
         if not isinstance(message, dict):
             raise BadExample(f"{place} is {_short(message)}", 'an object with "role" and "content"')
-        if unknown := [name for name in message if name not in known]:
+        unknown = [name for name in message if name not in known]
+        if unknown:
             raise BadExample(f"{place} with {', '.join(map(repr, unknown))}", f"only {', '.join(known)}")
         if message.get("role") not in ROLES:
             raise BadExample(f"{place} with role {message.get('role')!r}", f"one of {', '.join(ROLES)}")
@@ -237,7 +244,8 @@ def _checked(
                 "shorten it, or set --data.too-long truncate or drop",
             )
         shortened["truncated"] += 1
-        tokens, weights = tokens[: rules.max_seq_len], weights[: rules.max_seq_len]
+        tokens = tokens[: rules.max_seq_len]
+        weights = weights[: rules.max_seq_len]
     strange = tokens[(tokens < 0) | (tokens >= rules.vocab_size)]
     if len(strange):
         expected = f"ids of the model's vocabulary, below {rules.vocab_size}"
@@ -256,4 +264,6 @@ def _checked(
 
 def _short(value: Any) -> str:
     text = to_json(value, default=str)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    if len(text) <= 60:
+        return text
+    return f"{text[:57]}..."

@@ -61,7 +61,9 @@ class HeartbeatMonitor:
     """
 
     def __init__(self, roster: Roster, heartbeat_s: float, lost: Lost) -> None:
-        self._roster, self._heartbeat_s, self._lost = roster, heartbeat_s, lost
+        self._roster = roster
+        self._heartbeat_s = heartbeat_s
+        self._lost = lost
         self._awaited: dict[Any, tuple[str, Handle]] = {}
         self._monitored: dict[str, _Monitored] = {}
         self._condemned: list[Silent] = []
@@ -106,14 +108,16 @@ class HeartbeatMonitor:
         now = self._awake()
         for name, process in self._monitored.items():
             if not process.asked and process.next <= now:
-                process.asked, process.since = True, now if process.since is None else process.since
+                process.asked = True
+                process.since = now if process.since is None else process.since
                 self.wait_for(process.ask(), name, partial(self._beat, name))
         waiting = {name: now - process.since for name, process in self._monitored.items() if process.since is not None}
         silent = {name: seconds for name, seconds in waiting.items() if seconds >= SUSPECT * self._heartbeat_s}
         for name, silent_s in silent.items():
             why = f"has answered nothing for {silent_s:.0f} s (timeouts.heartbeat_s = {self._heartbeat_s:g})"
             self._judge(name, why, silent_s >= self._heartbeat_s)
-        condemned, self._condemned = self._condemned, []
+        condemned = self._condemned
+        self._condemned = []
         return condemned
 
     def _awake(self) -> float:

@@ -129,8 +129,12 @@ class ReplicaManager:
         limits: ReplicaLimits,
         places: PlacePool,
     ) -> None:
-        self._config, self._replicas, self._roster, self._monitor = config, replicas, roster, monitor
-        self._limits, self._places = limits, places
+        self._config = config
+        self._replicas = replicas
+        self._roster = roster
+        self._monitor = monitor
+        self._limits = limits
+        self._places = places
         self._left_out: list[tuple[float, dict[str, Any]]] = []  # when to try again, and Ray's options
         self._lives: dict[int, _Life] = {}
         self._places_next = 0.0  # when to look at places again
@@ -145,11 +149,14 @@ class ReplicaManager:
     @staticmethod
     def index_of(name: str) -> int | None:
         """Returns the number of the replica with this name in the roster; None for other parts."""
-        return int(name.removeprefix(PREFIX)) if name.startswith(PREFIX) else None
+        if name.startswith(PREFIX):
+            return int(name.removeprefix(PREFIX))
+        return None
 
     def attach(self, replica_set: Any) -> None:
         """Passes each ready replica to the actor `replica_set` from now on."""
-        self._replica_set, self._reports = replica_set, []
+        self._replica_set = replica_set
+        self._reports = []
         self._await_report(replica_set)
         for index in self._of(ReplicaState.READY):
             self._join(index, replica_set)
@@ -180,7 +187,9 @@ class ReplicaManager:
     def look(self) -> None:
         """Replaces replicas whose failure was reported long enough ago, unless Ray does not know yet if they live, and
         ends starts that take too long."""
-        now, reports, self._reports = time.monotonic(), self._reports, []
+        now = time.monotonic()
+        reports = self._reports
+        self._reports = []
         for at, index, reason in reports:
             if at > now or self._monitor.is_unreached(_part_name(index)):
                 self._reports.append((at, index, reason))
@@ -219,7 +228,10 @@ class ReplicaManager:
                 raise
             self._leave_out(index, refusal)
             return
-        lost_engine = None if died else self._replicas.lost_engine_ref(index)
+        if died:
+            lost_engine = None
+        else:
+            lost_engine = self._replicas.lost_engine_ref(index)
         if lost_engine is None:
             self._succeed(index)
             return
@@ -249,7 +261,10 @@ class ReplicaManager:
         change = wanted - len(staying)
         if not change:
             return f"there are {wanted} already"
-        what = f"{change} more to start" if change > 0 else f"{-change} to leave, once they have done what they sample"
+        if change > 0:
+            what = f"{change} more to start"
+        else:
+            what = f"{-change} to leave, once they have done what they sample"
         return f"{count(len(staying), 'replica')}; {what}"
 
     # ---------------------------------------------------------------------------------------------- one replica's way

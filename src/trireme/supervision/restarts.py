@@ -22,7 +22,8 @@ class Restarts:
     """
 
     def __init__(self, limit: int, window_s: float) -> None:
-        self._limit, self._window_s = limit, window_s
+        self._limit = limit
+        self._window_s = window_s
         self._taken: defaultdict[str, deque[float]] = defaultdict(deque)
         self._last: dict[str, tuple[str, int]] = {}
 

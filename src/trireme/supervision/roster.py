@@ -129,7 +129,10 @@ class Roster:
             before = self._parts.get(name) or RunPart(name, health, self._now())
             if health is PartHealth.SUSPECT and before.health is not PartHealth.SUSPECT:
                 self._unsuspected[name] = before.health
-            since = before.since if before.health == health else self._now()
+            if before.health == health:
+                since = before.since
+            else:
+                since = self._now()
             place = (before.pids if pids is None else pids, before.node if node is None else node)
             changed = RunPart(name, health, since, _line(why), *place, before.restarts + successor)
             if changed == self._parts.get(name):
@@ -178,4 +181,6 @@ class Roster:
 
 def _line(text: str) -> str:
     line = "".join(filter(str.isprintable, " ".join(text.split())))
-    return line if len(line) <= LONGEST else f"{line[:LONGEST]} ..."
+    if len(line) <= LONGEST:
+        return line
+    return f"{line[:LONGEST]} ..."

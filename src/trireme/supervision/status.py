@@ -32,7 +32,9 @@ from trireme.core.errors import EXIT_FAILED, EXIT_OK, BadInput
 from trireme.core.finite_json import to_json
 from trireme.supervision.roster import Incident, Roster, RunPart
 
-STATUS, INCIDENTS, SCALE = "STATUS", "incidents.jsonl", "scale"
+STATUS = "STATUS"
+INCIDENTS = "incidents.jsonl"
+SCALE = "scale"
 SHORTEST_S = 0.5
 """Shortest time between two versions of STATUS."""
 LONGEST_S = 10.0
@@ -94,8 +96,10 @@ class StatusWriter:
     """
 
     def __init__(self, root: Path, roster: Roster) -> None:
-        self._root, self._roster = root, roster
-        self._changed, self._ending = threading.Event(), threading.Event()
+        self._root = root
+        self._roster = roster
+        self._changed = threading.Event()
+        self._ending = threading.Event()
         self._warned = False
         self._driver = _driver_of(root)
         self._thread = threading.Thread(target=self._follow, name="status", daemon=True)
@@ -115,8 +119,14 @@ class StatusWriter:
         self._ending.set()
         self._changed.set()
         self._thread.join(JOIN_S)
-        why = "done" if error is None else " ".join(str(error).split()) or type(error).__name__
-        exit_code = EXIT_OK if error is None else getattr(error, "exit_code", EXIT_FAILED)
+        if error is None:
+            why = "done"
+        else:
+            why = " ".join(str(error).split()) or type(error).__name__
+        if error is None:
+            exit_code = EXIT_OK
+        else:
+            exit_code = getattr(error, "exit_code", EXIT_FAILED)
         self._write(RunEnd(exit_code, why[:1000]))
 
     def _listen(self, _roster: Roster, incident: Incident | None) -> None:
@@ -189,10 +199,14 @@ class DriverProcess:
     def read(cls, root: Path) -> DriverProcess | None:
         """Reads who drives, or drove, the run in `root`; None if it never had a driver. Takes no lock."""
         file = root / LOCK
-        holder = HOLDER.match(file.read_text()) if file.exists() else None
+        if file.exists():
+            holder = HOLDER.match(file.read_text())
+        else:
+            holder = None
         if holder is None:
             return None
-        pid, node = int(holder[1]), holder[2]
+        pid = int(holder[1])
+        node = holder[2]
         if node != os.uname().nodename:
             return cls(pid, node, None)
         try:  # the number alone may belong to another process by now

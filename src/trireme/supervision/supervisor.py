@@ -73,12 +73,15 @@ class Supervisor:
 
     def __init__(self, config: CommonConfig, roster: Roster, core: str, elastic: ElasticReplicas | None = None) -> None:
         self.roster = roster
-        self._config, self._core, self._elastic = config, core, elastic
+        self._config = config
+        self._core = core
+        self._elastic = elastic
         self._restarts = Restarts(config.cluster.max_restarts, config.cluster.restart_window_s)
         self._monitor = HeartbeatMonitor(roster, config.timeouts.heartbeat_s, self._lost)
         self._manager: ReplicaManager | None = None
         if elastic:
-            replicas, places = elastic.replicas, elastic.places
+            replicas = elastic.replicas
+            places = elastic.places
             limits = ReplicaLimits(self._again, self._again_on)
             self._manager = ReplicaManager(elastic.config, replicas, roster, self._monitor, limits, places)
         self._lock = threading.Lock()
@@ -105,7 +108,8 @@ class Supervisor:
 
     def check(self) -> None:
         """Raises the error that ends the run or this attempt, if there is one."""
-        if failure := self._fatal or self._core_failure:
+        failure = self._fatal or self._core_failure
+        if failure:
             raise failure
 
     def expect(self, *rooms: MonitoredRoom) -> None:
@@ -127,12 +131,19 @@ class Supervisor:
         """Waits until replicas serve: all of them in the first attempt and in deterministic mode, else one that samples
         for training. While one has no place in the cluster (for `timeouts.place_s` at most) the time to start does not
         run. Raises the error that ends the attempt."""
-        all_of_them, timeouts = self._attempts == 1 or self._config.deterministic, self._config.timeouts
+        all_of_them = self._attempts == 1 or self._config.deterministic
+        timeouts = self._config.timeouts
         began = placed = time.monotonic()
         while True:
             with self._lock:
-                missing = self._manager.missing(all_of_them) if self._manager else []
-                placeless = self._manager.placeless() if self._manager and missing else []
+                if self._manager:
+                    missing = self._manager.missing(all_of_them)
+                else:
+                    missing = []
+                if self._manager and missing:
+                    placeless = self._manager.placeless()
+                else:
+                    placeless = []
             if not missing:
                 return
             self.check()
@@ -156,7 +167,10 @@ class Supervisor:
         """Ends the attempt, with `failure` or None, before its rooms are stopped. If a room hangs, all actors write the
         stacks of their threads to their logs."""
         self._ended = time.monotonic()
-        failure = (failure.failure or failure) if isinstance(failure, StoppedWithoutCommit) else failure
+        if isinstance(failure, StoppedWithoutCommit):
+            failure = failure.failure or failure
+        else:
+            failure = failure
         if failure and waits.unreached(failure):
             self._await_verdict()
         may_go_on = isinstance(failure, RoomFailed)
@@ -188,7 +202,8 @@ class Supervisor:
         with self._lock:
             if self._fatal:
                 raise self._fatal from failure
-            lost, self._core_failure = self._core_failure, None
+            lost = self._core_failure
+            self._core_failure = None
             if lost is None:
                 self.roster.note(self._core, str(failure))
             self._again(self._core, lost or failure, lost is not None or waits.died(failure))
@@ -258,8 +273,10 @@ class Supervisor:
             if added:
                 elastic.check_number(number, added)  # without the lock: it takes seconds when nodes do not answer
             with self._lock:
-                accepted, what = True, manager.scale(request.replicas)
+                accepted = True
+                what = manager.scale(request.replicas)
         except (BadInput, RoomFailed) as refusal:
-            accepted, what = False, str(refusal)
+            accepted = False
+            what = str(refusal)
         with suppress(OSError):  # the disk is full: the request comes again, and finds as many replicas
             elastic.requests.answer(request, what, accepted=accepted)

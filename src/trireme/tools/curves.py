@@ -143,7 +143,8 @@ class RunCurves:
             self._add(json.loads(line))
 
     def _add(self, row: Mapping[str, Any]) -> None:
-        step, attempt = shown_step(row), row.get("attempt", 1)
+        step = shown_step(row)
+        attempt = row.get("attempt", 1)
         self.newest = row
         self.rows += 1
         self.attempts[attempt] = self.attempts.get(attempt, (step,))[0], step
@@ -192,7 +193,9 @@ class RunCurves:
 
     def values(self, name: str) -> Sequence[float]:
         """Returns all finite values of one metric; empty where there is none of that name."""
-        return self._columns[name][1] if name in self._columns else ()
+        if name in self._columns:
+            return self._columns[name][1]
+        return ()
 
     def facts(self, now: datetime) -> list[tuple[str, str]]:
         """Returns when the newest step ended, which share of the sampled tokens was wasted, and whether training
@@ -215,7 +218,8 @@ class RunCurves:
         causes = ", ".join(f"{number / tokens:.1%} {text}" for text, number in wasted.items() if number)
         share = f"{1 - trained / tokens:.1%} of {tokens:,.0f} tokens"
         facts.append(("sampled in vain", f"{share}: {causes}" if causes else share))
-        if sampled := self.newest.get("length/sampled"):
+        sampled = self.newest.get("length/sampled")
+        if sampled:
             trained_on = trained / self._sums["perf/rollouts"]
             lengths = (
                 f"{trained_on:.0f} tokens trained on, {sampled:.0f} of all that were sampled, stopped ones as estimated"

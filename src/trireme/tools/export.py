@@ -52,7 +52,8 @@ def export(
     StorageFailed.
     """
     chosen = chosen_commit(root, step)
-    commit, paths = chosen.path, [record.path for record in chosen.manifest.files]
+    commit = chosen.path
+    paths = [record.path for record in chosen.manifest.files]
     try:
         read = {
             path.removeprefix(PART): partial(_read, commit, path, on_file) for path in paths if path.startswith(PART)
@@ -63,8 +64,16 @@ def export(
                 "a commit of a run that trained LoRA adapters",
                 "leave --merge out",
             ).error()
-        kind = "merged" if merge else "adapter" if ADAPTER in read else None
-        label = dtype if dtype or kind else json.loads(read[CONFIG]())["dtype"]
+        if merge:
+            kind = "merged"
+        elif ADAPTER in read:
+            kind = "adapter"
+        else:
+            kind = None
+        if dtype or kind:
+            label = dtype
+        else:
+            label = json.loads(read[CONFIG]())["dtype"]
         name = "-".join(part for part in (commit.name, label, kind) if part)
         out = (out or root / "exports" / name).expanduser().absolute()
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -99,7 +108,9 @@ def _write_beside(out: Path, files: Iterable[tuple[str, bytes]], dtype: str | No
     """
     draft = out.with_name(f"{out.name}.partial-{secrets.token_hex(4)}")
     try:
-        written, tensor_bytes, shown = 0, 0, ""
+        written = 0
+        tensor_bytes = 0
+        shown = ""
         for name, contents in files:
             data = contents
             if name.endswith(".safetensors"):

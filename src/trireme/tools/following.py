@@ -34,7 +34,8 @@ class LineFollower:
             status = os.fstat(lines.fileno())
             restarted = status.st_ino != self._inode or status.st_size < self._position
             if restarted:
-                self._inode, self._position = status.st_ino, 0
+                self._inode = status.st_ino
+                self._position = 0
             lines.seek(self._position)
             contents = lines.read(-1 if most_bytes is None else most_bytes)
         new, newline, _torn = contents.rpartition(b"\n")
@@ -54,7 +55,9 @@ def tokenizer_of(config: Mapping[str, Any]) -> str | None:
     """Returns the local directory of a run's tokenizer; None if it is elsewhere, or missing."""
     model = config.get("model", {})
     name = model.get("tokenizer") or model.get("name")
-    return name if name and Path(name).is_dir() else None
+    if name and Path(name).is_dir():
+        return name
+    return None
 
 
 def driver_state(root: Path) -> str:
@@ -64,7 +67,9 @@ def driver_state(root: Path) -> str:
         return "not started"
     if driver.alive is None:
         return f"driver on {driver.node}, process {driver.pid}"
-    return f"running, process {driver.pid}" if driver.alive else "not running"
+    if driver.alive:
+        return f"running, process {driver.pid}"
+    return "not running"
 
 
 def is_live(driver: str) -> bool:

@@ -80,7 +80,10 @@ def inspect(root: Path, on_commit: Callable[[Path], None], quick: bool = False) 
     except CheckpointInvalid as error:
         damage = str(error)
     status = Status.read(root)
-    finished = status.step if status and status.ended and status.ended.exit_code == EXIT_OK else None
+    if status and status.ended and status.ended.exit_code == EXIT_OK:
+        finished = status.step
+    else:
+        finished = None
     attempts = [path.name.removeprefix("attempt_") for path in root.glob("logs/attempt_*")]
     return Inspection(
         run=str(root),
@@ -101,7 +104,8 @@ def inspect(root: Path, on_commit: Callable[[Path], None], quick: bool = False) 
 def _commit(root: Path, path: Path, branch: str | None, quick: bool) -> InspectedCommit:
     step = step_of(path.name)
     assert step is not None
-    manifest, reason = None, None
+    manifest = None
+    reason = None
     try:
         manifest = Manifest.verified(path, contents=not quick)
     except (CheckpointInvalid, FileNotFoundError) as error:
@@ -121,7 +125,8 @@ def render(report: Inspection) -> Iterator[RenderableType]:
     yield f"run {report.run}"
     if report.damage:
         yield f"damaged: {report.damage}"
-    if head := report.head:
+    head = report.head
+    if head:
         logs = ", ".join(f"attempt_{attempt}" for attempt in report.attempts) or "none"
         yield f"HEAD: run id {head.run_id}, lineage {head.lineage}, attempt {head.attempt}; logs: {logs}"
         yield from (_lineage_line(lineage, report.lineages) for lineage in report.lineages)
@@ -134,24 +139,35 @@ def render(report: Inspection) -> Iterator[RenderableType]:
             yield f"{commit.path} does not verify: {commit.reason}"
     for leftover in report.leftovers:
         yield f"{leftover} is no commit: it is being written or deleted, or the next resume deletes it"
-    if incidents := report.incidents:
-        known = f"{len(incidents)} incidents" if len(incidents) > 1 else "1 incident"
+    incidents = report.incidents
+    if incidents:
+        if len(incidents) > 1:
+            known = f"{len(incidents)} incidents"
+        else:
+            known = "1 incident"
         yield f"{known}, all in {INCIDENTS}" + (":" if len(incidents) <= MOST_INCIDENTS else "; the newest:")
     for incident in incidents[-MOST_INCIDENTS:]:  # oldest first
         when = datetime.fromtimestamp(incident.at, UTC)
         place = f"attempt {incident.attempt}, step {incident.step}"
         yield f"  {when:%Y-%m-%d %H:%M:%S} UTC, {place}: {incident.part}: {incident.what}"
     if report.resume:
-        start = "the beginning: there is no commit that verifies" if report.newest is None else f"step {report.newest}"
-        what = (
-            f"continue from {start}" if report.finished is None else f"finished at step {report.finished}; for longer"
-        )
+        if report.newest is None:
+            start = "the beginning: there is no commit that verifies"
+        else:
+            start = f"step {report.newest}"
+        if report.finished is None:
+            what = f"continue from {start}"
+        else:
+            what = f"finished at step {report.finished}; for longer"
         yield f"\n{what}\n  {report.resume}"
 
 
 def _lineage_line(head: Head, lineages: Sequence[Head]) -> str:
     """Says which lineage a lineage descends from, and from which step of it."""
-    state = "current" if head == lineages[-1] else f"left in attempt {head.attempt}, see branches/{head.lineage}"
+    if head == lineages[-1]:
+        state = "current"
+    else:
+        state = f"left in attempt {head.attempt}, see branches/{head.lineage}"
     if head.base is None:
         return f"lineage {head.lineage} from the beginning ({state})"
     is_here = head.base.lineage in {lineage.lineage for lineage in lineages}
@@ -160,7 +176,10 @@ def _lineage_line(head: Head, lineages: Sequence[Head]) -> str:
 
 
 def _table(branch: str | None, commits: list[InspectedCommit], quick: bool) -> Table:
-    title = "commits" if branch is None else f"superseded commits, in branches/{branch}"
+    if branch is None:
+        title = "commits"
+    else:
+        title = f"superseded commits, in branches/{branch}"
     table = Table(title=title, title_justify="left")
     for column in ("step", "lineage", "attempt", "written", "size", "sizes fit" if quick else "verifies"):
         table.add_column(column, no_wrap=True)

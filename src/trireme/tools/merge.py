@@ -32,7 +32,10 @@ def merged_files(
     is_gone = Path(base).is_absolute() and not Path(base).is_dir()
     digest = None if is_gone else base_digest(base)
     if digest != trained_on["digest"]:
-        found = "is no directory here" if is_gone else f"now has weights with digest {digest}"
+        if is_gone:
+            found = "is no directory here"
+        else:
+            found = f"now has weights with digest {digest}"
         raise Refusal(
             f"an adapter of {base}, which {found}",
             f"the weights that it was trained on, with digest {trained_on['digest']}",

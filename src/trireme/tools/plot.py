@@ -61,7 +61,8 @@ def read_curve(root: Path, key: str) -> tuple[Sequence[float], Sequence[float]]:
     Raises BadInput where no row has it."""
     curves = RunCurves(root)
     curves.look(most_bytes=None)
-    if points := curves.points(key):
+    points = curves.points(key)
+    if points:
         steps, values = zip(*points, strict=True)
         return steps, values
     raise Refusal(
@@ -120,7 +121,9 @@ def axis_of(values: Sequence[Any]) -> tuple[dict[Any, float], str]:
 
 def knob_text(value: Any) -> str:
     """Returns a value of a knob as a person writes it."""
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value)
 
 
 def draw(title: str, horizontal: str, vertical: str, add_lines: Callable[[Any], None]) -> bytes:

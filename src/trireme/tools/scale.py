@@ -29,7 +29,8 @@ def scale(root: Path, replicas: int, wait: bool, say: Callable[[str], None]) -> 
     Raises BadInput when the run cannot have them, RoomFailed when its driver ends or they do not serve in time.
     """
     config = _checked(root, replicas)
-    timeouts, status = config["timeouts"], Status.read(root)
+    timeouts = config["timeouts"]
+    status = Status.read(root)
     start_s = max(timeouts["start_s"], status.start_s if status else 0.0)
     deadline = _Deadline(root, start_s + timeouts["update_s"], say)
     before = len(_replicas(root))
@@ -77,13 +78,16 @@ class _Deadline:
     """Waits for the driver of the run in `root`, `timeout_s` seconds in total."""
 
     def __init__(self, root: Path, timeout_s: float, say: Callable[[str], None]) -> None:
-        self._root, self._timeout_s, self._say = root, timeout_s, say
+        self._root = root
+        self._timeout_s = timeout_s
+        self._say = say
         self._end = time.monotonic() + timeout_s
 
     def until(self, found: Callable[[], T | None], what: Callable[[], str]) -> T:
         """Returns the value of `found` once it is not None. `what` describes what is waited for; `say` gets it when it
         changes. Raises RoomFailed."""
-        said, patient_until = "", time.monotonic() + PATIENCE_S
+        said = ""
+        patient_until = time.monotonic() + PATIENCE_S
         while (value := found()) is None:
             if what() != said and time.monotonic() > patient_until:
                 said = what()
@@ -91,7 +95,10 @@ class _Deadline:
             driver = DriverProcess.read(self._root)
             if driver is None or driver.alive is False:
                 status = Status.read(self._root)
-                why = f": {status.ended.why}" if status and status.ended else ""
+                if status and status.ended:
+                    why = f": {status.ended.why}"
+                else:
+                    why = ""
                 raise RoomFailed(f"the driver of {self._root} ended{why}")
             if time.monotonic() > self._end:
                 raise RoomFailed(
@@ -104,7 +111,9 @@ class _Deadline:
 
 def _replicas(root: Path) -> list[RunPart]:
     status = Status.read(root)
-    return [part for part in status.parts if part.room == "inference"] if status else []
+    if status:
+        return [part for part in status.parts if part.room == "inference"]
+    return []
 
 
 def standing(root: Path, wanted: int) -> str:
@@ -119,7 +128,11 @@ def standing(root: Path, wanted: int) -> str:
         if part.health != PartHealth.HEALTHY
     ]
     serving = sum(part.serves for part in replicas)
-    more, fewer = f"{serving} replicas serve, {wanted} are wanted", f"{serving} of {wanted} replicas serve"
-    left_out = [f"{len(others) - SHOWN} more"] if len(others) > SHOWN else []
+    more = f"{serving} replicas serve, {wanted} are wanted"
+    fewer = f"{serving} of {wanted} replicas serve"
+    if len(others) > SHOWN:
+        left_out = [f"{len(others) - SHOWN} more"]
+    else:
+        left_out = []
     shown = ", ".join([*others[:SHOWN], *left_out])
     return (more if serving > wanted else fewer) + (f"; {shown}" if shown else "")

@@ -44,7 +44,10 @@ def headline(config: Mapping[str, Any], newest: Row, driver: str) -> str:
     target = target_of(config, newest)
     if not newest:
         return f"step 0/{target}  {driver}"
-    reward = f"reward {newest['reward/total']:.3f}  " if "reward/total" in newest else ""
+    if "reward/total" in newest:
+        reward = f"reward {newest['reward/total']:.3f}  "
+    else:
+        reward = ""
     return f"step {shown_step(newest)}/{target}  attempt {newest.get('attempt', 1)}  {reward}{driver}"
 
 
@@ -62,12 +65,17 @@ def standing(status: Status | None, driver: str) -> str:
     if status is None:
         return "this run says nothing of its parts: it has not begun, or has no supervisor"
     restarting = is_live(driver) and not driver.endswith(f"process {status.pid}")
-    before = "a new command begins; the one before it " if restarting else ""
+    if restarting:
+        before = "a new command begins; the one before it "
+    else:
+        before = ""
     if status.ended:
         return f"{before}ended with exit code {status.ended.exit_code}: {status.ended.why}"
     if restarting:
         return f"{before}was killed, and all its parts with it"
-    return "" if is_live(driver) else "the driver was killed, and all parts with it; this is their last state"
+    if is_live(driver):
+        return ""
+    return "the driver was killed, and all parts with it; this is their last state"
 
 
 def age_of(at: float, now: datetime) -> str:

@@ -104,7 +104,8 @@ def traces(root: Path) -> dict[int, list[Path]]:
     """Returns the trace files of every attempt that has any, in the order in which rooms are shown."""
     found: dict[int, dict[tuple[int, int], Path]] = defaultdict(dict)
     for file in root.glob("trace/attempt_*/*.json"):
-        if match := re.fullmatch(rf"attempt_(\d+)/({'|'.join(ROOMS)})_(\d+)\.json", f"{file.parent.name}/{file.name}"):
+        match = re.fullmatch(rf"attempt_(\d+)/({'|'.join(ROOMS)})_(\d+)\.json", f"{file.parent.name}/{file.name}")
+        if match:
             found[int(match[1])][ROOMS.index(match[2]), int(match[3])] = file
     return {attempt: [found[attempt][place] for place in sorted(found[attempt])] for attempt in sorted(found)}
 
@@ -125,7 +126,10 @@ def json_lines(file: Path, most_bytes: int | None = None) -> Iterator[dict[str, 
         return
     with file.open("rb") as lines:
         size = os.fstat(lines.fileno()).st_size
-        beginning = size if most_bytes is None or size <= most_bytes else min(BEGINNING_BYTES, most_bytes // 4)
+        if most_bytes is None or size <= most_bytes:
+            beginning = size
+        else:
+            beginning = min(BEGINNING_BYTES, most_bytes // 4)
         yield from _objects(lines, beginning)
         if most_bytes is not None and size > most_bytes:
             lines.seek(size - (most_bytes - beginning))
@@ -169,19 +173,24 @@ def timeline(root: Path, steps: int = NEWEST_STEPS, most_bytes: int = LIVE_BYTES
     if not found:
         return None
     attempt = max(found)
-    files, outlived = found[attempt], _outlived(found, attempt)
+    files = found[attempt]
+    outlived = _outlived(found, attempt)
     share = most_bytes // min(len(files) + len(outlived), MOST_PROCESSES)
     traced = _steps(files, share)
     shown = {step: traced[step] for step in sorted(traced)[-steps:]}
     from_the_start = len(shown) == len(traced)
-    since = 0 if from_the_start else min(start for start, _ in shown.values())
+    if from_the_start:
+        since = 0
+    else:
+        since = min(start for start, _ in shown.values())
     processes = [_process(file, since, share) for file in files[:MOST_PROCESSES]]
     begun = min((span.start for span in _spans(processes)), default=NEVER)
     older = [_process(file, begun, share) for file in outlived[: MOST_PROCESSES - len(processes)]]
     processes += [process for process in older if process.tracks]
     times = [t for span in _spans(processes) for t in (span.start, span.end) if t is not None]
     times += [t for when in shown.values() for t in when]
-    start, end = max(since, min(times, default=0)), max(times, default=0)
+    start = max(since, min(times, default=0))
+    end = max(times, default=0)
     return Timeline(
         attempt=attempt,
         traced=(min(traced), max(traced)) if traced else None,
@@ -228,7 +237,8 @@ def _process(file: Path, since: int, most_bytes: int) -> Process:
             case {"ph": "b"}:
                 open_spans[event["cat"], event["id"]] = event
             case {"ph": "e"}:
-                if begin := open_spans.pop((event["cat"], event["id"]), None):
+                begin = open_spans.pop((event["cat"], event["id"]), None)
+                if begin:
                     args = {**begin.get("args", {}), **event.get("args", {})}
                     keep(overlapping[event["cat"]], {**begin, "args": args}, event["ts"])
             case {"ph": "C", "ts": at, "args": {"number": value}}:
@@ -257,13 +267,16 @@ def _packed(name: str, spans: Sequence[Span]) -> Track:
 
 
 def _end(span: Span) -> int:
-    return NEVER if span.end is None else span.end
+    if span.end is None:
+        return NEVER
+    return span.end
 
 
 def _bound(processes: Sequence[Process], length: int) -> int:
     """Joins short spans until at most MOST_SPANS are left; returns the resolution that this took."""
     rows = [row for process in processes for track in process.tracks for row in track.rows]
-    resolution, joined = 0, rows
+    resolution = 0
+    joined = rows
     while sum(map(len, joined)) > MOST_SPANS:
         resolution = 2 * resolution or max(length // 10_000, 1)
         joined = [_joined(row, resolution) for row in rows]

@@ -69,7 +69,8 @@ def curves_table(curves: RunCurves) -> Table:
     for column in ("", "newest", f"mean of {AVERAGED}", "from the first step to the newest"):
         table.add_column(column, no_wrap=True)
     for name in FIRST_CURVES:
-        if values := curves.values(name):
+        values = curves.values(name)
+        if values:
             table.add_row(name, f"{values[-1]:.4g}", f"{mean(values[-AVERAGED:]):.4g}", bars(values, CURVE_WIDTH))
     return table
 
@@ -110,4 +111,6 @@ def incidents_text(incidents: Sequence[Incident], now: datetime) -> Text:
         text.append(f"attempt {incident.attempt}, step {incident.step}  {incident.part}: {incident.what}\n")
     if len(incidents) > NEWEST_INCIDENTS:
         text.append(f"{len(incidents) - NEWEST_INCIDENTS} older ones are in incidents.jsonl", style="dim")
-    return text if incidents else Text("no incidents", style="dim")
+    if incidents:
+        return text
+    return Text("no incidents", style="dim")

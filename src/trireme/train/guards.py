@@ -24,7 +24,8 @@ class RefusedSteps:
     """Counts the steps of one attempt with a gradient that was not finite. `say` prints a line."""
 
     def __init__(self, config: CommonConfig, say: Callable[[str], None]) -> None:
-        self._limit, self._say = config.trainer.max_refused_steps, say
+        self._limit = config.trainer.max_refused_steps
+        self._say = say
         self._refused = 0
 
     def update(self, update: Callable[[], OptimStepResponse], name: str, suspects: Sequence[str]) -> float:
@@ -42,7 +43,10 @@ class RefusedSteps:
     def check(self, row: Mapping[str, Any]) -> None:
         """Looks at the row of a step that is done. Raises LimitReached after too many steps in a row of which at least
         one update was refused."""
-        self._refused = self._refused + 1 if row["optim/refused"] else 0
+        if row["optim/refused"]:
+            self._refused = self._refused + 1
+        else:
+            self._refused = 0
         if self._refused >= self._limit:
             raise LimitReached(
                 f"in {self._refused} steps in a row the gradient of an update was not finite "
@@ -58,7 +62,8 @@ class Guard(RefusedSteps):
 
     def __init__(self, config: Config, say: Callable[[str], None]) -> None:
         super().__init__(config, say)
-        self._limits, self._temperature = config.trainer.kl, config.inference.sampling.temperature
+        self._limits = config.trainer.kl
+        self._temperature = config.inference.sampling.temperature
         self._envs = [env.label for env in config.env]
         self._alike_steps: Counter[tuple[str, str]] = Counter()
         self._alarmed = False
@@ -68,7 +73,8 @@ class Guard(RefusedSteps):
         beyond `trainer.kl.stop`."""
         super().check(row)
         self._check_difficulty(row)
-        kl, limits = row[KL], self._limits
+        kl = row[KL]
+        limits = self._limits
         apart = (
             f"step {row['version']}: kl_sample_train_v2 = {kl:.3g} between sampler and trainer (mean age of the groups "
             f"{row['off_policy/mean']:.2f} steps, temperature {self._temperature:g})"

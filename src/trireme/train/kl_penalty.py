@@ -36,7 +36,10 @@ class KlPenalty:
     """
 
     def __init__(self, trainer: Trainer, coef: float, discount: float, update_every: int = 0) -> None:
-        self._trainer, self._coef, self._discount, self._update_every = trainer, coef, discount, update_every
+        self._trainer = trainer
+        self._coef = coef
+        self._discount = discount
+        self._update_every = update_every
         self._means: list[float] = []
 
     def __call__(self, minibatches: Iterator[Minibatch]) -> Iterator[Minibatch]:
@@ -45,11 +48,14 @@ class KlPenalty:
         if not self._coef:
             yield from minibatches
             return
-        all_, total, tokens = [], 0.0, 0.0
+        all_ = []
+        total = 0.0
+        tokens = 0.0
         for minibatch in minibatches:
             batch, sums = self._trainer.forward_summarized(minibatch.batch, "reference", REFERENCE, sum_distances)
             all_.append(replace(minibatch, batch=batch))
-            total, tokens = total + float(sums[0].sum()), tokens + float(sums[1].sum())
+            total = total + float(sums[0].sum())
+            tokens = tokens + float(sums[1].sum())
         mean = total / max(tokens, 1)
         self._means.append(mean)
         penalized = partial(with_penalty, mean=mean, coef=self._coef, discount=self._discount)
@@ -64,8 +70,11 @@ class KlPenalty:
 
     def take(self) -> dict[str, float]:
         """Returns `kl_policy_base` of the step that is done: the mean of its substeps' dbar."""
-        means, self._means = self._means, []
-        return {"kl_policy_base": float(np.mean(means))} if means else {}
+        means = self._means
+        self._means = []
+        if means:
+            return {"kl_policy_base": float(np.mean(means))}
+        return {}
 
 
 def sum_distances(batch: TokenBatch) -> Floats:

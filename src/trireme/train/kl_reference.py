@@ -36,7 +36,9 @@ def resolve_reference(config: Config, facts: ModelFacts) -> Config:
 def weights_of(path: str) -> Path:
     """Returns the Hugging Face directory of a commit, or `path` itself."""
     given = Path(path).expanduser()
-    return given / INFERENCE if (given / MANIFEST).exists() else given
+    if (given / MANIFEST).exists():
+        return given / INFERENCE
+    return given
 
 
 def keep_reference(config: Config) -> None:

@@ -50,7 +50,10 @@ def train_step(
     config: Config, rooms: Rooms, penalty: KlPenalty, attempt: Attempt, record: StepRecord
 ) -> tuple[PublishedWeights, StepSummary]:
     """Trains on one batch, and gives the new weights to the replicas, which sample the next batches meanwhile."""
-    trainer, orchestrator, step, clock = rooms.trainer, rooms.orchestrator, record.step, record.clock
+    trainer = rooms.trainer
+    orchestrator = rooms.orchestrator
+    step = record.step
+    clock = record.clock
     adam = attempt.adam_params(step)
     for substep in range(config.trainer.num_substeps):
         on_tick = attempt.check if substep == 0 else attempt.check_rooms  # later substeps cannot be given up

@@ -27,7 +27,8 @@ def train(config: SftConfig, trainer: Trainer, data: SftData, attempt: Attempt, 
     between steps, with the boundary there to be committed.
     """
     attempt.commits.at_boundary(attempt.start, trainer.publish_weights(attempt.start))
-    every, last = config.eval.every, config.max_steps - 1
+    every = config.eval.every
+    last = config.max_steps - 1
     for step in attempt.steps():
         attempt.commits.leave_boundary()
         record = StepRecord(step)
@@ -58,7 +59,8 @@ def train_step(
     trainer: Trainer, examples: Examples, chosen: Sequence[int], attempt: Attempt, record: StepRecord
 ) -> dict[str, float]:
     """Updates the weights by the examples `chosen`, and returns the metrics of the step."""
-    batch, adam = examples.batch(chosen), attempt.adam_params(record.step)
+    batch = examples.batch(chosen)
+    adam = attempt.adam_params(record.step)
     weighted, divisor = attempt.config.normalization.apply(batch, "weights")
     with record.clock("forward_backward"):
         output = trainer.forward_backward(weighted, "cross_entropy", {})
@@ -100,7 +102,10 @@ def evaluate(trainer: Trainer, held_out: Examples | None, version: int, clock: C
 
 def step_line(row: Mapping[str, Any], max_steps: int) -> str:
     """Returns what the terminal shows of a step."""
-    tested = f"  test {row['test/nll']:.4f} (version {row['test/version']})" if "test/nll" in row else ""
+    if "test/nll" in row:
+        tested = f"  test {row['test/nll']:.4f} (version {row['test/version']})"
+    else:
+        tested = ""
     return (
         f"step {shown_step(row):>{len(str(max_steps))}}/{max_steps}"
         f"  nll {row['train_mean_nll']:.4f}{tested}"

@@ -133,7 +133,8 @@ class StepRecord:
     """Adds up the trainer's outputs of a step, for the normaliser of its update and for its row."""
 
     def __init__(self, step: int) -> None:
-        self.step, self.clock = step, Clock()
+        self.step = step
+        self.clock = Clock()
         self._suspects: list[str] = []  # names of the substep's datums whose loss is not finite
         self._grad_norms: list[float] = []  # of each update, NaN if it was refused
         self._outputs: list[Mapping[str, float]] = []
@@ -149,7 +150,8 @@ class StepRecord:
 
     def update(self, guard: RefusedSteps, optim_step: Callable[[float], OptimStepResponse]) -> None:
         """Ends a substep: calls `optim_step` with the divisor of its summed gradient, under `guard`."""
-        suspects, self._suspects = self._suspects, []
+        suspects = self._suspects
+        self._suspects = []
         name = f"step {self.step + 1}, update {len(self._grad_norms) + 1}"
         normalizer = self._divisors[-1] or 1.0  # a gradient that is not divided, or zero for want of loss tokens
         self._grad_norms.append(guard.update(partial(optim_step, normalizer), name, suspects))
@@ -185,4 +187,6 @@ class StepRecord:
     def mfu_metrics(self) -> dict[str, float]:
         """Returns `perf/mfu` (`trainer.mfu`) if the peak of the trainer's GPUs is known."""
         seconds = self.clock.seconds
-        return {"perf/mfu": self._peak_s / (seconds["forward_backward"] + seconds["optim"])} if self._peak_s else {}
+        if self._peak_s:
+            return {"perf/mfu": self._peak_s / (seconds["forward_backward"] + seconds["optim"])}
+        return {}

@@ -77,7 +77,8 @@ def make_sender(rank: int, size: int, ports: Sequence[int] = ()) -> Sender:
     """Makes the sender of an actor, which gives its buckets to others."""
     from trireme.transports.sending import BroadcastSender  # imports torch, which receivers do not need
 
-    host, holder = ray.util.get_node_ip_address(), ray.get_runtime_context().current_actor
+    host = ray.util.get_node_ip_address()
+    holder = ray.get_runtime_context().current_actor
     return BroadcastSender(rank, size, host, holder, ports)
 
 

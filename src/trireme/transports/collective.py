@@ -61,7 +61,8 @@ class GlooCollective:
         options._devices = [ProcessGroupGloo.create_device(interface=interface)]
         options._timeout = timedelta(seconds=timeout_s / CONNECTING)
         options._threads = 1
-        self._before, self._behind = rank - 1, rank + 1 if rank + 1 < size else None
+        self._before = rank - 1
+        self._behind = rank + 1 if rank + 1 < size else None
         self._next_tag = 0
         self._passing: list[Any] = []  # sends that nobody has waited for
         self._cut = ""  # why nothing is passed on any more
@@ -79,7 +80,10 @@ class GlooCollective:
         self._next_tag += len(pieces)
         try:
             # All are asked for in advance: a send waits until it is asked for, else for a round trip each time.
-            arriving = [group.recv([piece], self._before, tag) for tag, piece in pieces] if self._before >= 0 else []
+            if self._before >= 0:
+                arriving = [group.recv([piece], self._before, tag) for tag, piece in pieces]
+            else:
+                arriving = []
             for number, (tag, piece) in enumerate(pieces):
                 if arriving:
                     _wait(arriving[number], deadline)
@@ -98,7 +102,9 @@ class GlooCollective:
             self._cut = str(error)
 
     def finish(self, timeout_s: float) -> None:
-        deadline, passing, self._passing = time.monotonic() + timeout_s, self._passing, []
+        deadline = time.monotonic() + timeout_s
+        passing = self._passing
+        self._passing = []
         try:
             for sent in passing:
                 _wait(sent, deadline)
@@ -120,7 +126,8 @@ class NcclCollective:
     """A group of GPUs, one for each process: NCCL refuses two processes on one GPU. `buffer` must be on this one's."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout_s: float, nccl: Nccl | None = None) -> None:
-        self._nccl, self._comm = nccl or Nccl(), ctypes.c_void_p()
+        self._nccl = nccl or Nccl()
+        self._comm = ctypes.c_void_p()
         deadline = time.monotonic() + timeout_s
         if rank == ROOT:
             store.set("nccl", self._nccl.unique_id().hex())
@@ -131,7 +138,8 @@ class NcclCollective:
         self._await(lambda: True, deadline, f"the members of a group of {size} GPUs to connect")
 
     def broadcast(self, buffer: Tensor, timeout_s: float) -> None:
-        deadline, done = time.monotonic() + timeout_s, torch.cuda.Event()
+        deadline = time.monotonic() + timeout_s
+        done = torch.cuda.Event()
         self._stream.wait_stream(torch.cuda.current_stream())  # which has filled the buffer
         self._nccl.broadcast(buffer.data_ptr(), buffer.nbytes, ROOT, self._comm, self._stream.cuda_stream)
         self._await(lambda: True, deadline, "a broadcast to begin")
@@ -142,7 +150,8 @@ class NcclCollective:
         """NCCL passes on what it has to before `broadcast` returns."""
 
     def abort(self) -> None:
-        comm, self._comm = self._comm, ctypes.c_void_p()
+        comm = self._comm
+        self._comm = ctypes.c_void_p()
         if comm:
             self._nccl.abort(comm)  # also ends the kernel that waits for the others
 
@@ -179,9 +188,11 @@ class _UniqueId(ctypes.Structure):
 class Nccl:
     """NCCL's functions for a group that never blocks its caller."""
 
-    SUCCESS, IN_PROGRESS = 0, 7
+    SUCCESS = 0
+    IN_PROGRESS = 7
     UINT8 = 1
-    MAGIC, VERSION = 0xCAFEBEEF, 21400
+    MAGIC = 0xCAFEBEEF
+    VERSION = 21400
 
     def __init__(self) -> None:
         self._library: Any = ctypes.CDLL("libnccl.so.2")
@@ -199,7 +210,8 @@ class Nccl:
         self._check(self._library.ncclCommInitRankConfig(ctypes.byref(comm), size, named, rank, ctypes.byref(config)))
 
     def broadcast(self, address: int, nbytes: int, root: int, comm: ctypes.c_void_p, stream: int) -> None:
-        place, count = ctypes.c_void_p(address), ctypes.c_size_t(nbytes)
+        place = ctypes.c_void_p(address)
+        count = ctypes.c_size_t(nbytes)
         sent = self._library.ncclBroadcast(place, place, count, self.UINT8, root, comm, ctypes.c_void_p(stream))
         self._check(sent)
 

@@ -57,9 +57,14 @@ _TYPES = {
     torch.float32: tl.float32,
     torch.float64: tl.float64,
 }
-_MIX_1, _MIX_2, _GOLDEN = tl.constexpr(MIX_1), tl.constexpr(MIX_2), tl.constexpr(GOLDEN)
-_TILE, _STEPS, _ALIGNMENT = tl.constexpr(TILE), tl.constexpr(STEPS), tl.constexpr(ALIGNMENT)
-_FIELDS, _MAX_OUTER = tl.constexpr(FIELDS), tl.constexpr(MAX_OUTER)
+_MIX_1 = tl.constexpr(MIX_1)
+_MIX_2 = tl.constexpr(MIX_2)
+_GOLDEN = tl.constexpr(GOLDEN)
+_TILE = tl.constexpr(TILE)
+_STEPS = tl.constexpr(STEPS)
+_ALIGNMENT = tl.constexpr(ALIGNMENT)
+_FIELDS = tl.constexpr(FIELDS)
+_MAX_OUTER = tl.constexpr(MAX_OUTER)
 
 
 Dimension = tuple[int, int, int]
@@ -300,17 +305,24 @@ def _converted(part: TensorPart) -> Iterator[TensorPart]:
 
 def _jobs_of(part: TensorPart, out: int) -> tuple[Variant, list[Job]]:
     """Returns the jobs of a part whose first tensor has row `out` of the result."""
-    tensor, first, pace = part.tensor, part.first, part.pace
+    tensor = part.tensor
+    first = part.first
+    pace = part.pace
     dimensions = list(zip(tensor.shape, tensor.stride(), part.strides, strict=True))
     item = tensor.element_size()
     if item == 16:  # complex128: two numbers of 8 bytes
-        item, first, pace = 8, 2 * first, 2 * pace
+        item = 8
+        first = 2 * first
+        pace = 2 * pace
         dimensions = [*((size, 2 * memory, 2 * whole) for size, memory, whole in dimensions), (2, 1, 1)]
     inner, *outer = _merged(dimensions)
-    pointer, converts = tensor.data_ptr(), tensor.dtype != part.dtype
+    pointer = tensor.data_ptr()
+    converts = tensor.dtype != part.dtype
     halves = [pointer, first, pace, inner[0], *(number for each in outer for number in each[1:])]
     if item == 1 and inner[1:] == (1, 1) and not any(number % WORD_BYTES for number in halves):
-        item, first, pace = WORD_BYTES, first // 2, pace // 2
+        item = WORD_BYTES
+        first = first // 2
+        pace = pace // 2
         inner = (inner[0] // 2, 1, 1)
         outer = [(size, memory // 2, whole // 2) for size, memory, whole in outer]
     steps = [pointer, *(item * number for number in (pace, inner[0], *(memory for _, memory, _ in outer)))]

@@ -49,7 +49,8 @@ class BroadcastGroup:
 def open_store(host: str, port: int, listening: int | None = None, timeout_s: float = STORE_S) -> TCPStore:
     """Connects to a store, for which it tries for `timeout_s` seconds; hosts it if it is given the descriptor of a
     listening socket, which the store owns."""
-    hosts, timeout = listening is not None, timedelta(seconds=timeout_s)
+    hosts = listening is not None
+    timeout = timedelta(seconds=timeout_s)
     store = TCPStore(host, port, None, hosts, timeout, wait_for_workers=False, master_listen_fd=listening)
     store.set_timeout(timedelta(seconds=STORE_S))  # for what others in a group have still to say there
     return store
@@ -57,15 +58,21 @@ def open_store(host: str, port: int, listening: int | None = None, timeout_s: fl
 
 def own_gpu() -> str:
     """Returns the identity of this process's GPU; empty if it has none."""
-    return str(torch.cuda.get_device_properties(0).uuid) if has_gpu() else ""
+    if has_gpu():
+        return str(torch.cuda.get_device_properties(0).uuid)
+    return ""
 
 
 class GroupRoot:
     """The root's side."""
 
     def __init__(self, store: Store, host: str, version: int, session: Session, members: Sequence[int]) -> None:
-        self._store, self._host, self._session, self._members = store, host, session, tuple(members)
-        self._version, self._key = version, _key(session.attempt, version)
+        self._store = store
+        self._host = host
+        self._session = session
+        self._members = tuple(members)
+        self._version = version
+        self._key = _key(session.attempt, version)
 
     def meet(self, last: BroadcastGroup | None, deadline: float) -> tuple[BroadcastGroup, tuple[int, ...]]:
         """Returns the group to send by, `last` if all that answer are in it and still have it, and the members that
@@ -74,13 +81,20 @@ class GroupRoot:
             last = None
         self._set("call", members=self._members)
         found = self._answers(time.monotonic() + ANSWER_SHARE * (deadline - time.monotonic()))
-        there, late = tuple(found), tuple(each for each in self._members if each not in found)
+        there = tuple(found)
+        late = tuple(each for each in self._members if each not in found)
         if not there:
             raise RoomFailed(f"{named(late)} said that they are ready, and did not answer at the store")
         gpus = [own_gpu(), *(answer["gpu"] for answer in found.values())]
-        kind = "nccl" if all(gpus) and len(set(gpus)) == len(gpus) else "gloo"
+        if all(gpus) and len(set(gpus)) == len(gpus):
+            kind = "nccl"
+        else:
+            kind = "gloo"
         kept = last and last.members == there and all(answer["group"] == last.name for answer in found.values())
-        name = last.name if last and kept else f"{self._session.attempt}.{self._session.epoch}.{self._version}"
+        if last and kept:
+            name = last.name
+        else:
+            name = f"{self._session.attempt}.{self._session.epoch}.{self._version}"
         self._set("go", group=name, members=there, kind=kind, epoch=self._session.epoch)
         if last and kept:
             return last, late
@@ -115,7 +129,10 @@ class GroupMember:
     def __init__(
         self, store: Store, host: str, number: int, attempt: int, version: int, given_up: Callable[[], bool]
     ) -> None:
-        self._store, self._host, self._number, self._key = store, host, number, _key(attempt, version)
+        self._store = store
+        self._host = host
+        self._number = number
+        self._key = _key(attempt, version)
         self._given_up = given_up
 
     def meet(self, last: BroadcastGroup | None, deadline: float) -> BroadcastGroup:
@@ -125,12 +142,15 @@ class GroupMember:
         answer = to_json({"group": last.name if last else "", "gpu": own_gpu()})
         self._store.set(f"{self._key}answer/{self._number}", answer)
         go = self._await("go", deadline)
-        name, members, kind = go["group"], tuple(go["members"]), go["kind"]
+        name = go["group"]
+        members = tuple(go["members"])
+        kind = go["kind"]
         if self._number not in members:
             raise RoomFailed("it did not answer in time, and was left out")
         if last and last.name == name:
             return last
-        rank, left_s = 1 + members.index(self._number), max(deadline - time.monotonic(), POLL_S)
+        rank = 1 + members.index(self._number)
+        left_s = max(deadline - time.monotonic(), POLL_S)
         joined = join_group(kind, self._store, name, rank, 1 + len(members), left_s, self._host)
         return BroadcastGroup(name, go["epoch"], members, kind, joined)
 

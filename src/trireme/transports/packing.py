@@ -53,7 +53,9 @@ def fused_group(name: str) -> str:
     ('layers.0.mlp.', 'layers.0.self_attn.')
     """
     fused = _FUSED.search(name)
-    return name[: fused.start()] if fused else name
+    if fused:
+        return name[: fused.start()]
+    return name
 
 
 def lay_out(units: Units, bucket_bytes: int = BUCKET_BYTES) -> Layout:
@@ -68,9 +70,11 @@ def lay_out(units: Units, bucket_bytes: int = BUCKET_BYTES) -> Layout:
         for group in groups.values():
             size = sum(padded(tensor.nbytes) for _, tensor in group)
             if used and used + size > bucket_bytes:
-                bucket, used = bucket + 1, 0
+                bucket = bucket + 1
+                used = 0
             for name, tensor in group:
-                dtype, shape = _NAMES[tensor.dtype], tuple(tensor.shape)
+                dtype = _NAMES[tensor.dtype]
+                shape = tuple(tensor.shape)
                 entries.append(TensorEntry(name, dtype, shape, bucket, used, tensor.nbytes, ""))
                 used += padded(tensor.nbytes)
     return Layout(tuple(entries))
@@ -81,7 +85,10 @@ def tensor_of(entry: TensorEntry, buckets: Mapping[int, Bucket | Tensor] | Seque
     if not entry.nbytes:  # which cannot be viewed as another dtype
         return torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
     part = buckets[entry.bucket][entry.offset : entry.offset + entry.nbytes]
-    flat = part if isinstance(part, Tensor) else torch.from_numpy(part)
+    if isinstance(part, Tensor):
+        flat = part
+    else:
+        flat = torch.from_numpy(part)
     return flat.view(DTYPES[entry.dtype]).view(entry.shape)
 
 
@@ -138,12 +145,15 @@ class Packer:
     endpoint = None
 
     def __init__(self, put: Callable[[Bucket], Any], rank: int = 0, size: int = 1) -> None:
-        self._put, self._rank, self._size = put, rank, size
+        self._put = put
+        self._rank = rank
+        self._size = size
         self._buffers = [np.zeros(0, dtype=np.uint8)] * BUFFERS
 
     def send(self, version: int, layout: Layout, units: Units, session: Session | None) -> dict[int, Any]:
         share = range(self._rank, len(layout.sizes), self._size)
-        free, putting = SimpleQueue[Bucket](), dict[int, Future[Any]]()
+        free = SimpleQueue[Bucket]()
+        putting = dict[int, Future[Any]]()
         for own in self._buffers:
             free.put(own)
         from_gpu = False
@@ -156,7 +166,9 @@ class Packer:
 
         def buffer(bucket: int) -> Bucket:
             own = free.get()  # waits for the thread, if it has both
-            return own if len(own) >= layout.sizes[bucket] else host_memory(max(layout.sizes), pinned=from_gpu)
+            if len(own) >= layout.sizes[bucket]:
+                return own
+            return host_memory(max(layout.sizes), pinned=from_gpu)
 
         def put(full: Bucket) -> Any:
             try:

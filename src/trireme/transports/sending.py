@@ -91,7 +91,8 @@ class Sending:
 
     def _give_up(self, why: str) -> None:
         self.failure = self.failure or why
-        if group := self.group:
+        group = self.group
+        if group:
             group.collective.abort()
 
     def _run(self) -> None:
@@ -117,7 +118,10 @@ class Sending:
         self.group = group
         while item := self._next():
             bucket, sent = item
-            buffer = bucket if isinstance(bucket, Tensor) else torch.from_numpy(bucket)
+            if isinstance(bucket, Tensor):
+                buffer = bucket
+            else:
+                buffer = torch.from_numpy(bucket)
             if group.kind == "gloo":
                 buffer = buffer.cpu()  # of a GPU that the trainer shares with a replica
             if len(buffer):
@@ -149,9 +153,14 @@ class Packing:
         free: queue.SimpleQueue[Buffer] | None,
         memory: Callable[[int], Bucket],
     ) -> None:
-        self._sizes, self._sending, self._memory = layout.sizes, sending, memory
+        self._sizes = layout.sizes
+        self._sending = sending
+        self._memory = memory
         self._share = set(share)
-        self.wanted = set(range(len(layout.sizes))) if sending else set(self._share)
+        if sending:
+            self.wanted = set(range(len(layout.sizes)))
+        else:
+            self.wanted = set(self._share)
         """The buckets to fill: the share alone once the sending has been given up."""
         self.kept: dict[int, Bucket] = {number: np.zeros(0, dtype=np.uint8) for number in self._share}
         self._copies = torch.cuda.Stream() if on_gpu else None
@@ -171,7 +180,8 @@ class Packing:
 
     def done(self, number: int, bucket: Buffer) -> None:
         """Passes a full bucket on."""
-        borrowed, free = self._borrowed.pop(number, None), self.free
+        borrowed = self._borrowed.pop(number, None)
+        free = self.free
 
         def sent() -> None:
             if borrowed is not None:
@@ -227,7 +237,9 @@ class BroadcastSender:
     cluster. `holder`: the actor that gives buckets to others. `ports`: those at which it may listen; empty: any."""
 
     def __init__(self, rank: int, size: int, host: str, holder: Any, ports: Sequence[int] = ()) -> None:
-        self._rank, self._size, self._on_gpu = rank, size, has_gpu()
+        self._rank = rank
+        self._size = size
+        self._on_gpu = has_gpu()
         listening = listen(host, ports)
         self._store = open_store(host, listening.getsockname()[1], listening.detach())
         self.endpoint: tuple[str, int] = host, self._store.port
@@ -241,7 +253,8 @@ class BroadcastSender:
     def send(
         self, version: int, layout: Layout, units: Iterable[Sequence[tuple[str, Tensor]]], session: Session | None
     ) -> KeptPart:
-        members, sending = session.served_by(self._rank) if session else (), None
+        members = session.served_by(self._rank) if session else ()
+        sending = None
         if session and members:
             before = self._last.root if self._last else None
             self._last = sending = Sending(self.endpoint, version, session, members, self._group, before)
@@ -259,6 +272,12 @@ class BroadcastSender:
             failure = f"version {version}: {named(sending.late)} did not connect though ready"
         if failure:
             log.warning("%s; who lacks bytes takes them on demand", failure)
-        self._free = None if sending and sending.failure else packing.free
-        self._group = sending.group if sending and not sending.failure else self._group
+        if sending and sending.failure:
+            self._free = None
+        else:
+            self._free = packing.free
+        if sending and not sending.failure:
+            self._group = sending.group
+        else:
+            self._group = self._group
         return KeptPart(version, session, len(layout.sizes), self._holder, failure)

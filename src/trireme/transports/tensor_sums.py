@@ -66,7 +66,8 @@ def equal_parts(
     """Returns the parts, in order, that are tensors of one storage with equal shapes and strides, all at the same place
     of their wholes: one part if they are at equal distances in memory, such as experts of a stack. `dtype`: that in
     which they are summed (None: their own)."""
-    start, target = tensors[0].detach(), dtype or tensors[0].dtype
+    start = tensors[0].detach()
+    target = dtype or tensors[0].dtype
     paces = {int(b.storage_offset() - a.storage_offset()) for a, b in pairwise(tensors)} or {0}
     if len(paces) == 1 and min(paces) >= 0:
         return [TensorPart(start, first, strides, target, len(tensors), min(paces))]
@@ -91,7 +92,10 @@ def tensor_sums(
 ) -> Tensor:
     """Returns the sums of one tensor, int64 [2] on its device, as `part_sums` does. `strides`: of the whole tensor
     (None: the part is contiguous in it). `dtype`: that in which it is summed (None: its own)."""
-    steps = c_strides(part.shape) if strides is None else tuple(strides)
+    if strides is None:
+        steps = c_strides(part.shape)
+    else:
+        steps = tuple(strides)
     return part_sums([TensorPart(part.detach(), first, steps, dtype or part.dtype)])[0]
 
 
@@ -137,8 +141,10 @@ def _piece_sums(piece: Tensor, first: int, strides: Sequence[int]) -> Sums:
     words = piece.element_size() // WORD_BYTES
     shape, steps = _merged([*piece.shape, words], [*(stride * words for stride in strides), 1])
     if steps[-1] != 1:
-        shape, steps = [*shape, 1], [*steps, 1]
-    shape, steps = [1, *shape], [0, *steps]
+        shape = [*shape, 1]
+        steps = [*steps, 1]
+    shape = [1, *shape]
+    steps = [0, *steps]
     places = [first * words]
     for size, step in zip(shape[:-2], steps[:-2], strict=True):
         places = [place + number * step for place in places for number in range(size)]
@@ -157,12 +163,14 @@ def _words_of(piece: Tensor) -> npt.NDArray[np.uint16]:
 
 def _merged(shape: Sequence[int], strides: Sequence[int]) -> tuple[list[int], list[int]]:
     """Returns the same with as few dimensions as tell the places, at least one."""
-    sizes, steps = [1], [1]
+    sizes = [1]
+    steps = [1]
     for size, stride in zip(shape, strides, strict=True):
         if size == 1:
             continue
         if sizes[-1] == 1 or steps[-1] == size * stride:
-            sizes[-1], steps[-1] = sizes[-1] * size, stride
+            sizes[-1] = sizes[-1] * size
+            steps[-1] = stride
         else:
             sizes.append(size)
             steps.append(stride)

@@ -38,7 +38,10 @@ class ChatTemplateRenderer(TextRenderer):
                 f"renderer.{SWITCH} = {str(enable_thinking).lower()} with a chat template that does not look at it; "
                 "expected one that does, such as Qwen3's: leave it out"
             )
-        self._options = {} if enable_thinking is None else {SWITCH: enable_thinking}
+        if enable_thinking is None:
+            self._options = {}
+        else:
+            self._options = {SWITCH: enable_thinking}
         self._writes_thinking = "reasoning_content" in template
         self._reads_calls = CALL in template
         super().__init__(tokenizer, (), strip)
@@ -57,7 +60,10 @@ class ChatTemplateRenderer(TextRenderer):
             self.no_thinking = "".join(NO_THINKING.findall(asked))
 
     def text(self, messages: Sequence[Message], tools: Sequence[ToolSpec], generate: bool) -> str:
-        boundary = 0 if self._writes_thinking else self.thinking_from(messages, generate)
+        if self._writes_thinking:
+            boundary = 0
+        else:
+            boundary = self.thinking_from(messages, generate)
         return str(
             self._tokenizer.apply_chat_template(
                 [self._for_template(message, i >= boundary) for i, message in enumerate(messages)],
@@ -72,12 +78,16 @@ class ChatTemplateRenderer(TextRenderer):
         """Names the parts of a message as chat templates do. Thinking is put into the content where the template has no
         name for it."""
         shown: dict[str, Any] = {key: message[key] for key in ("role", "content", "name") if key in message}
-        thinking = message.get("thinking", "") if shows_thinking else ""
+        if shows_thinking:
+            thinking = message.get("thinking", "")
+        else:
+            thinking = ""
         if thinking and self._writes_thinking:
             shown["reasoning_content"] = thinking
         elif thinking:
             shown["content"] = thinking_block(thinking) + message["content"]
-        if calls := message.get("tool_calls"):
+        calls = message.get("tool_calls")
+        if calls:
             shown["tool_calls"] = [{"type": "function", "function": dict(call)} for call in calls]
         return shown
 

@@ -19,7 +19,9 @@ from trireme.renderers.qwen_tags import (
 )
 from trireme.renderers.types import Message, ToolSpec
 
-START, END, END_OF_TEXT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
+START = "<|im_start|>"
+END = "<|im_end|>"
+END_OF_TEXT = "<|endoftext|>"
 
 
 class Qwen3Renderer(TextRenderer):
@@ -35,7 +37,10 @@ class Qwen3Renderer(TextRenderer):
             )
         ends = [known[END], tokenizer.eos_token_id, known.get(END_OF_TEXT)]  # these models also stop at the last one
         super().__init__(tokenizer, [end for end in ends if end is not None], strip)
-        self.no_thinking = thinking_block("") if enable_thinking is False else ""
+        if enable_thinking is False:
+            self.no_thinking = thinking_block("")
+        else:
+            self.no_thinking = ""
 
     def text(self, messages: Sequence[Message], tools: Sequence[ToolSpec], generate: bool) -> str:
         opening = _opening(messages, tools) if messages else ""
@@ -48,7 +53,8 @@ class Qwen3Renderer(TextRenderer):
 
     def _from(self, messages: Sequence[Message], first: int, generate: bool) -> str:
         """Writes the messages from `first` on."""
-        boundary, query = self.thinking_from(messages, generate), last_query(messages)
+        boundary = self.thinking_from(messages, generate)
+        query = last_query(messages)
         blocks = []
         for i in range(first, len(messages)):
             message = messages[i]
@@ -63,19 +69,28 @@ class Qwen3Renderer(TextRenderer):
 
 def _opening(messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
     """Writes the system's message, which also lists the tools."""
-    said = [messages[0]["content"]] if messages[0]["role"] == "system" else []
+    if messages[0]["role"] == "system":
+        said = [messages[0]["content"]]
+    else:
+        said = []
     said += [describe_tools(tools)] if tools else []
-    return f"{START}system\n" + "\n\n".join(said) + f"{END}\n" if said else ""
+    if said:
+        return f"{START}system\n" + "\n\n".join(said) + f"{END}\n"
+    return ""
 
 
 def _assistant(message: Message, shows_thinking: bool, answers_last: bool) -> str:
     """Writes an assistant's message. `answers_last`: it ends the conversation after the last question, and then has a
     block even without thinking."""
-    content, thinking = message["content"], message.get("thinking", "")
+    content = message["content"]
+    thinking = message.get("thinking", "")
     if "thinking" not in message and THINK_END in content:  # separated as the template does
         thinking = content.split(THINK_END)[0].rstrip("\n").split(THINK)[-1].lstrip("\n")
         content = content.split(THINK_END)[-1].lstrip("\n")
-    block = thinking_block(thinking) if shows_thinking and (thinking or answers_last) else ""
+    if shows_thinking and (thinking or answers_last):
+        block = thinking_block(thinking)
+    else:
+        block = ""
     body = content.lstrip("\n") if block else content
     return f"{START}assistant\n{block}{with_tool_calls(body, message.get('tool_calls', ()))}{END}\n"
 
@@ -84,7 +99,8 @@ def _tool(messages: Sequence[Message], i: int) -> str:
     """Writes a tool's answer; consecutive ones share one user's message."""
     first = not i or messages[i - 1]["role"] != "tool"
     last = i == len(messages) - 1 or messages[i + 1]["role"] != "tool"
-    header, end = f"{START}user" if first else "", f"{END}\n" if last else ""
+    header = f"{START}user" if first else ""
+    end = f"{END}\n" if last else ""
     return f"{header}\n{TOOL_RESPONSE}\n{messages[i]['content']}\n{TOOL_RESPONSE_END}{end}"
 
 

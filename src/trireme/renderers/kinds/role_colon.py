@@ -53,12 +53,16 @@ class RoleColonRenderer(TextRenderer):
         if speaker != "Assistant":
             return f"{speaker}: {message['content']}"
         thinking = message.get("thinking", "")
-        block = thinking_block(thinking) if shows_thinking and thinking else ""
+        if shows_thinking and thinking:
+            block = thinking_block(thinking)
+        else:
+            block = ""
         calls = with_tool_calls(message["content"], message.get("tool_calls", ()))
         return f"{speaker}: {block}{calls}{self._end}"
 
     def _followed_by(self, own: list[int], after: str) -> list[int]:
-        begun, rest = self._next_speaker(own), after.removeprefix(self._end)
+        begun = self._next_speaker(own)
+        rest = after.removeprefix(self._end)
         if begun and rest.startswith(begun):
             return own + self.encode(rest.removeprefix(begun))
         return super()._followed_by(self.closed(own), after)
@@ -67,13 +71,16 @@ class RoleColonRenderer(TextRenderer):
         """Returns the text of a sampled message from the string on that ended it."""
         text = str(self._tokenizer.decode(own))
         place = first_of(self.stop_strings, text)
-        return "" if place is None else text[place:]
+        if place is None:
+            return ""
+        return text[place:]
 
     def closed(self, tokens: Sequence[int]) -> list[int]:
         """See `Renderer`. A token that holds the end of the message and the beginning of the string stays whole, since
         splitting it would tokenise sampled text again."""
         own = list(tokens)
-        if not (begun := self._next_speaker(own)):
+        begun = self._next_speaker(own)
+        if not begun:
             return own
         length = len(self._tokenizer.decode(own)) - len(begun)
         kept = bisect_left(range(len(own)), length, key=lambda n: len(self._tokenizer.decode(own[:n])))
