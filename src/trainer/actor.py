@@ -34,7 +34,7 @@ from trireme.process.ray_cluster import see_own_gpus
 from trireme.transports.kept import KeptVersions
 
 OWN_CODE = ("trainer/shard.py", "trainer/state.py")
-"""Files whose threads `stack` shows."""
+"""Files of the verbs. `stack` shows the threads that run in them."""
 
 SPANS: dict[str, Callable[..., AbstractContextManager[Any]]] = {
     "forward_backward": lambda part, *_: trace.span("forward_backward", tokens=int(part.lengths.sum())),
@@ -98,8 +98,8 @@ class ShardActor:
         return TCPStore(host, port, None, hosts, timeout, wait_for_workers=False, master_listen_fd=listening)
 
     def call(self, verb: str, *args: Any) -> Any:
-        """Calls a method of `Shard`, one after the other. It gets the part of a batch in place of what says where that
-        is; log-probabilities that are to stay here go to the object store."""
+        """Calls a method of `Shard`. Calls run one at a time. The method gets this rank's part of a batch instead of
+        the batch's reference; log-probabilities that stay on this node go to the object store."""
         given = [arg.opened(self._fetch) if isinstance(arg, StoredPart) else arg for arg in args]
         with SPANS[verb](*given) if verb in SPANS else nullcontext():
             result = getattr(self._shard, verb)(*given)
@@ -114,13 +114,13 @@ class ShardActor:
 
     @ray.method(concurrency_group="save")
     def finish_save(self, path: Path, _begun: None) -> list[FileRecord]:
-        """Waits for a save. Ray calls this only after the `begin_save` whose result is `_begun`."""
+        """Waits for a save. Ray runs this only after the `begin_save` that returns `_begun`."""
         with trace.span("finish_save", "saving"):
             return self._shard.finish_save(path)
 
     @ray.method(concurrency_group="save")
     def save_weights(self, path: Path, published: PublishedWeights) -> list[FileRecord]:
-        """Fetches published weights, of which the caller has a lease, and writes them."""
+        """Fetches published weights, on which the caller has a lease, and writes them."""
         if self._config.checkpoint.async_save:
             yield_to_others()  # the threads of this group only save
         timeout_s = self._config.timeouts.checkpoint_s

@@ -1,14 +1,14 @@
-"""Several LoRA adapters on one base, of which one at a time is in the model.
+"""Several LoRA adapters on one base; one of them at a time is in the model.
 
-The model has one set of LoRA layers, of the rank and on the layers of `trainer.lora`. An adapter that is used has its
-values, AdamW's state and the gradients added so far in there; the others wait in host memory. So all that works with
-the model's parameters (FSDP, saves, publishing) works with the adapter in use, and knows of no others. What changes
-places are bytes: an adapter that is trained in turn with others computes what it computes alone, bit for bit, unless it
-has a dropout, whose random numbers all share.
+The model has one set of LoRA layers, with the rank and the layers of `trainer.lora`. It holds the values, the AdamW
+state and the accumulated gradients of the adapter in use; the other adapters wait in host memory. Everything that works
+with the model's parameters (FSDP, saves, publishing) works with the adapter in use and knows no others. A switch moves
+bytes: an adapter that trains in turn with others computes what it computes alone, bit for bit, unless it has dropout,
+because all adapters share its random numbers.
 
-An adapter of a smaller rank r is filled up with zeros, and so is one that adapts fewer layers: the rows of A beyond r
-and the columns of B beyond r are 0. This is exact and stays so. The gradient of such a row of A is made of such columns
-of B, which are 0, and the other way round; AdamW's update of a value 0 with moments 0 is 0, with a weight decay too, if
+An adapter with a smaller rank r, or with fewer layers, is padded with zeros: the rows of A beyond r and the columns of
+B beyond r are 0. The padding is exact and stays so. The gradient of a padded row of A is computed from padded columns
+of B, which are 0, and the other way round; AdamW's update of a value 0 with moments 0 is 0, with weight decay too, if
 its eps is above 0.
 """
 
@@ -62,8 +62,8 @@ class Adapters:
         lora: LoraConfig,
         first: Adapter,
     ) -> None:
-        """`parameters`: those of the model that are trained, by name, whose AdamW has its state. `first`: the adapter
-        that they are."""
+        """`parameters`: the model's trained parameters by name, with AdamW's state. `first`: the adapter that they
+        hold."""
         self._model = model
         self._parameters = dict(parameters)
         self._optimizer = optimizer
@@ -100,8 +100,7 @@ class Adapters:
 
     @torch.no_grad()
     def use(self, name: str) -> None:
-        """Puts an adapter into the model, in place of the one in use, which waits as it is. Raises BadInput for a name
-        that none has."""
+        """Puts an adapter into the model; the one in use moves out unchanged. Raises BadInput for an unknown name."""
         if name == self.name:
             return
         entering = self._waiting.pop(name, None)
@@ -152,7 +151,7 @@ class Adapters:
             yield state["step"]
 
     def _start_values(self, spec: AdapterSpec, start: Path | None) -> Iterator[tuple[DTensor, Tensor]]:
-        """Yields each parameter and its first values, whole: those of an adapter of this rank alone, and zeros."""
+        """Yields each parameter and its first values, whole: values for an adapter of this rank, padded with zeros."""
         generator = torch.Generator().manual_seed(spec.seed)
         wholes = dict[str, Tensor]()
         own = dict[str, Tensor]()  # the parts of these that are the adapter's
@@ -196,9 +195,9 @@ class AdapterVerbs:
         return None
 
     def add_adapter(self, name: str, spec: AdapterSpec, start: Path | None = None) -> None:
-        """Makes an adapter beside those that there are. It waits to be used, and changes nothing at first, or is the
-        one in the directory `start`, in peft's form. Raises BadInput for one that this model cannot have, and for a
-        name that is taken."""
+        """Makes another adapter, which waits until it is used. It changes nothing at first, or holds the adapter in the
+        directory `start`, in peft's form. Raises BadInput for an adapter that this model cannot have, and for a name
+        that is taken."""
         self._several().add(name, spec, start)
 
     def use_adapter(self, name: str) -> None:

@@ -1,7 +1,7 @@
-"""Attention over packed rows: several sequences one after the other, none of which sees another.
+"""Attention over packed rows: several sequences one after the other, and none sees another.
 
 It is registered with transformers under the name `PACKED`, so every model that takes its attention from the registry
-can be packed. Two arguments of the model's forward pass give the places of the sequences, under transformers' names:
+can be packed. Two arguments of the model's forward pass give the positions of the sequences, under transformers' names:
 `cu_seq_lens_q` int32 [sequences + 1], and `max_length_q`, the longest. Without them each row is one sequence. Models
 make no mask for an attention of this name.
 
@@ -133,7 +133,7 @@ def packed_attention(
 def masked_attention(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, sliding_window: int | None, **options: Any
 ) -> Tensor:
-    """Does the work of `varlen_attn` by a mask of [T, T]; returns [T, heads, dim]. `options` are those of PyTorch's
+    """Computes what `varlen_attn` computes, with a mask [T, T]; returns [T, heads, dim]. `options` go to PyTorch's
     `scaled_dot_product_attention`."""
     place = torch.arange(len(query), device=query.device)
     sequence = torch.searchsorted(starts[1:].to(place.dtype), place, right=True)

@@ -31,7 +31,7 @@ class PublishedVersions:
         self._identities = list(identities)
 
     def add(self, newest: WeightIdentity) -> None:
-        """Adds the version that trains now, and drops those that became too old."""
+        """Adds the version that trains now, and drops versions that are too old."""
         identities = [*self._identities, newest]
         self._identities = [i for i in identities if deadline(i.version, self._max_steps) >= newest.version]
 
@@ -60,8 +60,8 @@ class PublishedVersions:
 
 
 def find_refusal(part: BatchPart, vocab_size: int, loss_fn: str | None = None) -> BadInput | None:
-    """Returns None if all tokens are in the vocabulary, the columns are those that the loss needs (without a loss: the
-    targets), and no token has an advantage but mask 0; else the error."""
+    """Returns None if all tokens are in the vocabulary, the columns match the loss (without a loss: the targets), and
+    no token has an advantage but mask 0; else the error."""
     batch = part.batch
     if loss_fn:
         needed = find_loss(loss_fn).columns
@@ -104,9 +104,9 @@ def _first_place(part: BatchPart, wrong: npt.NDArray[np.bool_]) -> tuple[int, in
 def nonfinite_datums(
     part: BatchPart, output: ShardOutput, loss: LossFn, loss_config: Mapping[str, float]
 ) -> tuple[int, ...]:
-    """Returns the datums of `output` whose own loss, or its gradient by their log-probabilities, is not finite.
+    """Returns the datums of `output` with a loss, or a gradient by their log-probabilities, that is not finite.
 
-    A loss is a sum over sequences: if it is not finite, that of a datum is not, unless only the sum overflows.
+    A loss is a sum over sequences: if it is not finite, some datum's loss is not finite, unless only the sum overflows.
     """
     import torch
 

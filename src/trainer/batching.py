@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MICRO_BATCH_COST = 32
-"""Cost of a micro-batch beside its tokens (each layer is gathered, its gradient summed), in tokens computed."""
+"""Fixed cost of a micro-batch (gathering each layer, reducing its gradient), in tokens computed."""
 GOOD_ENOUGH = 1e-4
 """Share by which the highest cost of a rank may exceed the mean."""
 
@@ -219,7 +219,7 @@ class ShardOutput:
     """Log-probabilities of these datums, one after the other."""
     metrics: Mapping[str, float]
     suspects: tuple[int, ...] = ()
-    """The datums whose loss is not finite (`trainer.batch_checks`)."""
+    """The datums with a loss that is not finite (`trainer.batch_checks`)."""
     peak_s: float = 0.0
     """Its share of `ForwardBackwardOutput.peak_s`."""
 
@@ -242,8 +242,8 @@ class ShardOutput:
 def collect(
     lengths: Numbers, computed: Sequence[tuple[MicroBatch, Tensor]], metrics: Mapping[str, float]
 ) -> ShardOutput:
-    """Takes the logprobs of all datums out of the micro-batches, without padding and fillers. `lengths` are those of
-    all datums of the batch."""
+    """Collects the logprobs of all datums from the micro-batches, without padding and fillers. `lengths` are the
+    lengths of all datums of the batch."""
     datums = tuple(d for micro, _ in computed if not micro.filler for d in micro.datums)
     rows = [row for micro, p in computed if not micro.filler for row in p.cpu().numpy()]
     parts = [row[: lengths[d]] for d, row in zip(datums, rows, strict=True)]
@@ -252,7 +252,7 @@ def collect(
 
 @dataclass(frozen=True)
 class SummarizedOutput:
-    """Results of one shard whose log-probabilities stay in the object store."""
+    """Results of one shard; its log-probabilities stay in the object store."""
 
     datums: Numbers
     """[N], the numbers in the batch of the datums that it computed."""

@@ -1,7 +1,7 @@
-"""Compiled layers: a trial at the start compiles them, and shows that they compute what they compute uncompiled.
+"""Compiled layers: a trial at the start compiles them and compares their results with the uncompiled layers.
 
-A decoder layer is compiled once for all lengths of a micro-batch. What does not compile as one graph stays as it is,
-because the parts would be slower than the whole is uncompiled.
+A decoder layer is compiled once for all lengths of a micro-batch. A layer that does not compile as one graph stays
+uncompiled, because its parts would be slower than the whole uncompiled layer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trireme.core.batch import BatchPart, TokenBatch
 
 SEQUENCES = 16
 LENGTH = 123
-"""Of the small trial; no length is that of a head."""
+"""Tokens of the small trial; no attention head has this size."""
 LONGEST = 300
 """Characters of what a compiler says that are passed on."""
 NORM_BOUND = 0.05

@@ -33,10 +33,10 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 def companion_files(
     tokenizer: str, model: PreTrainedModel | None = None, dtype: torch.dtype | None = None
 ) -> dict[str, bytes]:
-    """Returns the files beside the tensors, by name: the tokenizer's (a local directory or a name on the hub), and a
-    model's configuration with `dtype` and generation configuration.
+    """Returns the files that go with the tensors, by name: the tokenizer's (from a local directory or a name on the
+    hub), and a model's configuration with `dtype` and its generation configuration.
 
-    Raises StorageFailed, because they pass through a temporary directory.
+    Raises StorageFailed, because the files pass through a temporary directory.
     """
     parts: list[Any] = [AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)]
     if model is not None:

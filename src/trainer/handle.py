@@ -1,6 +1,7 @@
-"""The trainer's handle in the driver: all verbs over all shards, each of which is a Ray actor.
+"""The trainer's handle in the driver: all verbs over all shards. Each shard is a Ray actor.
 
-Importing this module imports neither torch nor transformers: each shard's process does, while the other rooms start.
+Importing this module imports neither torch nor transformers: each shard's process imports them, while the other rooms
+start.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from trireme.process.waits import Pending
 from trireme.run.metrics import reduce_metrics
 
 GIVERS = 4
-"""Threads of a shard that give buckets to those who ask for them."""
+"""Threads of a shard that serve buckets."""
 SENDING_SHARE = 0.5
 """The part of `timeouts.collective_s` in which a version is sent: a shard that waits for a replica keeps the others
 waiting in the next gather, which must not fail for that."""
@@ -130,7 +131,7 @@ class TrainerHandle:
     ) -> ForwardBackwardOutput:
         """Accumulates the gradient of the raw masked sum of the loss over the data.
 
-        Costs one more forward pass for gspo where a sequence has several datums, of which no shard sees all. The
+        gspo needs one more forward pass where a sequence has several datums, because no shard sees all of them. The
         log-probabilities of a `StoredBatch` are not returned."""
         batch = self._stored(data)
         is_stored = isinstance(data, StoredBatch)
@@ -148,8 +149,8 @@ class TrainerHandle:
         return ForwardBackwardOutput(scatter_outputs(batch, outputs_R), batch.offsets, metrics, suspects, peak_s)
 
     def forward_backward_custom(self, data: Data, loss: CustomLoss) -> ForwardBackwardOutput:
-        """Accumulates the gradient of a loss that is a function of all log-probabilities: see `trainer.losses`. It sees
-        all datums together, so those of a `StoredBatch` are fetched here."""
+        """Accumulates the gradient of a loss that is a function of all log-probabilities: see `trainer.losses`. The
+        loss sees all datums together, so the datums of a `StoredBatch` are fetched here."""
         if isinstance(data, StoredBatch):
             batch = data.whole(self._fetch)
         else:
@@ -210,9 +211,9 @@ class TrainerHandle:
         self._call("reset_optimizer")
 
     def add_adapter(self, name: str, spec: AdapterSpec, start: Path | None = None) -> None:
-        """Makes a LoRA adapter beside those that there are, which changes nothing at first (`trainer.adapters`), or is
-        the one in the directory `start`, in peft's form, which all shards see. Raises BadInput for one that the model
-        cannot have."""
+        """Makes another LoRA adapter, which changes nothing at first (`trainer.adapters`), or holds the adapter in the
+        directory `start`, in peft's form, which all shards see. Raises BadInput for an adapter that the model cannot
+        have."""
         self._call("add_adapter", name, spec, start)
 
     def use_adapter(self, name: str) -> None:
@@ -265,9 +266,9 @@ class TrainerHandle:
         return Pending(saved_R, self._names_R)
 
     def load_state(self, path: Path, identities: Sequence[WeightIdentity], source: CommitSource | None = None) -> str:
-        """Loads what any number of shards saved at `path` (`save_state`), on nodes that do not see it from `source`.
-        `identities` are those of the versions that were published then and may still be trained on. Gradients are
-        dropped. Returns what is to be said of it ("" if nothing). Raises CheckpointInvalid, StorageFailed."""
+        """Loads the state that any number of shards saved at `path` (`save_state`); nodes that do not see `path` read
+        it from `source`. `identities` belong to the versions that were published then and may still be trained on.
+        Drops gradients. Returns a message for the log ("" if none). Raises CheckpointInvalid, StorageFailed."""
         said_R = self._call("load_state", path, tuple(identities), source, timeout_s=self._timeouts.checkpoint_s)
         return str(said_R[0])
 
@@ -292,7 +293,7 @@ class TrainerHandle:
         return self._wait(verb, [actor.call.remote(verb, *args) for actor in self._actors_R], timeout_s)
 
     def _call_with(self, batch: StoredBatch, verb: str, *args: Any) -> list[Any]:
-        """Calls a verb whose first argument is the shard's part of a batch."""
+        """Calls a verb with each shard's part of a batch as first argument."""
         parts_R = zip(self._actors_R, batch.parts_R, strict=True)
         return self._wait(verb, [actor.call.remote(verb, part, *args) for actor, part in parts_R])
 

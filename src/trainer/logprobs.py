@@ -152,8 +152,8 @@ class SelectedLogprobs(torch.autograd.Function):
 
 
 def _free_bytes(device: torch.device) -> int | None:
-    """Returns what is free on a GPU, or held by PyTorch and not in use; None on a CPU, and in deterministic mode, as
-    chunks decide the order of sums, and what is free differs between runs."""
+    """Returns the free bytes of a GPU, with the bytes that PyTorch holds and does not use; None on a CPU, and in
+    deterministic mode, because chunks decide the order of sums, and free memory differs between runs."""
     if device.type != "cuda" or torch.are_deterministic_algorithms_enabled():
         return None
     held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -161,7 +161,7 @@ def _free_bytes(device: torch.device) -> int | None:
 
 
 def _chunks(tokens: int, vocabulary: int, logits: int) -> list[slice]:
-    """Cuts so many tokens into parts of at most `logits` logits, or of one token if it has more."""
+    """Cuts n tokens into parts of at most `logits` logits, or of one token if it has more."""
     size = max(1, logits // vocabulary)
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
@@ -169,7 +169,7 @@ def _chunks(tokens: int, vocabulary: int, logits: int) -> list[slice]:
 def _scaled_logits(
     hidden: Tensor, weight: Tensor, temperature: Tensor | None, rows: slice, head_dtype: torch.dtype
 ) -> Tensor:
-    """Returns those of some rows: a new tensor, float32 [T, V], which the caller may overwrite."""
+    """Returns the logits of some rows: a new tensor, float32 [T, V], which the caller may overwrite."""
     logits = _logits(hidden[rows], weight, head_dtype).float()
     if temperature is None:
         return logits

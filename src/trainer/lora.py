@@ -41,7 +41,7 @@ WEIGHTS = "adapter_model.safetensors"
 BASE = "base.json"
 """The files of an adapter: peft's two, and what it was trained on, which we add."""
 OTHER_FORMULAS = ("use_dora", "use_rslora", "fan_in_fan_out", "alpha_pattern", "rank_pattern", "modules_to_save")
-"""Options of peft with which an adapter adds something else than B A x alpha / rank to its layers."""
+"""Options of peft with which an adapter adds another term than B A x alpha / rank to its layers."""
 
 
 def peft_config(lora: LoraConfig) -> PeftConfig:
@@ -129,7 +129,9 @@ def _adapter_parameters(model: PreTrainedModel) -> Iterator[tuple[str, DTensor]]
 
 
 def adapter_files(lora: LoraConfig, adapter: Adapter, base: str) -> dict[str, bytes]:
-    """Returns the files beside an adapter's tensors, by name: peft's configuration, and the base it was trained on."""
+    """Returns the files that go with an adapter's tensors, by name: peft's configuration, and the base it was trained
+    on.
+    """
     spec = adapter.spec
     if spec:
         own = {"rank": spec.rank, "alpha": spec.alpha, "targets": list(spec.targets)}
@@ -143,9 +145,10 @@ def adapter_files(lora: LoraConfig, adapter: Adapter, base: str) -> dict[str, by
 def read_adapter(
     directory: Path, spec: AdapterSpec, base: str, shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, Tensor]:
-    """Returns the tensors of an adapter in peft's form by the names of parameters, which are to have these `shapes`.
-    Raises BadInput for one that is not what `spec` says, or was trained on another base than that of the digest
-    `base`, if it says on which."""
+    """Returns the tensors of an adapter in peft's form by parameter name, with these `shapes`.
+
+    Raises BadInput for an adapter that differs from `spec`, or that names another base than the one with digest `base`.
+    """
     try:
         config = json.loads((directory / CONFIG).read_text())
         tensors = load_file(directory / WEIGHTS)

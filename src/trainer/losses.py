@@ -1,9 +1,9 @@
 """Losses: sums over tokens with an explicit mask, and monitors of the distance between trainer and sampler.
 
-A loss takes the trainer's log-probabilities `p` (float32, any shape whose last dimension is the tokens of one
-sequence), the batch's columns in the same shape, and its parameters. It returns the raw sum (a scalar to call backward
-on; `optim_step` normalises) and metrics named `name:reduction`. With `q` the sampler's log-probabilities,
-`r = exp(p - q)`, `A` advantages, `m` the mask, and sg() a stopped gradient:
+A loss takes the trainer's log-probabilities `p` (float32, any shape; the last dimension is the tokens of one sequence),
+the batch's columns in the same shape, and its parameters. It returns the raw sum (a scalar to call backward on;
+`optim_step` normalises) and metrics named `name:reduction`. With `q` the sampler's log-probabilities, `r = exp(p - q)`,
+`A` advantages, `m` the mask, and sg() a stopped gradient:
 
     cross_entropy          sum_t -p weights
     importance_sampling    sum_t -m r A
@@ -20,7 +20,7 @@ short sequences weigh is in the mask (`trireme.core.normalization`). A row is a 
 `sequence_log_ratio` says the mean over a sequence that is in several rows.
 
 Off-policy corrections, for every loss with a ratio. `max_ratio` c: r becomes r sg(min(1, c / r)), truncated importance
-sampling (arXiv:1802.01561): its value is at most c, and the direction of the gradient stays. What is clipped is decided
+sampling (arXiv:1802.01561): its value is at most c, and the direction of the gradient stays. Clipping is decided
 before, on r itself. `mask_ratio_low`, `mask_ratio_high`: tokens with a ratio outside this range do not count.
 
 Where `m` is 0 the other columns are ignored, even NaN. A custom loss (`surrogate`) is computed from log-probabilities
@@ -28,8 +28,8 @@ where the batch is, not where the model is:
 
     forward --p--> f(data, p) = C --dC/dp--> forward_backward with cross_entropy, weights = -dC/dp
 
-The gradient of sum_t -p_t w_t by any parameter is that of C, because w_t = -dC/dp_t is held constant. `f` sees all
-datums together, so it may compare them; it costs one more forward pass. (Tinker's `forward_backward_custom`.)
+The gradient of sum_t -p_t w_t by any parameter equals the gradient of C, because w_t = -dC/dp_t is held constant. `f`
+sees all datums together, so it may compare them; it costs one more forward pass. (Tinker's `forward_backward_custom`.)
 
 Importing this module does not import torch: the driver and the configuration import it too.
 """
@@ -77,8 +77,8 @@ def _only(values: Tensor, mask: Tensor) -> Tensor:
 class _Ratios:
     """The ratios from which all ratio losses start.
 
-    `mask` after masking by ratio; `log` = p - q and `advantages`, 0 where `mask` is 0; `metrics` count tokens: those
-    masked by ratio, and those that `exp` truncated.
+    `mask` after masking by ratio; `log` = p - q and `advantages`, 0 where `mask` is 0; `metrics` count the tokens
+    masked by ratio, and the tokens truncated by `exp`.
     """
 
     def __init__(self, p: Tensor, columns: Columns, config: Mapping[str, float]) -> None:
@@ -93,8 +93,8 @@ class _Ratios:
         self._limit = _log(config.get("max_ratio", math.inf))
 
     def exp(self, log: Tensor, counts: Tensor) -> Tensor:
-        """Returns exp(log), truncated, where `counts`; else 1 without a gradient, because that of an exp which
-        overflows is NaN even where nothing depends on it."""
+        """Returns exp(log), truncated, where `counts` is true; else 1 without a gradient, because the gradient of an
+        exp that overflows is NaN even where nothing depends on it."""
         log = log.where(counts, log.new_zeros(()))
         excess = (log.detach() - self._limit).clamp(min=0.0)
         self.metrics["truncated_frac:sum"] = (excess > 0).sum()
@@ -138,8 +138,8 @@ def _clipped(r: _Ratios, log: Tensor, columns: Columns, config: Mapping[str, flo
 
 
 def gspo(p: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[Tensor, Metrics]:
-    """ppo where each token has the geometric mean ratio of its sequence, s. Its gradient is that of GSPO-token, whose
-    s_t = sg(s) exp(p_t - sg(p_t)) is s: GSPO's own where a sequence has one advantage."""
+    """ppo where each token has the geometric mean ratio of its sequence, s. Its gradient is the GSPO-token gradient,
+    with s_t = sg(s) exp(p_t - sg(p_t)) = s: GSPO's own where a sequence has one advantage."""
     r = _Ratios(p, columns, config)
     mean = columns.get("sequence_log_ratio")
     if mean is None:
@@ -237,7 +237,7 @@ def read_metrics(parts: Sequence[Metrics]) -> list[dict[str, float]]:
 def surrogate(
     batch: TokenBatch, logprobs: npt.NDArray[np.float32], loss: CustomLoss
 ) -> tuple[TokenBatch, dict[str, float]]:
-    """Returns the cross_entropy batch whose gradient is that of `loss` at `logprobs` float32 [T], and the metrics of
+    """Returns the cross_entropy batch with the same gradient as `loss` at `logprobs` float32 [T], and the metrics of
     `loss` with its value as `loss:sum`. Raises ValueError when the gradient is not finite."""
     import torch
 

@@ -60,7 +60,7 @@ class Mesh:
             distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Overwrites `tensor` with that of the first rank. Collective."""
+        """Overwrites `tensor` with the first rank's. Collective."""
         dist.broadcast(tensor, src=0)
 
     def broadcast_object(self, value: Any) -> Any:
@@ -106,5 +106,5 @@ class Mesh:
         return float(value)
 
     def new_cpu_group(self, timeout_s: float) -> dist.ProcessGroup:
-        """Makes a gloo group of all ranks, for collectives beside those of training. Collective."""
+        """Makes a gloo group of all ranks, separate from the group for training. Collective."""
         return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))

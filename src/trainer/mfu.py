@@ -41,7 +41,7 @@ def train_flops(facts: ModelFacts, lengths: npt.NDArray[np.int64], *, frozen: bo
 
 
 def _pairs(tokens: npt.NDArray[np.float64], window: int | None) -> npt.NDArray[np.float64]:
-    """Counts the pairs of query and key in sequences of so many tokens: half of all, without those that are further
-    apart than the window."""
+    """Counts the pairs of query and key in sequences of these lengths: half of all pairs, without pairs that are
+    further apart than the window."""
     beyond = np.maximum(0, tokens - window) if window else 0
     return (np.square(tokens) - np.square(beyond)) / 2

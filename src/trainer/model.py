@@ -71,8 +71,8 @@ class Sharding:
         self._offload = CPUOffloadPolicy(pin_memory=on_gpus) if options.offload == "cpu" else OffloadPolicy()
 
     def keep_whole(self, wanted: bool) -> str:
-        """Keeps the whole model over each batch if that is `wanted`, as a resumed run did, and possible. Returns what
-        is to be said if it is not ("" otherwise)."""
+        """Keeps the whole model over each batch if that is `wanted`, as a resumed run did, and possible. Returns a
+        message if it is not possible ("" otherwise)."""
         self.whole = wanted and self.memory.whole
         if wanted == self.whole or self._mesh.size == 1:
             return ""
@@ -177,11 +177,11 @@ class Sharding:
 
     @contextmanager
     def accumulating(self, model: PreTrainedModel) -> Iterator[Callable[[bool], None]]:
-        """Encloses the passes whose gradients add up. Gives a function to call before each pass; its argument says if
-        that is the last.
+        """Encloses the passes that accumulate one gradient. Yields a function to call before each pass; its argument is
+        true for the last pass.
 
-        Where memory allows (`ShardMemory`) the weights stay gathered from pass to pass. With `whole` gradients too are
-        added up whole, and summed over ranks in the last pass. At the end nothing is left gathered, also after an
+        Where memory allows (`ShardMemory`) the weights stay gathered from pass to pass. With `whole`, gradients too are
+        accumulated whole, and summed over ranks in the last pass. At the end nothing is left gathered, also after an
         error.
         """
         root = fsdp_units(model)[0]
@@ -203,11 +203,11 @@ class Sharding:
 def load_source(name: str) -> PreTrainedModel:
     """Opens a model, a local directory or a name on the hub, in host memory, with the values of its files.
 
-    Tensors have the dtype in which all of them are stored. Then they stay in the mapped files until they are copied,
-    which reads their bytes once and casts them once. Stored in several dtypes they are float32, and so are those of a
-    model that makes a buffer in the dtype of its weights, as its value would be rounded.
+    Tensors that are all stored in one dtype have that dtype. They stay in the mapped files until they are copied, which
+    reads and casts their bytes once. Tensors stored in several dtypes are float32, and so are the tensors of a model
+    that makes a buffer in the dtype of its weights, because its value would be rounded.
 
-    Raises BadInput unless the tensors that would be published of it have the names and shapes of those in its files.
+    Raises BadInput unless the tensors to publish have the names and shapes of the tensors in its files.
     """
     source, report = _open(name, _stored_dtype(name))
     buffers = (b for module in source.modules() for b in module.buffers(recurse=False) if b.is_floating_point())
@@ -249,7 +249,7 @@ def _stored_dtype(name: str) -> torch.dtype:
 
 
 def _own_modules(unit: nn.Module) -> Iterator[nn.Module]:
-    """Yields `unit` and its descendants, without those that are sharded as units of their own."""
+    """Yields `unit` and its descendants, without modules that are sharded as units of their own."""
     yield unit
     for child in unit.children():
         if not isinstance(child, FSDPModule):
@@ -257,7 +257,7 @@ def _own_modules(unit: nn.Module) -> Iterator[nn.Module]:
 
 
 def fsdp_units(model: PreTrainedModel) -> list[Any]:
-    """Returns the root and then the decoder layers, each of which `fully_shard` made an FSDPModule."""
+    """Returns the root and then the decoder layers: the modules that `fully_shard` made FSDPModules."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
@@ -265,9 +265,9 @@ def fsdp_units(model: PreTrainedModel) -> list[Any]:
 def gathered_units(model: PreTrainedModel) -> Iterator[list[tuple[str, Tensor]]]:
     """Yields the names and whole tensors of one unit (layer, or root) after the other, on every rank's device.
 
-    Parameters are in the inference dtype, persistent buffers as the model holds them: what the model's class saves.
-    Names and shapes are those of a checkpoint, with experts apart. Tensors live until the next unit. Tied ones come
-    once, under the embedding's name. Collective.
+    Parameters are in the inference dtype; persistent buffers keep their dtype, as the model's class saves them. Names
+    and shapes match a checkpoint, with experts apart. Tensors live until the next unit. Tied tensors come once, under
+    the embedding's name. Collective.
     """
     for unit, tensors_of in _units(model):
         if isinstance(unit, FSDPModule):

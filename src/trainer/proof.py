@@ -1,12 +1,13 @@
-"""A model proves itself before the first step: the ways in which the trainer computes it agree with its own.
+"""A model proves itself before the first step: the trainer's ways to compute it agree with its own forward pass.
 
-Log-probabilities of two short samples are computed by the model's own forward pass, one sample after the other, as
-padded rows, and packed into one row. Nothing is decided by the name of an architecture. A model whose rows differ is
-refused. One that only differs when packed is computed in rows, or refused if packed rows were asked for.
+The model's own forward pass computes the log-probabilities of two short samples, one after the other; the trainer
+computes them as padded rows, and packed into one row. The name of an architecture decides nothing. A model with
+different results in rows is refused. A model that only differs when packed is computed in rows, or refused if the
+configuration asks for packed rows.
 
-This is tried on the sharded model, within the rounding of the dtype in which it computes, and on a small twin of the
-same configuration (`trainer.twin`), in float32, where every constant matters and windows are as short as the samples.
-Kinds of models for which docs/models.md shows the latter (`trainer.proved`) need no twin.
+The sharded model is tried, within the rounding of the dtype in which it computes, and so is a small twin of the same
+configuration (`trainer.twin`), in float32, where every constant matters and windows are as short as the samples. Kinds
+of models with a proved twin in docs/models.md (`trainer.proved`) need no twin.
 """
 
 from __future__ import annotations
@@ -40,9 +41,10 @@ from trireme.core.refusals import Refusal
 from trireme.transports.packing import pack
 
 LENGTHS = (13, 11)
-"""Tokens of the two samples: more than a twin's windows and a convolution's kernel, few beside a training batch."""
+"""Tokens of the two samples: more than a twin's windows and a convolution's kernel, few compared with a training batch.
+"""
 MAGNIFIED = 30.0
-"""Largest logit of a twin, whose hidden states are multiplied until it is reached: soft caps and scales show."""
+"""Largest logit of a twin. Its hidden states are multiplied to reach it, so that soft caps and scales show."""
 RELOADED = 1e-4
 """Largest difference, in nats, between a twin and what opens of it, both in float32."""
 IN_TWIN = " (in a small twin of it, float32)"
@@ -72,7 +74,7 @@ class Agreement:
 
     @property
     def not_rows(self) -> str:
-        """Says what is wrong with rows; empty if they are right."""
+        """Returns why rows are wrong; empty if they are right."""
         if not self.future <= self.tolerance:
             return f"a token's log-probability moves by {self.future:.3g} when a later token changes"
         if not self.rows <= self.tolerance:
@@ -81,7 +83,7 @@ class Agreement:
 
     @property
     def not_packed(self) -> str:
-        """Says what is wrong with packed rows; empty if they are right."""
+        """Returns why packed rows are wrong; empty if they are right."""
         if self.packed is None:
             return ""
         if self.error:
@@ -203,11 +205,11 @@ def decide(architecture: str, model: Agreement, twin: Agreement | ProvedType | s
 def prove(
     model: PreTrainedModel, device: torch.device, dtype: torch.dtype, *, packed: bool, magnified: float | None = None
 ) -> Agreement:
-    """Computes the samples in each way by `model`, sharded or not, whose passes compute in `dtype` on `device`.
+    """Computes the samples in each way by `model`, sharded or not, with passes in `dtype` on `device`.
 
-    `packed`: also in a packed row. `magnified`: hidden states are multiplied by what makes this the largest logit.
-    Uses no gradients and no random numbers, and changes nothing. Collective for a sharded model. Raises BadInput when
-    the model's own forward pass, or rows, cannot be computed.
+    `packed`: also in a packed row. `magnified`: the largest logit after a scaling of the hidden states. Uses no
+    gradients and no random numbers, and changes nothing. Collective for a sharded model. Raises BadInput when the
+    model's own forward pass, or rows, cannot be computed.
     """
     config = model.config.get_text_config()
     samples = [_sample(config, number, length).to(device) for number, length in enumerate(LENGTHS)]
@@ -277,8 +279,8 @@ def _try_packed(
 
 
 def prove_twin(twin: PreTrainedModel, *, packed: bool) -> Agreement:
-    """Does the same for a small model (`trainer.twin`) with logits up to MAGNIFIED, after opening what is published of
-    it with Hugging Face. Raises BadInput for the same reasons, and when what opens computes something else."""
+    """Does the same for a small model (`trainer.twin`) with logits up to MAGNIFIED, after Hugging Face opens its
+    published form. Raises BadInput for the same reasons, and when the opened model computes something else."""
     prove_reload(twin)
     cpu = torch.device("cpu")
     return prove(add_token_logprobs(twin), cpu, torch.float32, packed=packed, magnified=MAGNIFIED)
@@ -286,9 +288,9 @@ def prove_twin(twin: PreTrainedModel, *, packed: bool) -> Agreement:
 
 @torch.no_grad()
 def prove_reload(model: PreTrainedModel) -> None:
-    """Writes what is published of a small model, float32 and on the CPU, and opens it with Hugging Face.
+    """Writes the published form of a small model, float32 and on the CPU, and opens it with Hugging Face.
 
-    Raises BadInput when tensors are missing or unknown there, or the probabilities are others.
+    Raises BadInput when tensors are missing or unknown there, or the probabilities differ.
     """
     entries, buckets = pack(gathered_units(model), np.copy)
     with tempfile.TemporaryDirectory() as directory:

@@ -15,8 +15,8 @@ CANARY_TOKENS = 16
 """For a model without experts: each token passes through all of its matrices, so these are enough for a mean that does
 not hang on single ones. More would cost time on CPUs, in trainer and replicas."""
 TOKENS_OF_EXPERTS = 64
-"""Enough for nearly all experts of a layer to be chosen (128, of which a token takes 8), and for a mean in which single
-tokens, whose experts rounding changes, count little."""
+"""Enough for nearly all experts of a layer to be chosen (a token takes 8 of 128), and for a mean in which single
+tokens, routed differently after rounding, count little."""
 
 
 def canary_tokens(vocab_size: int, max_seq_len: int, *, experts: bool) -> npt.NDArray[np.int32]:

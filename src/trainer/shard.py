@@ -56,7 +56,8 @@ from trireme.transports.packing import lay_out
 
 log = logging.getLogger(__name__)
 SUMS_WHOLE = "gradients summed whole"
-"""The name, beside those of buffers, under which a commit says if the whole model was kept (`ShardMemory.whole`)."""
+"""The name, next to the names of buffers, under which a commit says if the whole model was kept (`ShardMemory.whole`).
+"""
 
 
 class Shard(AdapterVerbs):
@@ -176,10 +177,11 @@ class Shard(AdapterVerbs):
         provenance: Provenance | None,
         wants_logprobs: bool = True,
     ) -> ShardOutput:
-        """Adds the gradient of the raw masked sum over the batch. Metrics: `loss:sum` and those of `trainer.losses`.
+        """Adds the gradient of the raw masked sum over the batch. Metrics: `loss:sum` and the metrics of
+        `trainer.losses`.
 
         `data`: this rank's part, or the whole batch. Raises ProvenanceError; BadInput for an unknown loss, a missing
-        column, tokens that are not the model's.
+        column, tokens outside the model's vocabulary.
         """
         fault_point("trainer.forward_backward")
         if provenance is not None:
@@ -363,10 +365,10 @@ class Shard(AdapterVerbs):
         return self._checkpointer.finish(path)
 
     def load_state(self, path: Path, identities: Sequence[WeightIdentity], source: CommitSource | None = None) -> str:
-        """Loads the state saved in `path` by any number of shards (a node that does not see `path`: from `source`), and
-        the identities of the versions published until then. Drops gradients; new ones are added in the order in which
-        the saved run added them, if the memory allows it. Returns what is to be said if it does not ("" otherwise): the
-        last bits may differ. Raises CheckpointInvalid, StorageFailed."""
+        """Loads the state that any number of shards saved in `path` (a node that does not see `path` reads from
+        `source`), and the identities of the versions published until then. Drops gradients. Adds new gradients in the
+        order of the saved run, if the memory allows it; otherwise the last bits may differ. Returns a message if they
+        may ("" otherwise). Raises CheckpointInvalid, StorageFailed."""
         fault_point("trainer.load")
         self._checkpointer.load(path, source)
         self.drop_gradients()
@@ -383,11 +385,11 @@ class Shard(AdapterVerbs):
         adapter: Adapter | None = None,
     ) -> list[FileRecord]:
         """Writes published weights in the Hugging Face layout, or peft's, with configuration and tokenizer. `adapter`:
-        what was published, None: as what is in use would be. Not collective; call it from another thread than the
-        other verbs. Raises StorageFailed.
+        the published adapter; None: the form in which the one in use would be published. Not collective; call it from
+        another thread than the other verbs. Raises StorageFailed.
 
-        A running save of the state comes first: the next optimiser step waits for that, but not for published weights,
-        which do not change."""
+        A running save of the state comes first: the next optimiser step waits for that save, but not for published
+        weights, which do not change."""
         self._checkpointer.wait_until_saved()
         fault_point("trainer.save_weights")
         files = self._companions
@@ -399,7 +401,7 @@ class Shard(AdapterVerbs):
 
     @cached_property
     def _companions(self) -> dict[str, bytes]:
-        """The files beside published tensors, whatever they are."""
+        """Returns the files that go with published tensors, of a model or an adapter."""
         model = None if self._adapter else self._model
         return companion_files(self._config.tokenizer_name, model, self._sharding.dtype)
 
@@ -408,7 +410,7 @@ class Shard(AdapterVerbs):
         return RankAssignment(self._mesh.dp_size, self._facts.attention_length)
 
     def _micro_batches(self, lengths: Numbers) -> list[MicroBatch]:
-        """Returns this rank's part of the plan. `lengths` are those of all datums of the batch."""
+        """Returns this rank's part of the plan. `lengths` are the lengths of all datums of the batch."""
         budget = self._config.micro_batch_limit(self._max_seq_len)
         by_attention = self._facts.attention_length
         size = self._config.trainer.micro_batch_size

@@ -42,8 +42,8 @@ class PartPlace(NamedTuple):
 class ShardSums:
     """The sums of a model's published tensors, as far as this rank holds them.
 
-    `units` are the model's tensors by name, those together that `convert` needs together. What is sharded is published
-    in `dtype`, if it has a floating point, and buffers as they are. `is_first`: this rank sums what is not sharded.
+    `units` are the model's tensors by name, grouped as `convert` needs them. Sharded tensors are published in `dtype`
+    if they are floating point; buffers keep theirs. `is_first`: this rank sums the tensors that are not sharded.
     """
 
     def __init__(

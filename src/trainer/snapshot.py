@@ -33,10 +33,10 @@ rank has written of it."""
 
 
 def kinds(tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
-    """Groups names that differ only in their numbers, and whose tensors have the same shape and dtype; in the order of
+    """Groups names that differ only in their numbers, if the tensors have the same shape and dtype; in the order of
     these numbers, under the first name and, if there are several, the last.
 
-    The result is the same for any number of ranks: shapes and STACKED_BYTES are those of whole tensors.
+    The result is the same for any number of ranks: shapes and STACKED_BYTES count whole tensors.
     """
     found: dict[Any, list[list[str]]] = {}
     for name in sorted(tensors, key=lambda name: [int(n) for n in re.findall(r"\d+", name)]):
@@ -148,9 +148,9 @@ class Staging:
 class StateSnapshot:
     """The live values of `tensors` at this moment, for a save that reads each byte of the host copies once, in order.
 
-    The save reads through `copy`, from the live tensors as long as they have not changed. Call `keep` before changing
-    them: it copies to the host what is not yet read. `begin` copies first what cannot be read in place, such as a GPU's
-    tensors, in `stream`.
+    The save reads through `copy`, from the live tensors as long as they have not changed. Call `keep` before a change:
+    it copies the unread rest to the host. `begin` first copies tensors that cannot be read in place, such as a GPU's,
+    in `stream`.
     """
 
     def __init__(self, tensors: Sequence[StagedTensor], stream: torch.cuda.Stream | None) -> None:

@@ -9,12 +9,12 @@ Saved are, under these names, for any number of ranks to read:
   steps                  [parameters], float32: AdamW's count of steps of each, in order of name
   random.<rank>.<kind>   see `random_state`
 
-A save runs beside training, and training has priority. Each save has two threads. One runs DCP's Python code, which
+A save runs alongside training, and training has priority. Each save has two threads. One runs DCP's Python code, which
 must be short because other Python code waits for it. The other hashes and writes, almost without Python, in the time
-that training leaves. The state does not change between two optimiser steps, so it is written from where it lies, in one
-pass over the memory; `optim_step` first copies to host memory what is not yet written (`trainer.snapshot`). These
-buffers are made at the first save and used again. A GPU's state is copied to them when the save begins. DCP's
-collectives have a process group of their own, apart from training's.
+that training leaves. The state does not change between two optimiser steps, so the save writes it directly from there,
+in one pass over the memory; `optim_step` first copies the unwritten rest to host memory (`trainer.snapshot`). These
+buffers are made at the first save and reused. A GPU's state is copied to them when the save begins. DCP's collectives
+have a process group of their own.
 
 An error while one rank copies or writes is raised on all ranks, and leaves them ready for the next save: DCP brings
 errors to every rank if they occur inside the hooks that it calls. Therefore a GPU's state is copied in such a hook.

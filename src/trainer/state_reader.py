@@ -34,7 +34,7 @@ CLASSES = (
     torch.Size,
 )
 ALLOWED = {**{(known.__module__, known.__qualname__): known for known in CLASSES}, ("pathlib", "PosixPath"): Path}
-"""All that the metadata of tensors names, beside dtypes."""
+"""All names in the metadata of tensors, except dtypes."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -47,15 +47,15 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class StateReader(dcp.FileSystemReader):
-    """Reads tensors that `dcp.save` wrote as a part of a commit; anything else in it is refused. Where the files are in
-    object storage, those that the plan reads are fetched. Raises StorageFailed."""
+    """Reads tensors that `dcp.save` wrote as a part of a commit; refuses everything else. Fetches the files that the
+    plan reads if they are in object storage. Raises StorageFailed."""
 
     def __init__(self, part: PartReader) -> None:
         super().__init__(part.directory)
         self._part = part
 
     def read_metadata(self) -> metadata.Metadata:  # without a rank DCP asks for no other metadata
-        """Returns the metadata of all tensors. Raises CheckpointInvalid for what is no such metadata."""
+        """Returns the metadata of all tensors. Raises CheckpointInvalid if the bytes hold no such metadata."""
         file = Path(self.path) / FILE
         self._part.fetch([FILE])
         try:

@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from trireme.core.errors import BadInput
 
 VOCABULARY = 128
-"""Largest vocabulary of a twin. Token ids beyond it, such as those of images, become the last ones of the twin's."""
+"""Largest vocabulary of a twin. Token ids beyond it, such as image tokens, become the last ids of the twin."""
 NOISE = 0.1
-"""Standard deviation of what is added to every initial value, so that no two tensors are alike, none is zero, and
-logits spread."""
+"""Standard deviation of the noise on every initial value, so that no two tensors are alike, none is zero, and logits
+spread."""
 
 Size = Callable[[int, Mapping[str, Any]], int]
 """Gives the twin's size from the model's, and from the section of the configuration that has it."""
@@ -42,7 +42,7 @@ def _key_heads(value: int, section: Mapping[str, Any]) -> int:
 
 
 def _width(value: int, section: Mapping[str, Any]) -> int:
-    """Keeps what is as wide as the hidden states, wider and narrower."""
+    """Returns the twin's width: equal to its hidden size (64), wider or narrower, as in the model."""
     hidden = next((section[key] for key in HIDDEN if isinstance(section.get(key), int)), value)
     if value == hidden:
         return 64
@@ -93,7 +93,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
 
 
 def twin_config(config: PretrainedConfig) -> PretrainedConfig:
-    """Returns the configuration of the twin; `config` stays as it is. Raises BadInput if the sizes do not fit."""
+    """Returns the configuration of the twin; does not change `config`. Raises BadInput if the sizes do not fit."""
     small = _shrink(config.to_dict())
     try:
         return type(config).from_dict(small)
