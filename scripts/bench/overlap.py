@@ -187,7 +187,9 @@ class Bench:
 
         from trireme.launch.run import train_and_commit
 
-        train_and_commit(self.training, self.run, self.core, self.supervisor, (), Console(highlight=False))
+        train_and_commit(
+            self.training, self.run, self.core, self.supervisor, (), Console(markup=False, highlight=False)
+        )
         return [json.loads(line) for line in (self.run.root / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -208,7 +210,7 @@ def started(config: Config) -> Iterator[Bench]:
     facts = ModelFacts.of(config, required=True)
     assert facts is not None
     plan = Plan(config, facts, Resources.of_this_machine(), RL_ROOMS)
-    training, console = RlRun(config, facts, plan), Console(highlight=False)
+    training, console = RlRun(config, facts, plan), Console(markup=False, highlight=False)
     with (
         RunDir.open(config, training.fixed) as run,
         ray_cluster(config, plan.resources),

@@ -146,7 +146,7 @@ def _opened(config: Config, rooms: Sequence[PartKind], logs: Path) -> Iterator[t
     from trireme.launch.starting import await_ready, joined, reserve_places
 
     keep_reference(config)
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(markup=False, highlight=False, soft_wrap=True)
     progress = StartProgress(console)
     logs.mkdir(parents=True, exist_ok=True)
     with joined(plan) as plan, ExitStack() as ending:

@@ -316,3 +316,10 @@ def test_paths_are_names() -> None:
     assert {path: operands for path, operands in found.items() if operands} == {
         path: set(reasons) for path, reasons in PATHS_ELSEWHERE.items()
     }
+
+
+def test_no_text_is_read_as_markup() -> None:
+    """A square bracket in an error of a library ("[/src/pair.cc:553]") is text, not a tag that rich refuses."""
+    consoles = [line.strip() for path in SOURCES for line in path.read_text().splitlines() if " Console(" in line]
+    assert len(consoles) > 5
+    assert [line for line in consoles if "markup=False" not in line] == []

@@ -28,7 +28,7 @@ def run_command(command: Callable[[list[str], Console], None], argv: Sequence[st
     """Runs `command` with its arguments and returns its exit code (`trireme.core.errors`)."""
     signals.arm()
     keep_compiled_code()
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(markup=False, highlight=False, soft_wrap=True)
     try:
         with signals.as_stopped():
             fault_point("driver.command")
@@ -54,7 +54,7 @@ class Parser(argparse.ArgumentParser):
 def show(plan: Plan, config: CommonConfig, console: Console) -> None:
     """Prints the plan and the configuration as JSON, for a dry run."""
     console.print(plan.render(whole=True))
-    console.print(config.model_dump_json(indent=2), markup=False)
+    console.print(config.model_dump_json(indent=2))
 
 
 def planned(loaded: Loaded[Config], rooms: Sequence[PartKind], console: Console) -> Plan | None:

@@ -59,7 +59,7 @@ def main(argv: Sequence[str], console: Console) -> None:
     if options.json:
         print(to_json(as_json(examination, problems), indent=1))
     else:
-        terminal = Console(highlight=False, width=None if console.is_terminal else PIPE_WIDTH)
+        terminal = Console(markup=False, highlight=False, width=None if console.is_terminal else PIPE_WIDTH)
         for part in render(examination, problems):
             terminal.print(part)
     errors = [finding.node for finding in problems if finding.fatal]

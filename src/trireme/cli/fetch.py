@@ -69,10 +69,10 @@ def main(argv: list[str], console: Console) -> None:
     parser.add_argument("model", metavar="MODEL", help=f"{', '.join(PACKAGED)}, or ORG/NAME on the hub")
     parser.add_argument("--out", type=Path, help="a new directory (default: models/NAME)")
     options = parser.parse_args(argv)
-    with Console(stderr=True).status("") as status:
+    with Console(stderr=True, markup=False).status("") as status:
         out = fetch(options.model, options.out, status.update)
     size = sum(file.stat().st_size for file in out.iterdir())
-    console.print(f"{options.model} is now {out} ({decimal(size)}), for --model.name", markup=False)
+    console.print(f"{options.model} is now {out} ({decimal(size)}), for --model.name")
 
 
 def fetch(name: str, out: Path | None, on_progress: OnProgress) -> Path:

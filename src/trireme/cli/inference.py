@@ -92,7 +92,7 @@ def _serve(
     """Serves until a signal comes. After a failure the logs that it names are kept."""
 
     def say(text: str) -> None:
-        console.print(text, markup=False)
+        console.print(text)
 
     prepare_cluster(config, plan)
     from trireme.launch import service as launch

@@ -40,7 +40,7 @@ def main(argv: list[str], console: Console) -> None:
     directory = Path(config.run.output_dir).expanduser().absolute() / (config.run.name or "tinker")
 
     def say(text: str) -> None:
-        console.print(text, markup=False)
+        console.print(text)
 
     prepare_cluster(absolute, plan)
     from trireme.launch import service, tinker  # imports Ray, for which the environment is prepared first

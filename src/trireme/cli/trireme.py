@@ -128,18 +128,18 @@ def _parser() -> argparse.ArgumentParser:
 
 def _inspect(options: argparse.Namespace) -> None:
     root = _run_directory(options.run)
-    with Console(stderr=True).status("reading commits") as status:
+    with Console(stderr=True, markup=False).status("reading commits") as status:
         report = inspect(root, lambda commit: status.update(f"reading {commit}"), options.quick)
     if options.json:
         print(to_json(asdict(report), indent=1))
         return
     console = _console()
     for part in render(report):
-        console.print(part, soft_wrap=isinstance(part, str), markup=False)
+        console.print(part, soft_wrap=isinstance(part, str))
 
 
 def _console() -> Console:
-    console = Console(highlight=False)
+    console = Console(markup=False, highlight=False)
     if not console.is_terminal:
         console.width = PIPE_WIDTH
     return console
@@ -147,7 +147,7 @@ def _console() -> Console:
 
 def _export(options: argparse.Namespace) -> None:
     root = _run_directory(options.run)
-    with Console(stderr=True).status("choosing a commit") as status:
+    with Console(stderr=True, markup=False).status("choosing a commit") as status:
         chosen = (options.step, options.dtype, options.out)
         written = export(root, *chosen, lambda file: status.update(f"reading {file}"), merge=options.merge)
     print(f"{written.commit} is now {written.out}: {written.files} files, weights in {written.dtype}")
@@ -158,7 +158,7 @@ def _report(options: argparse.Namespace) -> None:
 
     root = _run_directory(options.run)
     output = options.output or root / "report.html"
-    with Console(stderr=True).status("reading"):
+    with Console(stderr=True, markup=False).status("reading"):
         page = report_page(_reader(root), datetime.now(UTC))
     with _writable(output):
         output.write_text(page)

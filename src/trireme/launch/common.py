@@ -61,7 +61,7 @@ class StartProgress:
         if waited_s >= self._next_s:
             self._next_s = waited_s + PROGRESS_EVERY_S
             said = ", ".join(": ".join(filter(None, (name, self._stage(name)))) for name in names)
-            self._console.print(f"waiting for {said} ({waited_s:.0f} s)", markup=False)
+            self._console.print(f"waiting for {said} ({waited_s:.0f} s)")
 
     def _tell(self, name: str) -> None:
         assert self._roster is not None

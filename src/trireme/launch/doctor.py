@@ -183,12 +183,12 @@ def check_nodes(plan: Plan, rooms: Mapping[str, Sequence[str]], console: Console
     problems = findings(result, replace(expected, writers=()))
     warnings = [finding for finding in problems if not finding.fatal]
     for finding in warnings[:MAX_WARNINGS]:
-        console.print(f"warning: {finding.line()}", style="yellow", markup=False)
+        console.print(f"warning: {finding.line()}", style="yellow")
     if len(warnings) > MAX_WARNINGS:
         count = len(warnings) - MAX_WARNINGS
-        console.print(f"warning: {count} more; `trireme doctor` shows them", style="yellow", markup=False)
+        console.print(f"warning: {count} more; `trireme doctor` shows them", style="yellow")
     refuse([finding.refusal() for finding in problems if finding.fatal])
-    console.print(network_line(result), markup=False)
+    console.print(network_line(result))
 
 
 def join_address() -> str:

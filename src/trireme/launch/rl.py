@@ -58,7 +58,7 @@ class RlRun(TrainingRun):
         if config.service.port is not None:
             check_port(config)
         engine_args(config, on_cpu=not plan.on_gpus)
-        self._say = Console(highlight=False, soft_wrap=True, markup=False).print
+        self._say = Console(markup=False, highlight=False, soft_wrap=True).print
 
     def enter(self, run: RunDir) -> None:
         """Keeps the reference's weights from being pruned, and finds the keys of the service, before the start of Ray

@@ -252,7 +252,7 @@ def attempt(training: TrainingRun, run: RunDir, supervisor: Supervisor, where: s
         rooms = nodes_of(training.places)
         training.far = check_writers(run, rooms, training.committing, training.plan.start_s, limit_s, tick)
         if training.far:
-            console.print(training.far.text, markup=False)
+            console.print(training.far.text)
     with ExitStack() as ending:
         core = training.start(run, ending)
         ending.push(lambda _kind, error, _traceback: supervisor.detach(error))
@@ -304,7 +304,7 @@ def load(
     for name, other in core.others.items():
         said = other.load_state(commit / name, source)
         if said:
-            console.print(f"{name}: {said}", markup=False)
+            console.print(f"{name}: {said}")
             kept.append(said)
     return kept
 
