@@ -1,4 +1,4 @@
-"""Counts how much text the repository has and how densely it is written.
+"""Counts how much text the repository has, how densely it is written, and in which words.
 
     uv run python scripts/style.py              # of this repository
     uv run python scripts/style.py CHECKOUT     # of another one, to compare with
@@ -8,11 +8,14 @@ Columns, for all Python files below `src`, `tests` and `scripts`:
 - lines: all of them, with blanks and comments; code: without blanks, comments and docstrings.
 - tokens: names, numbers and operators as Python's tokenizer reads them. Layout and prose do not change this figure.
 - tuples, walruses, conditionals, Any: parallel assignments (`a, b = x, y`), `:=`, `x if y else z` and uses of
-  `typing.Any`, per 1,000 code lines.
-- everyday: percentage of variables and parameters with an everyday word as their whole name (EVERYDAY).
+  `typing.Any`, per 10,000 tokens.
+- everyday %: names that are an everyday word as a whole (EVERYDAY), of all variables, parameters, attributes that are
+  assigned, functions and modules.
+- stiff: stiff turns of phrase (STIFF) per 1,000 words of docstrings and of other texts of at least four words.
 
-Then the words of the hand-written pages: README, CONTRIBUTING, CHANGELOG and `docs`, without the pages that a script
-of the repository generates. Words are counted as `wc -w` does.
+Then the words of the hand-written pages, and their stiff turns of phrase: README, CONTRIBUTING, CHANGELOG and `docs`,
+without the pages that a script of the repository generates. Words are counted as `wc -w` does.
+`tests/unit/scripts/test_style.py` holds these figures to limits.
 """
 
 from __future__ import annotations
@@ -38,6 +41,13 @@ EVERYDAY_TEXT = """
     such has who where came gone began ended done went
 """
 EVERYDAY = frozenset(EVERYDAY_TEXT.split())
+STIFF_TEXT = """
+    beside|so many|of which|of whom|those that|those who|what is|whose|in place of|no more|as it is|of before|of now
+    be it|else than|of use|goes on|go on|nobody|whoever|everybody|takes? note|is to be|are to be|that of|those of
+"""
+STIFF = re.compile(rf"\b({'|'.join(STIFF_TEXT.strip().splitlines())})\b".replace("    ", ""), re.IGNORECASE)
+MESSAGE_WORDS = 4
+"""The least number of words that make a string prose."""
 
 
 @dataclass
@@ -51,11 +61,16 @@ class Style:
     marks: Counter[str] = field(default_factory=Counter)
     """Occurrences of tuples, walruses, conditionals, Any, bindings and everyday."""
 
-    def add(self, text: str) -> None:
+    def add(self, path: Path) -> None:
+        text = path.read_text()
         tree = ast.parse(text)
         self.files += 1
         self.lines += text.count("\n")
         self.marks.update(marks_of(tree))
+        self.marks.update(marks_of_name(path.stem))
+        for prose in prose_of(tree):
+            self.marks["words"] += len(prose.split())
+            self.marks["stiff"] += len(STIFF.findall(prose))
         code_lines: set[int] = set()
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
             if token.type in COUNTED:
@@ -64,11 +79,16 @@ class Style:
                 code_lines.update(range(token.start[0], token.end[0] + 1))
         self.code += len(code_lines - docstring_lines(tree))
 
-    def per_thousand(self, mark: str) -> float:
-        return 1000 * self.marks[mark] / max(self.code, 1)
+    def density(self, mark: str) -> float:
+        """Occurrences per 10,000 tokens."""
+        return 10_000 * self.marks[mark] / max(self.tokens, 1)
 
     def everyday_percent(self) -> float:
-        return 100 * self.marks["everyday"] / max(self.marks["bindings"], 1)
+        return 100 * self.marks["everyday"] / max(self.marks["names"], 1)
+
+    def stiffness(self) -> float:
+        """Stiff turns of phrase per 1,000 words."""
+        return 1000 * self.marks["stiff"] / max(self.marks["words"], 1)
 
 
 def docstring_lines(tree: ast.Module) -> set[int]:
@@ -81,6 +101,14 @@ def docstring_lines(tree: ast.Module) -> set[int]:
     return lines
 
 
+def prose_of(tree: ast.Module) -> Iterator[str]:
+    """Yields docstrings, and other texts of at least MESSAGE_WORDS words."""
+    for node in ast.walk(tree):
+        is_string = isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if is_string and len(node.value.split()) >= MESSAGE_WORDS:
+            yield node.value
+
+
 def marks_of(tree: ast.Module) -> Iterator[str]:
     """Yields the name of a mark for each of its occurrences."""
     for node in ast.walk(tree):
@@ -91,21 +119,28 @@ def marks_of(tree: ast.Module) -> Iterator[str]:
             yield "walruses"
         elif isinstance(node, ast.IfExp):
             yield "conditionals"
-        name = bound_name(node)
-        if name:
-            yield "bindings"
-            if name.strip("_").lower() in EVERYDAY:
-                yield "everyday"
         if isinstance(node, ast.Name) and node.id == "Any":
             yield "Any"
+        yield from marks_of_name(bound_name(node))
+
+
+def marks_of_name(name: str | None) -> Iterator[str]:
+    if name:
+        yield "names"
+        if name.strip("_").lower() in EVERYDAY:
+            yield "everyday"
 
 
 def bound_name(node: ast.AST) -> str | None:
-    """Returns the variable or parameter that the node binds."""
+    """Returns the variable, parameter, attribute or function that the node binds."""
     if isinstance(node, ast.arg):
         return node.arg
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
         return node.id
+    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+        return node.attr
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return node.name
     return None
 
 
@@ -113,39 +148,41 @@ def style_of(tree: Path) -> Style:
     """Counts all Python files below a directory."""
     style = Style()
     for path in sorted(tree.rglob("*.py")):
-        style.add(path.read_text())
+        style.add(path)
     return style
 
 
-def hand_written_pages(root: Path) -> dict[str, int]:
-    """Returns the words of each page that no script generates, by its path below `root`."""
-    words: dict[str, int] = {}
+def hand_written_pages(root: Path) -> dict[str, str]:
+    """Returns the text of each page that no script generates, by its path below `root`."""
+    pages: dict[str, str] = {}
     for pattern in PAGES:
         for path in sorted(root.glob(pattern)):
             text = path.read_text()
             if not GENERATED.search(text):
-                words[str(path.relative_to(root))] = len(text.split())
-    return words
+                pages[str(path.relative_to(root))] = text
+    return pages
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("root", nargs="?", type=Path, default=ROOT, help="a checkout; this one by default")
     root = parser.parse_args().root
-    print("tree     files   lines    code  tokens  tuples  walruses  conditionals   Any  everyday %")
+    print("tree     files   lines    code  tokens  tuples  walruses  conditionals   Any  everyday %  stiff")
     for tree in TREES:
         style = style_of(root / tree)
         print(
             f"{tree:8}{style.files:6}{style.lines:8}{style.code:8}{style.tokens:8}"
-            f"{style.per_thousand('tuples'):8.1f}{style.per_thousand('walruses'):10.1f}"
-            f"{style.per_thousand('conditionals'):14.1f}{style.per_thousand('Any'):6.1f}"
-            f"{style.everyday_percent():12.1f}"
+            f"{style.density('tuples'):8.1f}{style.density('walruses'):10.1f}"
+            f"{style.density('conditionals'):14.1f}{style.density('Any'):6.1f}"
+            f"{style.everyday_percent():12.2f}{style.stiffness():7.1f}"
         )
-    words = hand_written_pages(root)
+    pages = hand_written_pages(root)
     print()
-    for page, count in words.items():
-        print(f"{count:6}  {page}")
-    print(f"{sum(words.values()):6}  words of hand-written pages")
+    for page, text in pages.items():
+        print(f"{len(text.split()):6}{len(STIFF.findall(text)):5}  {page}")
+    words = sum(len(text.split()) for text in pages.values())
+    stiff = sum(len(STIFF.findall(text)) for text in pages.values())
+    print(f"{words:6}{stiff:5}  words and stiff turns of phrase of hand-written pages")
 
 
 if __name__ == "__main__":
