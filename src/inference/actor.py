@@ -159,7 +159,7 @@ class ReplicaActor:
         return self.engine_killed or self.engine.errored or any(map(has_ended, (self._engine_pid, *self.ranks)))
 
     async def restart(self) -> ReplicaInfo:
-        """Starts an engine in place of one that was lost: most of a start is importing vLLM, which is done."""
+        """Starts a new engine after one was lost. It is quick: most of a start is importing vLLM, which is done."""
         log.info("process %d starts another engine for %s", os.getpid(), self.name)
         lost = {self._engine_pid, *self.ranks}
         self._forget_ranks()
@@ -254,8 +254,8 @@ class ReplicaActor:
 
     async def sample(self, requests: list[SampleRequest], give: Give) -> None:
         """Samples all `requests` at the same time. Returns when they have entered the engine; raises when none can.
-        Gives the outcome of each, its sequence or error, as soon as it is there. One that is aborted, or that this
-        replica cannot finish because it broke, ends as Progress: all that it has."""
+        Delivers the outcome of each request, its sequence or error, as soon as it arrives. A request that is aborted,
+        or that this replica cannot finish because it broke, ends as Progress with its tokens so far."""
         fault_point("inference.sample")
         era = self._era
         refused: dict[str, Exception] = {}
@@ -398,8 +398,8 @@ class ReplicaActor:
         adapter: LoRARequest | None = None,
         arrival: float | None = None,
     ) -> RequestOutputCollector:
-        """Adds a request to the engine's queue. `salt`: prefix-cache blocks are shared under equal salts only.
-        `adapter`: another one than that of updates. `arrival`: Unix time by which it is ordered; None: now."""
+        """Adds a request to the engine's queue. `salt`: requests share prefix-cache blocks under equal salts only.
+        `adapter`: another adapter than the updated one. `arrival`: Unix time that orders the queue; None: now."""
         from vllm.inputs import tokens_input
 
         if not self._has_requests:
@@ -415,14 +415,14 @@ class ReplicaActor:
         )
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Ends requests whose answers are not needed any more; ignores unknown and finished ones."""
+        """Ends requests that need no answer now; ignores unknown and finished ones."""
         for request_id in request_ids:
             running = self.running.get(request_id)
             if running:
                 running.task.cancel()
 
     async def abort_all(self) -> None:
-        """Ends all requests, also those that are entering; returns when the engine is free of the others."""
+        """Ends all requests, also entering ones; returns when the engine is free of the others."""
         self._era += 1
         self._give_up_all()
         while self.running:
@@ -453,9 +453,9 @@ class ReplicaActor:
         self.sampling.pause()
 
     async def load_weights(self, published: PublishedWeights) -> UpdateReport:
-        """Takes `published` while requests are in flight. Raises RoomFailed when the bytes cannot be fetched because
-        their sender is dead; then nothing has changed. Other failures raise WeightsRefused or RoomFailed and break this
-        replica, and its requests are given up: no token leaves it whose weights were not proved."""
+        """Loads `published` while requests are in flight. Raises RoomFailed when the bytes cannot be fetched because
+        their sender is dead; then nothing has changed. Other failures raise WeightsRefused or RoomFailed, break this
+        replica and end its requests: no token of unproved weights leaves it."""
         started = time.monotonic()
         step = partial(self._step, deadline=started + self.config.timeouts.update_s)
         async with self._received(published, step), self.pausing:
@@ -464,8 +464,8 @@ class ReplicaActor:
             return await self._take(published.manifest, step, started)
 
     async def load_adapter(self, name: str, published: PublishedWeights) -> None:
-        """Takes an adapter beside the weights that it has, for requests that name it; others do not stand still. Raises
-        RoomFailed or WeightsRefused like `load_weights`, also when the canary of this adapter does not agree."""
+        """Loads an adapter in addition to the current weights, for requests that name it; other requests do not pause.
+        Raises RoomFailed or WeightsRefused like `load_weights`, also when the canary of this adapter does not agree."""
         step = partial(self._step, deadline=time.monotonic() + self.config.timeouts.update_s)
         async with self._received(published, step):
             from inference.adapter import request_of  # imports vLLM
@@ -525,7 +525,7 @@ class ReplicaActor:
         await self._guarded("an offer", self.broadcasts.offer(offer), offer.timeout_s)
 
     async def adopt(self, identity: WeightIdentity) -> None:
-        """Labels the weights that the engine loaded from disk as `identity`, in place of a first update. Raises
+        """Labels the weights that the engine loaded from disk as `identity`, instead of a first update. Raises
         RoomFailed."""
         self._raise_if_broken()
         label = self.engine.update_weight_version(str(identity))
@@ -596,9 +596,9 @@ class ReplicaActor:
     def _cleared(self) -> int:
         """Returns how many tokens are prefilled again: prompt and answer of each request that has made a token.
 
-        A request that only waits in the queue is left out, and one whose prompt is prefilled in chunks, until its last
-        chunk. One that vLLM has preempted for want of space counts: vLLM does not say which, and it must be prefilled
-        again too.
+        A request that only waits in the queue does not count, nor does one in chunked prefill before its last chunk. A
+        request that vLLM preempted for lack of space counts: vLLM does not say which, and it must be prefilled again
+        too.
         """
         states = self.engine.output_processor.request_states.values()
         self.engine_stats.cache_cleared(len(states))
@@ -609,7 +609,7 @@ class ReplicaActor:
     async def _submit_canary(
         self, manifest: WeightsManifest, adapter: LoRARequest | None = None
     ) -> RequestOutputCollector:
-        """Adds the canary to the engine's queue. `adapter`: one beside the weights of updates."""
+        """Adds the canary to the engine's queue. `adapter`: another adapter than the updated one."""
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         # The logprob of each token of the prompt, and the least that vLLM samples.
@@ -695,7 +695,7 @@ class ReplicaActor:
             os.close(descriptor)
 
     def note_step(self, silent_s: float) -> None:
-        """Learns from a step of the engine, which ends now, that so many seconds are nothing unusual."""
+        """Records that the engine ended a step now, after `silent_s` seconds: so long a silence is normal."""
         self._step_deadline.note(self._stalls.answered(silent_s))
 
     def behind(self) -> tuple[float, float]:
@@ -794,7 +794,7 @@ class ReplicaActor:
 
 
 async def answer_of(collector: RequestOutputCollector) -> RequestOutput:
-    """Waits for vLLM's final answer to a request for tokens; the other kind of answer is that of pooling models."""
+    """Waits for vLLM's final answer to a request for tokens (pooling models give another kind of answer)."""
     return cast("RequestOutput", await collector.get())
 
 

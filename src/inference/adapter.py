@@ -1,14 +1,14 @@
-"""LoRA adapters in vLLM's engine process: the policy's, whose values each update replaces in place, between two steps,
-and others beside it, whose values do not change (`inference.router`).
+"""LoRA adapters in vLLM's engine process. Each update replaces the values of the policy's adapter in place, between two
+steps; the values of other adapters do not change (`inference.router`).
 
-vLLM's own way to new values is another adapter under another name. Requests in flight would have to be aborted and
-made again under it, and a seeded one would draw the same random numbers twice. Replaced in place, an adapter is
-updated as whole weights are: requests continue, their spans say from which token on, and each `inference.on_update`
-has its usual meaning. Prefixes that older values computed are not served: caches are shared under equal salts only, and
-a salt names the weights.
+vLLM's own way to new values is another adapter under another name. Requests in flight would have to be aborted and sent
+again under that name, and a seeded request would draw the same random numbers twice. In place, an adapter is updated
+like whole weights: requests continue, their spans say from which token on, and each `inference.on_update` has its usual
+meaning. Prefixes computed with older values are not served: requests share caches under equal salts only, and a salt
+names the weights.
 
-The output matrix is different: vLLM applies its adapter to sampled tokens only, and the canary checks those of a
-prompt. So its adapter is merged into the matrix, of which a copy of the original is kept.
+The output matrix is different: vLLM applies its adapter to sampled tokens only, and the canary checks the tokens of a
+prompt. So its adapter is merged into the matrix, and a copy of the original matrix is kept.
 """
 
 from __future__ import annotations

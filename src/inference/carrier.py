@@ -14,7 +14,7 @@ SLAB_BYTES = 2**26
 
 
 class Carrier:
-    """Two slabs of `pinned` memory, one of which threads fill while the other travels."""
+    """Two slabs of `pinned` memory: threads fill one while the other travels."""
 
     def __init__(self, threads: int, *, pinned: bool) -> None:
         self._threads = threads

@@ -87,9 +87,8 @@ class SamplingClient:
         return self._begin(self._replicas.update(weights)).result()
 
     def load_adapter(self, name: str, weights: PublishedWeights) -> None:
-        """Brings an adapter to every replica, for samples that name it, beside the weights of updates and others, of
-        which there is at least one update. `name` is new; its values never change. At most `inference.max_cpu_loras`
-        fit in, one of them for the updates.
+        """Loads another adapter on every replica, for samples that name it, after at least one update. `name` is new;
+        its values never change. At most `inference.max_cpu_loras` adapters fit, and the updates use one of them.
 
         Raises WeightsRefused or RoomFailed.
         """
@@ -100,12 +99,12 @@ class SamplingClient:
         self._begin(self._replicas.drop_adapter(name)).result()
 
     def close(self) -> None:
-        """Cancels what is in flight and ends the thread, within CLOSE_S; the replicas stay."""
+        """Cancels requests in flight and ends the thread, within CLOSE_S; the replicas stay."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
-        """Runs the event loop until `close`, then ends its tasks, some of which only wait for a time to pass."""
+        """Runs the event loop until `close`, then ends its tasks, because some only wait for a time to pass."""
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             runner.get_loop().run_forever()
 

@@ -38,15 +38,15 @@ if TYPE_CHECKING:
 
 READ_S = 0.05
 UNREAD_S = 0.25
-"""The longest that a token waits for others: while an answer is read as it is sampled, as long as between two pieces
-that a person reads; else only ends are waited for, and all is looked at once a second."""
+"""The longest that a token waits for others. While a client streams an answer: as long as between two pieces that a
+person reads; else only ends are waited for, and all outputs are checked once a second."""
 END_SHARE = 0.05
 END_S = 0.1
-"""The longest that an end waits for others: this share of the time since the first token, and no more than END_S."""
+"""The longest that an end waits for others: this share of the time since the first token, and at most END_S."""
 
 
 class HeldOutputs:
-    """Keeps outputs back, and joins those of a request to one."""
+    """Holds outputs back, and joins the outputs of a request to one."""
 
     def __init__(self) -> None:
         self._held: defaultdict[str, list[EngineCoreOutput]] = defaultdict(list)
@@ -93,7 +93,7 @@ class HeldOutputs:
         return [joined(self._held.pop(name)) for name in ended]
 
     def take(self, running: Container[str]) -> list[EngineCoreOutput]:
-        """Returns all that is kept. `running`: the requests of which more may come."""
+        """Returns all held outputs. `running`: the requests that may have more."""
         held = self._held
         self._held = defaultdict(list)
         self._ended = []
@@ -113,7 +113,7 @@ def is_plain_end(output: EngineCoreOutput) -> bool:
 
 
 def has_tokens_alone(output: EngineCoreOutput) -> bool:
-    """Tells if an output has nothing beside its tokens that `joined` would lose."""
+    """Returns whether an output has only tokens, so that `joined` loses nothing."""
     return (
         output.pooling_output is None
         and output.kv_transfer_params is None
@@ -125,7 +125,7 @@ def has_tokens_alone(output: EngineCoreOutput) -> bool:
 
 
 def joined(outputs: Sequence[EngineCoreOutput]) -> EngineCoreOutput:
-    """Returns one output for those of a request, in their order, of which all but the last could wait."""
+    """Joins the outputs of a request, in their order, to one. All but the last could wait."""
     if len(outputs) == 1:
         return outputs[0]
     logprobs = [each.new_logprobs for each in outputs]
@@ -144,7 +144,8 @@ def joined(outputs: Sequence[EngineCoreOutput]) -> EngineCoreOutput:
 def joined_logprobs(parts: Sequence[LogprobsLists]) -> LogprobsLists | None:
     """Returns the logprobs of several steps; None if they have none.
 
-    A step has as many columns as any of its requests has asked for, so those of this one are the first of each.
+    A step has as many columns as its most demanding request needs; this request's logprobs are the first columns of
+    each.
     """
     if not parts:
         return None
@@ -184,7 +185,7 @@ class CoalescingScheduler(Scheduler):
         return UNREAD_S
 
     def has_requests(self) -> bool:
-        """True while the engine is to make a step: an empty one for what is held, where it would make no other."""
+        """True while the engine has to make a step: an empty one for held outputs, where it would make no other."""
         held = self._held.values()
         return super().has_requests() or (self._is_paused and any(held)) or any(each.has_ends for each in held)
 

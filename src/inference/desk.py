@@ -20,9 +20,9 @@ from trireme.core.types import SampleRequest
 GATHER_S = 0.005
 """The longest that an outcome waits for others."""
 FEW = 8
-"""An outcome waits for others only while at least so many requests are without one."""
+"""An outcome waits for others only while at least FEW requests have none."""
 CALLERS = 8
-"""Outboxes that are kept: with more, those of callers that have nothing in flight go, the longest unused ones first."""
+"""Outboxes to keep: beyond that, outboxes of callers with nothing in flight go, the longest unused first."""
 
 Give = Callable[[str, Outcome], None]
 """Takes the name of a request, and how it ended."""
@@ -54,7 +54,7 @@ class Outbox:
         self._is_due_after(GATHER_S if self.unanswered >= FEW else 0.0)
 
     def fail(self, failure: TriremeError) -> None:
-        """Tells the caller that the replica must be used no more."""
+        """Tells the caller that the replica is not usable any longer."""
         self.failure = failure
         self._is_due_after(0.0)
 
@@ -80,8 +80,8 @@ class Outbox:
         return reply
 
     def _is_due_after(self, seconds: float) -> None:
-        """Hands out what is there after `seconds`, or sooner if that was decided before. After 0 seconds it goes with
-        all that ends in this turn of the event loop."""
+        """Hands out the outcomes after `seconds`, or at an earlier time already set. After 0 seconds they go with all
+        outcomes of this turn of the event loop."""
         loop = asyncio.get_running_loop()
         due_at = loop.time() + seconds
         if self._timer and self._due_at <= due_at:
@@ -101,8 +101,8 @@ class Outbox:
 class Desk:
     """Serves all callers of one replica.
 
-    `sample` samples requests at the same time: it returns, or raises, once they have entered the engine, and gives the
-    outcome of each as soon as it is there. `failure` tells why the replica is broken, None if it is not.
+    `sample` samples requests at the same time: it returns, or raises, once they have entered the engine, and delivers
+    the outcome of each as soon as it arrives. `failure` returns why the replica is broken, None if it is not.
     """
 
     def __init__(

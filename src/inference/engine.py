@@ -207,8 +207,8 @@ def vllm_params(request: SampleRequest, end_ids: list[int]) -> SamplingParams:
 def sampled_logprobs(logprobs: SampleLogprobs | None, start: int, tokens: list[int]) -> npt.NDArray[np.float32]:
     """Returns the logprobs of `tokens`, which were sampled from number `start` on: float32 [T].
 
-    `logprobs`: those of a request for the sampled token alone, so their lists have one entry for each token. Raises
-    RoomFailed if they are those of other tokens.
+    `logprobs`: from a request for the sampled token alone, so their lists have one entry for each token. Raises
+    RoomFailed if they belong to other tokens.
     """
     flat = cast("FlatLogprobs", logprobs)  # as `vllm_params` asks for
     end = start + len(tokens)

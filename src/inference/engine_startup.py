@@ -30,7 +30,7 @@ QUEUES = "/dev/shm/psm_"
 PATH_COLUMN = 5
 """The column of a line of a process's maps that has the path; the columns before it have no spaces."""
 DELETED = " (deleted)"
-"""Stands behind the path of a file whose name is gone."""
+"""Suffix of the path of a deleted file that is still open."""
 
 
 def die_with_parent() -> None:
@@ -137,11 +137,12 @@ def quieten_vllm() -> None:
 
 
 def choose_method(*, on_cpu: bool, ranks: int) -> str:
-    """Returns how to start an engine of so many ranks: "fork", which spares it a second import of vLLM, or "spawn".
+    """Returns how to start an engine of n ranks: "fork", which spares it a second import of vLLM, or "spawn".
 
-    vLLM spawns its engine inside Ray actors, because a forked child can not use Ray; ours does not. CUDA does not
-    survive a fork: this process has none, unless something asked for it, which is logged. Ranks on several GPUs are
-    spawned as vLLM does it. Gain: a second import of vLLM, 9 CPU seconds of each start (`inference.cpu`).
+    vLLM spawns its engine inside Ray actors, because a forked child can not use Ray; our engine does not use it. CUDA
+    does not survive a fork: this process has no CUDA context, unless some code made one, which is logged. Ranks on
+    several GPUs are spawned, as in vLLM. A fork saves a second import of vLLM, 9 CPU seconds of each start
+    (`inference.cpu`).
     """
     if on_cpu:
         return "fork"

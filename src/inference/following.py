@@ -1,18 +1,18 @@
-"""Follows published tensors into the parameters of vLLM's model, and sums what these hold.
+"""Follows published tensors into the parameters of vLLM's model, and sums the values of these parameters.
 
-No table says which parameter a published tensor becomes a part of: it is *seen*. At an engine's first update each copy
-that vLLM's loaders make is noted (`inference.watching`): from which elements of which published tensor, to which of
-which parameter. Later updates use what was found then.
+No table says which parameter a published tensor becomes a part of: it is *observed*. At an engine's first update
+`inference.watching` records each copy that vLLM's loaders make: the elements and name of the published tensor, and the
+elements and name of the parameter. Later updates use this record.
 
 vLLM loads layer by layer (`vllm.model_executor.model_loader.reload`): its parameters have no memory at first, and the
-loaders copy into them for nothing, to count how much of a layer has come. These copies are the noted ones. When a layer
-is complete the loaders fill new memory, the layer may *pack* its weights for its kernels, and what results is copied to
-where the layer's parameters always lie.
+loaders copy into them only to count how much of a layer has come. These copies are the recorded ones. When a layer is
+complete the loaders fill new memory, the layer may *pack* its weights for its kernels, and the result is copied to the
+permanent memory of the layer's parameters.
 
-What a parameter holds is summed as late as it is still plain. *At the end of the update*, where packing leaves it as it
-is: all parameters on CUDA, but for the experts of some kernels; norms, embeddings, biases and output matrices on CPUs.
-*Right before it is packed*, where packing changes it: linear layers and stacked experts on CPUs, of which nothing plain
-is left. Which of both it is, is seen at the first update too.
+A parameter is summed at the last moment when it is still plain. *At the end of the update*, where packing does not
+change it: all parameters on CUDA, except the experts of some kernels; norms, embeddings, biases and output matrices on
+CPUs. *Right before packing*, where packing changes it: linear layers and stacked experts on CPUs, which keep no plain
+copy. The first update shows which of both applies.
 """
 
 from __future__ import annotations
@@ -154,8 +154,8 @@ class TensorFollower:
         self._watch.idle = idle
 
     def loaded(self, unfollowed: Mapping[str, str] = MappingProxyType({})) -> LoadedSums:
-        """Sums what is still plain; returns the sums of all that was loaded. Call it once after `following`.
-        `unfollowed`: {tensor that it was not given: why}."""
+        """Sums the parameters that are still plain; returns the sums of everything loaded. Call it once after
+        `following`. `unfollowed`: {tensor that it did not get: reason}."""
         watch = self._watch
         self._watch = None
         if watch:
@@ -186,7 +186,7 @@ class TensorFollower:
         return LoadedSums(sums.numpy().view(np.uint64), following)
 
     def _begin(self, name: str, tensor: Tensor) -> None:
-        """Sums a parameter, on CPUs beside the load."""
+        """Sums a parameter; on CPUs in a thread, while the load continues."""
         if tensor.device.type == "cpu":
             self._pending.append(self._threads.submit(self._sum, name, tensor.data))
             self._await(AHEAD)

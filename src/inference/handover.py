@@ -1,11 +1,11 @@
-"""How another replica finishes a request: what the request has so far, and what is left to sample.
+"""How another replica finishes a request: the tokens so far, and the rest to sample.
 
-    replica --Progress--> Handover: all that a request has, whichever replicas made it
+    replica --Progress--> Handover: all tokens of a request, whichever replicas made them
                             |
-                            +-- next_request: what is missing    +-- complete: the whole answer
+                            +-- next_request: the missing rest   +-- complete: the whole answer
 
-Each replica is asked about once a second, and its progress is kept until the answer arrives. When it dies, at most that
-second is lost. One that still answers gives up its requests with all that they have.
+About once a second each replica reports its progress, which is kept until the answer arrives. When a replica dies, at
+most that second is lost. A replica that still answers hands over its requests with all their tokens.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Progress:
     def of_state(
         cls, start: int, state: RequestState, kept_from: WeightIdentity | None, unproved: WeightIdentity | None
     ) -> Progress:
-        """Reads the tokens from number `start` on from vLLM's RequestState, without those of weights `unproved`.
+        """Reads the tokens from number `start` on from vLLM's RequestState, without tokens of `unproved` weights.
 
         `kept_from`: as for `inference.engine.sampled_sequence`.
         """
@@ -140,7 +140,7 @@ class Handover:
         )
 
     def _followed_by(self, progress: Progress) -> Progress:
-        """Returns the tokens that are kept before the first one of `progress`, and those of `progress`."""
+        """Returns the kept tokens before the first one of `progress`, and the tokens of `progress`."""
         start = self._base + progress.start
         spans = [replace(span, end=min(span.end, start)) for span in self._kept.spans if span.start < start]
         for span in progress.spans:
@@ -154,6 +154,6 @@ class Handover:
 
 
 def seed_after(seed: int, kept: int) -> int:
-    """Returns the seed for the rest of a request of which `kept` tokens are there, 0 <= seed < 2^63. With the old one
-    the rest would be drawn with the random numbers of its beginning."""
+    """Returns the seed for the rest of a request that has `kept` tokens, 0 <= seed < 2^63. The old seed would draw the
+    rest with the random numbers of its beginning."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{kept}".encode(), digest_size=8).digest()) >> 1

@@ -18,7 +18,7 @@ Made = TypeVar("Made", SampledSequence, Progress)
 
 @dataclass(frozen=True)
 class HeldAdapter:
-    """An adapter that the engine has beside the weights of updates."""
+    """An adapter that the engine has in addition to the updated one."""
 
     asked: LoRARequest
     """What requests for it name."""

@@ -27,9 +27,9 @@ after an answer, which is as long as requests that follow from its outcomes can 
 FEW = 8
 
 Stream = asyncio.Queue[list[tuple[int, Outcome]] | None]
-"""Outcomes for one group of requests, by their places in it; None: no more come."""
+"""Outcomes for one group of requests, by their indices in it; None: the end."""
 Exchange = Callable[[str, list[SampleRequest], float], Awaitable[Reply]]
-"""Gives a caller's name and requests to a desk, and waits for its reply, for at most so many seconds."""
+"""Sends a caller's name and requests to a desk, and waits at most n seconds for its reply."""
 
 
 @dataclass(eq=False)
@@ -66,8 +66,8 @@ class Line:
         self._failure: TriremeError | None = None
 
     async def sample(self, requests: Sequence[SampleRequest]) -> AsyncIterator[tuple[int, Outcome]]:
-        """Yields (index into `requests`, outcome), each once. Raises why the replica must be used no more, after the
-        outcomes that it still gave."""
+        """Yields (index into `requests`, outcome), each once. Raises why the replica is unusable, after the outcomes
+        that it still delivered."""
         if self._failure:
             raise self._failure
         stream = Stream()
@@ -88,7 +88,7 @@ class Line:
                 self._waiting.pop(request.request_id, None)
 
     def withdraw(self, names: Sequence[str]) -> list[str]:
-        """Ends those of these requests that have not left yet, with no tokens; returns the names of the others."""
+        """Ends the requests of these that are still queued here, with no tokens; returns the names of the others."""
         queued = {each.request_id for each in self._queued}
         self._end(queued.intersection(names))
         return [name for name in names if name not in queued]
@@ -112,7 +112,7 @@ class Line:
             self._timer = self.loop.call_later(GATHER_S, self._call_now)
 
     def _call_now(self) -> None:
-        """Brings what is queued, and makes sure that a call waits for outcomes."""
+        """Sends the queued requests, and ensures that a call waits for outcomes."""
         if self._timer:
             self._timer.cancel()
             self._timer = None

@@ -1,9 +1,9 @@
-"""Compares what the ranks of an engine have loaded with what was published.
+"""Compares the tensors that the ranks of an engine loaded with the published tensors.
 
-A rank names the parts of published tensors that it holds (`inference.following` finds them) and sums each of them. Sums
-of parts add up to those of the tensor, so together the ranks show that what their parameters hold is what was
-published. Norms are held by all ranks, and keys by several where there are fewer of their heads than ranks: what is
-held more than once must agree, and counts once.
+A rank names the parts of published tensors that it holds (`inference.following` finds them) and sums each of them. The
+sums of the parts add up to the sum of the tensor, so together the ranks show that their parameters hold the published
+values. All ranks hold the norms, and several hold the keys where there are fewer key heads than ranks: parts with
+several holders must agree, and count once.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Following:
     unfollowed: dict[str, str]
     """{name: why its values cannot be found again}"""
     disordered: list[str]
-    """Tensors that were loaded in another order than that of their numbers."""
+    """Tensors that were loaded in another order than their numbers."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ class LoadedProof:
         return self._held is not None
 
     def check(self, manifest: WeightsManifest, answers_R: Sequence[bytes]) -> None:
-        """Raises WeightsRefused unless the ranks, whose answers are of type `LoadedSums`, pickled, hold what was
-        published."""
+        """Raises WeightsRefused unless the ranks hold the published values. Their answers are of type `LoadedSums`,
+        pickled."""
         ranks: list[LoadedSums] = [pickle.loads(answer) for answer in answers_R]
         found = [rank.following for rank in ranks if rank.following]
         if found:  # by all of them at the same update
@@ -151,7 +151,7 @@ class Held:
             )
 
     def check(self, sums: npt.NDArray[np.uint64], manifest: WeightsManifest) -> None:
-        """Raises WeightsRefused unless `sums`, [rows, 2], are those of the manifest."""
+        """Raises WeightsRefused unless `sums`, [rows, 2], match the manifest."""
         published = np.array([_words(entry.hash) for entry in manifest.entries], np.uint64).reshape(-1, 2)
         total = np.zeros_like(published)
         once = self._first == np.arange(len(self._first))
@@ -198,7 +198,7 @@ def some(names: Sequence[str]) -> str:
 
 
 def patterns(unfollowed: dict[str, str]) -> str:
-    """Returns names and reasons, with one entry for those that differ in numbers alone.
+    """Returns names and reasons, with one entry for names that differ only in their numbers.
 
     >>> patterns({"layers.0.gate.bias": "cast", "layers.1.gate.bias": "cast", "norm": "added to"})
     'layers.*.gate.bias (2: cast), norm (1: added to)'

@@ -32,7 +32,7 @@ class Reply:
     outcomes: Sequence[tuple[str, Outcome]] = ()
     """Names of requests, and how they ended."""
     failure: TriremeError | None = None
-    """Why the replica must be used no more."""
+    """Why the replica is unusable."""
 
     def pack(self) -> bytes:
         """Returns the message that brings the reply to the caller."""

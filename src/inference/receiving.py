@@ -33,7 +33,7 @@ from trireme.transports.meeting import BroadcastGroup, GroupMember, open_store
 PAGE = 4096
 LEAST_S = 0.1
 PASS_ON_S = 1.0
-"""Time for the version before to be passed on, whose group is used again then."""
+"""Time to pass on the previous version; its group is reused then."""
 LONGEST = 1000
 """Characters of a message: a pipe takes lines of up to 4 KiB whole."""
 log = logging.getLogger(__name__)
@@ -48,8 +48,8 @@ class Receiving:
         self._places: Sequence[TensorPlace] = ()
 
     def start(self, offer: Offer, number: int, serial: int, pipe: str) -> None:
-        """Begins to receive what replica `number` was offered, in place of what it still receives. `serial` is in all
-        messages, which are written to the pipe at the path `pipe`."""
+        """Begins to receive the offer for replica `number`, and stops receiving an older one. Messages carry `serial`
+        and go to the pipe at the path `pipe`."""
         last = self._current
         if last:
             last.given_up.set()
@@ -67,10 +67,9 @@ class Receiving:
         return {}
 
     def forget(self, version: int, places: Sequence[TensorPlace], *, copied: bool) -> None:
-        """Lets the memory of a version go that has been loaded, whose tensors have these `places`: those of later
-        versions, as a rule, have the same. `copied`: no rank uses it any more, so the next version is received into it.
-        New memory would cost several times as much as receiving, page by page, and at an update there has to be as much
-        anyway."""
+        """Releases the memory of a loaded version with tensors at these `places`; later versions usually have the same
+        places. `copied`: no rank uses it any longer, so the next version is received into it. New memory would cost
+        several times as much as receiving, page by page, and an update needs as much anyway."""
         self._places = places
         if self._current and self._current.version == version:
             landing = self._current.landing

@@ -75,8 +75,8 @@ class _Incoming:
 
 
 class Broadcasts:
-    """The newest version that is broadcast to this replica. `start` has the engine's rank 0 receive what is offered,
-    and write messages with the given number to a pipe with the given path. `receiver` has versions on demand."""
+    """The newest version that is broadcast to this replica. `start` makes the engine's rank 0 receive an offer, and
+    write messages with the given number to a pipe with the given path. `receiver` fetches versions on demand."""
 
     def __init__(self, receiver: Receiver, start: Callable[[Offer, int, str], Awaitable[Any]]) -> None:
         self._receiver = receiver

@@ -1,4 +1,4 @@
-"""Sees which elements of which published tensor vLLM's loaders copy to which elements of which parameter."""
+"""Records the copies that vLLM's loaders make: elements of published tensors to elements of parameters."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Copy:
 
 
 class CopyWatch(TorchDispatchMode):
-    """Notes what is copied from published tensors to the tensors of a model, while it is entered and not `idle`."""
+    """Records copies from published tensors to the tensors of a model, while it is entered and not `idle`."""
 
     def __init__(self, published: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class CopyWatch(TorchDispatchMode):
             self.copies[held][copy] = sum(map(len, self.copies.values()))
 
     def _trace(self, func: Any, given: Sequence[Tensor], result: Any) -> None:
-        """Keeps account of what is computed from published tensors, which cannot be followed."""
+        """Records tensors that are computed from published tensors, because they cannot be followed."""
         origin = {name for tensor in given for name in self._origin(tensor)}
         if func._schema.is_mutable and given and _memory(given[0]) in self._holders and func not in PADDING:
             self.unfollowed.update(dict.fromkeys(origin, COMPUTED))
@@ -107,7 +107,7 @@ class CopyWatch(TorchDispatchMode):
                     self._computed.setdefault(memory, set()).update(origin)
 
     def _origin(self, tensor: Tensor) -> set[str]:
-        """Returns the published tensors of which values are in this memory."""
+        """Returns the published tensors that have values in this memory."""
         name = self._name(tensor)
         if name is not None:
             return {name}
@@ -117,7 +117,7 @@ class CopyWatch(TorchDispatchMode):
         return self._computed.get(_memory(tensor), set())
 
     def _name(self, tensor: Tensor) -> str | None:
-        """Returns the published tensor in whose memory this one lies."""
+        """Returns the published tensor that contains this memory."""
         if tensor.is_meta or not (address := tensor.data_ptr()):
             return None
         at = bisect_right(self._addresses, (address, LAST_NAME)) - 1
@@ -130,9 +130,9 @@ class CopyWatch(TorchDispatchMode):
 
 
 def disordered(copies: Sequence[Copy]) -> list[str]:
-    """Returns tensors whose numbers are in another order than their places: of layers, or of experts in one parameter.
+    """Returns tensors with numbers (of layers, or of experts in one parameter) in another order than their places.
 
-    What loaders do is learnt from what they do, so an exchange at the first update would become the rule.
+    The record follows the loaders, so an exchange at the first update would become the rule.
     """
     kinds: defaultdict[tuple[str, str], list[tuple[list[int], list[int], str]]] = defaultdict(list)
     for copy in copies:
@@ -167,7 +167,7 @@ def _unlike(published: Tensor, source: Tensor, target: Tensor) -> str | None:
 
 def _merged(dims: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     """Returns the dimensions (size, stride in the source, stride in the target) from the largest stride in the source
-    to the smallest, without those of one element, and those joined that follow each other in both memories."""
+    to the smallest. Drops dimensions of one element, and joins dimensions that follow each other in both memories."""
     merged: list[tuple[int, int, int]] = []
     for size, own, there in sorted((dim for dim in dims if dim[0] > 1), key=lambda dim: -dim[1]):
         if merged and merged[-1][1] == size * own and merged[-1][2] == size * there:

@@ -137,8 +137,8 @@ def readers() -> int:
 def _refusal_of(
     manifest: WeightsManifest, buckets: list[npt.NDArray[np.uint8]], sums: Callable[[], Mapping[TensorPlace, str]]
 ) -> str:
-    """Returns why bytes that arrived are refused; empty if they are those of the manifest. `sums` of tensors that are
-    known already are not computed again."""
+    """Returns why received bytes are refused; empty if they match the manifest. Known `sums` of tensors are not
+    computed again."""
     populate(buckets)
     known = sums()
     if fault_point("inference.received") == "corrupt":
@@ -183,14 +183,15 @@ class WorkerExtension:
         return os.getpid()
 
     def receive_broadcast(self, pickled_offer: bytes) -> None:
-        """Begins to receive what is offered, on rank 0. `pickled_offer`: the arguments of `Receiving.start`."""
+        """Begins to receive an offer, on rank 0. `pickled_offer`: the arguments of `Receiving.start`."""
         if self.rank == 0:
             self.receiving = self.receiving or Receiving()
             self.receiving.start(*pickle.loads(pickled_offer))
 
     def receive_weights(self, pickled_files: bytes) -> None:
-        """Maps what has arrived, and begins to check it on rank 0, in a thread beside the engine's loop: all ranks map
-        the same memory. `pickled_files`: a manifest and where its buckets are, of type `inference.mapping.Region`."""
+        """Maps the received bytes, and begins to check them on rank 0, in a thread alongside the engine's loop: all
+        ranks map the same memory. `pickled_files`: a manifest and where its buckets are, of type
+        `inference.mapping.Region`."""
         manifest, regions = pickle.loads(pickled_files)
         buckets = [region.map() for region in regions]
         if self.receiving:
@@ -253,7 +254,7 @@ class WorkerExtension:
         return loaded
 
     def add_adapter(self, number: int) -> None:
-        """Keeps the received adapter beside others, under a new number. An error names the rank."""
+        """Adds the received adapter under a new number. An error names the rank."""
         assert self.received is not None
         manifest, buckets = self.received
         assert manifest.adapter is not None, "the replica has looked"
@@ -272,11 +273,11 @@ class WorkerExtension:
         drop_adapter(self.model_runner, number)
 
     def free_memory(self) -> None:
-        """Gives the memory in which weights were loaded back to the system: some milliseconds, after requests resume.
+        """Returns the memory in which weights were loaded to the system: some milliseconds, after requests resume.
 
         Weights are loaded layer by layer into new memory, and requests allocate longer-lived memory in between. The C
-        library keeps what is freed there, a little more after each update: 1 GiB grew by 250 MiB in 30 updates of 200
-        MiB, though none of it was in use.
+        library keeps the freed memory, a little more after each update: 1 GiB grew by 250 MiB in 30 updates of 200 MiB,
+        though none of it was in use.
         """
         malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
         if malloc_trim:
