@@ -74,7 +74,7 @@ class Plan:
 
     @cached_property
     def parts(self) -> list[Part]:
-        """The parts of the run, those that hold a model first."""
+        """The parts of the run, first the parts that hold a model."""
         parts = [kind(self.config, self.facts, self.resources) for kind in self.kinds]
         one_gpu = self.on_gpus and self.resources.gpus < 2 and _models(parts) == [1, 1]
         shares = one_gpu and all(part.may_share_gpu for part in parts)
@@ -95,8 +95,8 @@ class Plan:
         return self.resources.compute_on_gpus(self.config)
 
     def resolved(self, config: C) -> C:
-        """Returns the configuration for rooms and those who wait for them, with what the machines and the model decide:
-        the device in place of auto, the time to start, and what each part has decided."""
+        """Returns the configuration for rooms and their callers, with the values that the machines and the model
+        decide: the device instead of auto, the time to start, and the decisions of each part."""
         device = "gpu" if self.on_gpus else "cpu"
         sections: dict[str, Any] = {"cluster": config.cluster.model_copy(update={"device": device})}
         sections["timeouts"] = config.timeouts.model_copy(update={"start_s": self.start_s})
@@ -189,7 +189,7 @@ class Plan:
 
     @property
     def blocks(self) -> list[int]:
-        """How many actors, from the first on, are on one node together; those that are left may be anywhere."""
+        """Returns how many actors, from the first on, are together on one node; other actors may be anywhere."""
         return [size for part in self.parts for size in part.blocks]
 
     def by_room(self, values: Sequence[T]) -> dict[str, list[T]]:

@@ -22,8 +22,8 @@ LOGIT_BYTES = 12
 """Bytes of each logit of a chunk in the backward pass: the chunk before and this one in float32, and their gradient."""
 CPU_LOGITS = 2**24
 MOST_LOGITS = 2**30
-"""Logits of a chunk: on a CPU, where larger ones are no faster; and at most, on a GPU with enough memory beside what is
-planned. (2^24 are 110 tokens of a vocabulary of 152,000: too few rows for a GPU.)"""
+"""Logits of a chunk: on a CPU, where larger chunks are no faster; and at most, on a GPU with enough memory beyond the
+plan. (2^24 are 110 tokens of a vocabulary of 152,000: too few rows for a GPU.)"""
 LARGEST_KEPT = 32 * 2**20
 KEPT_BYTES = 64 * 2**20
 KEPT_OF_LAYERS = 17
@@ -32,24 +32,24 @@ KEPT_OF_LARGE = 192 * 2**20
 (docs/memory.md): it gives back what has more than LARGEST_KEPT bytes. If a layer has not more, it keeps KEPT_BYTES, and
 KEPT_OF_LAYERS for each parameter of the layers; else KEPT_OF_LARGE."""
 GPU_ALLOWANCES = {"CUDA context": GIB // 2, "NCCL": GIB, "workspaces": GIB // 2}
-"""Bytes that a shard takes of its GPU beside tensors. They are allowances: nothing was measured on a GPU."""
+"""Bytes that a shard takes of its GPU in addition to tensors. They are allowances: nothing was measured on a GPU."""
 GPU_SHARE = 0.85
 HOST_SHARE = 0.5
-"""The part of what is free on a GPU, and of a process's part of a host, that a shard plans to fill. The rest is
-for errors of the estimate and what allocators lose, and on a host for copies of commits, the replicas' caches and the
-system."""
+"""The share of a GPU's free memory, and of a process's part of a host, that a shard plans to fill. The rest covers
+errors of the estimate and losses of allocators, and on a host copies of commits, the replicas' caches and the system.
+"""
 
 
 def gpu_room(free_bytes: int, memory_bytes: int, replica_share: float = 0.0) -> int:
-    """Returns the bytes that a shard may fill of a GPU of `memory_bytes`, of which `free_bytes` are free and a replica
+    """Returns the bytes that a shard may fill of a GPU of `memory_bytes`, where `free_bytes` are free and a replica
     takes `replica_share`."""
     left = min(free_bytes, int(memory_bytes * (1 - replica_share)))
     return int(GPU_SHARE * max(0, left - sum(GPU_ALLOWANCES.values())))
 
 
 def host_room(memory_bytes: int, config: CommonConfig) -> int:
-    """Returns the bytes that a shard on CPUs may fill of a host of `memory_bytes`. It follows from the size of the
-    machine, not from what is free on it at the moment, so each attempt of a run decides alike."""
+    """Returns the bytes that a shard on CPUs may fill of a host of `memory_bytes`. They follow from the size of the
+    machine, not from its free memory at the moment, so each attempt of a run decides alike."""
     return int(HOST_SHARE * memory_bytes) // (config.trainer.processes + config.num_replicas)
 
 
@@ -75,13 +75,13 @@ class ShardMemory:
     activations: int
     """Values that a full micro-batch keeps from the forward to the backward pass."""
     logits: int
-    """A chunk of logits on a CPU, which is planned for. On a GPU larger chunks take up to half of what is left free, at
-    most MOST_LOGITS * LOGIT_BYTES = 12 GiB (`trainer.logprobs`)."""
+    """Planned bytes for a chunk of logits on a CPU. On a GPU larger chunks take up to half of the remaining free
+    memory, at most MOST_LOGITS * LOGIT_BYTES = 12 GiB (`trainer.logprobs`)."""
     kept: int
     """What the allocator keeps of freed tensors; 0 on GPUs, where it is in the part that is not planned for."""
     kept_tokens: int | None
-    """The most tokens of a micro-batch whose layers are not computed again in the backward pass; None: none ever are.
-    It changes no bit of what is computed."""
+    """The most tokens of a micro-batch without activation checkpointing: the backward pass does not compute its layers
+    again. None: no micro-batch uses it. It changes no bit of the results."""
     again: bool
     """True: layers are computed again in the backward pass of a full micro-batch."""
     whole: bool
@@ -101,7 +101,9 @@ class ShardMemory:
 
     @property
     def base(self) -> int:
-        """Bytes that a shard takes beside its state and what a pass holds: its process, logits, and what is kept."""
+        """Bytes that a shard takes in addition to its state and the memory of a pass: its process, logits, and kept
+        copies.
+        """
         return int(SHARD_BASE_GIB * GIB) + self.logits + self.kept
 
     @property
@@ -228,8 +230,8 @@ class ModelMemory:
         return self.facts.vocab_size * self.facts.hidden_size
 
     def kept_tokens(self, option: bool | Literal["auto"], free: int) -> int | None:
-        """Returns the most tokens of a micro-batch whose layers are not computed again in the backward pass, by
-        `trainer.checkpointing`, with auto those whose activations fit into `free` bytes; None: they never are."""
+        """Returns the most tokens of a micro-batch without activation checkpointing, by `trainer.checkpointing`; with
+        auto, the tokens with activations that fit into `free` bytes. None: no micro-batch uses it."""
         if option == "auto":
             return max(0, free) // self.activations(1, False)
         if option:

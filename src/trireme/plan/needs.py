@@ -16,8 +16,8 @@ from trireme.process.machine import Gpu, Node
 
 GPU_TOLERANCE = 1.15
 HOST_TOLERANCE = 2.0
-"""A run that needs more than this many times what a machine has is refused; up to that it only warns. On a GPU tensors
-are counted, to about 15 %. On a host much of what is counted is shared between processes, or is never touched."""
+"""A run that needs more than this multiple of a machine's memory is refused; below, it only warns. On a GPU tensors are
+counted, to about 15 %. On a host processes share much of the counted memory, or never touch it."""
 ASSUMED_GPU = Gpu(80 * GIB, 80 * GIB)
 """The GPU that is planned for where no driver tells of one."""
 HOST_OF_CUDA_GIB = 2.5
@@ -26,7 +26,8 @@ VERSIONS = "two versions of the weights"
 """The newest and the one before it, in Ray's object store (transport object_store): all of them on each machine with a
 replica, which maps them; elsewhere the shares of the trainer's ranks."""
 SAMPLER_WEIGHTS = "weights for samplers"
-"""Those of the base and of `service.tinker.snapshots` samplers, which `trireme serve` keeps beside these versions."""
+"""Weights of the base and of `service.tinker.snapshots` samplers, which `trireme serve` keeps next to these versions.
+"""
 SERVICES_GIB = 0.4
 """Measured memory of Ray's services on a machine."""
 KEPT_VERSIONS = 2
@@ -57,7 +58,7 @@ class Need:
         return node.num_gpus - sum(gpu.free_bytes < self.gpu_share * gpu.memory_bytes for gpu in node.gpus)
 
     def room(self, node: Node, num_gpus: int) -> int:
-        """Returns how many such actors, with `num_gpus` GPUs each, what is free on `node` holds."""
+        """Returns how many such actors, with `num_gpus` GPUs each, fit into the free memory and GPUs of `node`."""
         actors = node.free_bytes // sum(self.host.values())
         if num_gpus:
             return min(actors, self.free_gpus(node) // num_gpus)
@@ -95,8 +96,8 @@ class NodeNeeds:
         return dict(fullest)
 
     def excess(self, *, hopeless: bool) -> list[str]:
-        """Says what is needed beyond what the machine has, largest part first; with `hopeless` only what the estimates'
-        errors do not explain."""
+        """Returns the needs beyond the machine's resources, largest part first; with `hopeless` only the part that
+        errors of the estimates do not explain."""
         gpu_times, host_times = (GPU_TOLERANCE, HOST_TOLERANCE) if hopeless else (1.0, 1.0)
         found = []
         gpu = self.node.smallest_gpu
@@ -144,7 +145,7 @@ class NodeNeeds:
 
     @property
     def row(self) -> str:
-        """Says what is needed of what there is."""
+        """Returns a line with the needs and the machine's resources."""
         gpu, used = self.node.smallest_gpu, sum(self.gpu.values())
         text = f"{self.node.name}: about {gib(sum(self.host.values()))} of {gib(self.node.memory_bytes)} of memory"
         if used:
@@ -157,7 +158,7 @@ class NodeNeeds:
 
 
 def check_shm(machines: Sequence[NodeNeeds]) -> None:
-    """Raises BadInput for a machine whose /dev/shm has no room for what must be free there."""
+    """Raises BadInput for a machine with too little free space in /dev/shm."""
     for machine in machines:
         if machine.shm_free > machine.node.shm_bytes:
             raise Refusal(

@@ -59,7 +59,7 @@ class Part(ABC):
 
     @property
     def published_bytes(self) -> int:
-        """Bytes of one version of what is published: all weights, or adapters; 0 if the sizes are unknown."""
+        """Bytes of one published version: all weights, or adapters; 0 if the sizes are unknown."""
         if self.facts:
             return self.facts.trained_parameters(self.config.trainer.lora) * self.dtype_bytes
         return 0
@@ -95,7 +95,7 @@ class Part(ABC):
 
     @property
     def warnings(self) -> list[str]:
-        """Warnings about options whose price is easily overlooked."""
+        """Warnings about options with a price that is easily overlooked."""
         return []
 
     @abstractmethod

@@ -16,7 +16,7 @@ from trireme.plan.trainer import TrainerPart
 REPLICA_BASE_GIB = 1.4
 """Measured resident memory of a replica with its engine process, without weights and KV cache."""
 ENGINE_BYTES = 3 * GIB
-"""What an engine takes of a GPU beside weights and KV cache: CUDA's context, graphs, activations, logits. It is an
+"""GPU memory of an engine in addition to weights and KV cache: CUDA's context, graphs, activations, logits. It is an
 allowance: nothing was measured on a GPU."""
 SHARE_STEP = 0.001
 """Shares of a GPU are rounded up to multiples of this."""
@@ -29,13 +29,13 @@ QUEUE_BYTES = 10 * (24 * 2**20 + 2)
 pages of them, so that ranks that have started leave as much free for the next ones."""
 
 ARRIVING = "arriving weights"
-"""A version that is received beside the one that is loaded, in memory that the ranks of the replica map. (Those that
-come through Ray's store are mapped from there.)"""
+"""A version that is received while another is loaded, in memory that the ranks of the replica map. (Versions that come
+through Ray's store are mapped from there.)"""
 FORWARD_PASSES = 3
 """Arithmetic of training on a token, in forward passes: the backward pass is two."""
 DEAR_SHARE = 2.0
-"""`recompute_share` from which on a plan warns. It is an upper bound: what is in flight is half done on average, so
-from there on replicas compute as long as the trainer does."""
+"""A plan warns from this `recompute_share` on. It is an upper bound: requests in flight are half done on average, so at
+this share replicas compute as long as the trainer does."""
 
 
 @dataclass(frozen=True)
@@ -182,8 +182,8 @@ class InferencePart(Part):
 
     @property
     def recomputed_tokens(self) -> int | None:
-        """The most tokens whose KV is computed again at an update: all that can be in flight, at full length. None if
-        the limit of the model is unknown."""
+        """The most tokens with KV that is computed again at an update: all requests that can be in flight, at full
+        length. None if the limit of the model is unknown."""
         limit = self.config.seq_limit(self.facts)
         rollouts = self.config.groups_in_flight * self.config.largest_group
         if self.max_num_seqs is not None:
@@ -194,8 +194,9 @@ class InferencePart(Part):
 
     @property
     def recompute_share(self) -> float | None:
-        """The arithmetic of computing KV again on one replica at an update, over that of training a step on one shard.
-        Both are at most: full lengths, everything in flight. Training a token is three forward passes."""
+        """The arithmetic of computing KV again on one replica at an update, divided by the arithmetic of training a
+        step on one shard. Both are upper bounds: full lengths, everything in flight. Training a token is three forward
+        passes."""
         config, limit = self.config, self.config.seq_limit(self.facts)
         if self.recomputed_tokens is None or limit is None:
             return None

@@ -1,4 +1,4 @@
-"""The rooms of `trireme serve`: those of a loop, whose weights for samplers stay in memory."""
+"""The rooms of `trireme serve`: the rooms of a loop, with the weights for samplers kept in memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def sets_of_weights(config: Config) -> int:
 
 @dataclass(frozen=True)
 class ServedTrainerPart(TrainerPart):
-    """Shards that also keep the base's weights and those of samplers, and adapters that wait, each its share."""
+    """Shards that also keep weights of the base, of samplers and of waiting adapters, each its share."""
 
     config: Config
 
@@ -55,7 +55,7 @@ class ServedTrainerPart(TrainerPart):
 
 @dataclass(frozen=True)
 class ServedInferencePart(InferencePart):
-    """Replicas on whose machines Ray's object store comes to hold all of these weights, as they take turns."""
+    """Replicas that take turns with all of these weights, so that Ray's store on their machines holds them all."""
 
     @property
     def needs(self) -> list[Need] | None:

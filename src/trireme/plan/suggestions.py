@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from trireme.plan.base import Plan
 
 ADAPTER_RANK = 32
-"""The rank of adapters that is suggested in place of training all weights."""
+"""The suggested rank of adapters instead of training all weights."""
 SMALLEST_MICRO_BATCH = 1024
 """Tokens of the micro-batch that is suggested, unless a sequence is longer."""
 Sections = Mapping[str, Mapping[str, Any]]
@@ -21,9 +21,9 @@ Sections = Mapping[str, Mapping[str, Any]]
 
 
 def suggestions(plan: Plan) -> list[str]:
-    """Returns flags, with their cost, each of which alone makes `plan` fit: first those that cost least in speed, then
-    those that need more devices, then those that change what is learned. If none does, returns the flags that make it
-    fit together, or an empty list."""
+    """Returns flags, with their cost, that alone make `plan` fit: first the flags that cost least in speed, then flags
+    that need more devices, then flags that change the learning. If none does, returns the flags that make it fit
+    together, or an empty list."""
     alone = []
     together = plan
     together_flags = []

@@ -1,5 +1,5 @@
-"""Stops a run whose training goes wrong, and warns before: gradients that are not finite, a trainer and a sampler that
-no longer agree, problems that teach nothing."""
+"""Stops a run when its training goes wrong, and warns before: gradients that are not finite, a trainer and a sampler
+that disagree, problems that teach nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trireme.core.types import OptimStepResponse
 NAMED = 8
 """Suspects that a message names."""
 ALIKE_STEPS = 5
-"""Steps in a row of groups whose rewards are all alike, after which it is no accident."""
+"""Steps in a row, with equal rewards in nearly all groups, before a warning: that is no accident."""
 NEARLY_ALL = 0.9
 KL = "optim/kl_sample_train_v2"
 
@@ -30,8 +30,8 @@ class RefusedSteps:
 
     def update(self, update: Callable[[], OptimStepResponse], name: str, suspects: Sequence[str]) -> float:
         """Calls the optimiser for the update `name` and returns the norm of its gradient: NaN if the trainer refused it
-        because the gradient is not finite. Then the weights stay as they are, and the run continues. `suspects`:
-        problems of the datums whose loss was not finite."""
+        because the gradient is not finite. Then the weights do not change, and the run continues. `suspects`: problems
+        of the datums with a loss that was not finite."""
         try:
             return update().metrics["grad_norm"]
         except NonFiniteGradient as error:
@@ -41,8 +41,7 @@ class RefusedSteps:
             return nan
 
     def check(self, row: Mapping[str, Any]) -> None:
-        """Looks at the row of a step that is done. Raises LimitReached after too many steps in a row of which at least
-        one update was refused."""
+        """Checks the row of a finished step. Raises LimitReached after too many steps in a row with refused updates."""
         if row["optim/refused"]:
             self._refused = self._refused + 1
         else:

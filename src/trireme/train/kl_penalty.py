@@ -1,14 +1,14 @@
 """The penalty for moving away from a reference policy, as an addition to the advantages.
 
-With q the sampler's log-probability, ref the reference's, and m_t 1 for action tokens (whose mask is not 0) and 0 for
-others: d_t = (q_t - ref_t) m_t, and dbar is its mean over all action tokens of a substep. A_t grows by coef m_t (dbar -
-d_t). That is centred: the penalty moves probability from tokens that are further from the reference than usual to those
-that are nearer, and changes no average. With a discount g > 0 the added term is that of the token and, discounted, of
-all that follow in its datum: sum_k g^k (dbar - d_{t+k}) m_{t+k}, masked again. (After Tinker's KL penalty; the
-published code leaks the discounted sum onto observed tokens.)
+With q the sampler's log-probability, ref the reference's, and m_t 1 for action tokens (mask not 0) and 0 for others:
+d_t = (q_t - ref_t) m_t, and dbar is its mean over all action tokens of a substep. A_t grows by coef m_t (dbar - d_t).
+The penalty is centred: it moves probability from tokens that are further from the reference than usual to nearer
+tokens, and changes no average. With a discount g > 0 a token's added term also sums the discounted terms of all later
+tokens in its datum: sum_k g^k (dbar - d_{t+k}) m_{t+k}, masked again. (After Tinker's KL penalty; the published code
+leaks the discounted sum onto observed tokens.)
 
-All of it is computed by the trainer's shards, where the tokens are. This process sees two numbers about each datum, and
-adds them up in the order of the datums, whatever shard computed them.
+The trainer's shards compute the penalty, where the tokens are. This process sees two numbers for each datum, and adds
+them up in the order of the datums, whichever shard computed them.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ class Attempt:
         }
 
     def end_step(self, row: Mapping[str, Any]) -> None:
-        """Seals the commit of a step whose row is written. Raises LimitReached if training goes wrong."""
+        """Seals the commit of a step after its row is written. Raises LimitReached if training goes wrong."""
         self.commits.seal()
         self.guard.check(row)
 
@@ -142,7 +142,7 @@ class StepRecord:
         self._divisors = [0.0]  # of the summed gradient of each substep
 
     def add(self, output: ForwardBackwardOutput, divisor: float, names_D: Sequence[str]) -> None:
-        """Adds the output for one minibatch. `divisor`: what it adds to that of its substep."""
+        """Adds the output for one minibatch. `divisor`: its term in the divisor of its substep."""
         self._outputs.append(output.metrics)
         self._peak_s += output.peak_s
         self._suspects += [names_D[d] for d in output.suspects]

@@ -24,12 +24,12 @@ ROOT = 0
 POLL_S = 0.001
 PIECE_BYTES = 2**20
 CONNECTING = 5
-"""gloo waits so many times its timeout for a member that is to connect (`Pair::waitUntil` in its tcp/pair.cc), for
-example one that died after it had said its address."""
+"""gloo waits this multiple of its timeout for a member to connect (`Pair::waitUntil` in its tcp/pair.cc), for example a
+member that died after it had sent its address."""
 
 
 class Collective(Protocol):
-    """A group of processes, of which rank 0 is the root."""
+    """A group of processes; rank 0 is the root."""
 
     def broadcast(self, buffer: Tensor, timeout_s: float) -> None:
         """Sends the root's `buffer` (uint8) to the other members, which receive it into their own `buffer`.
@@ -52,8 +52,8 @@ class GlooCollective:
     and each member but the last. (gloo's own broadcast is a tree of whole messages: log2 of the group's size copies
     leave the root.) Constructing it is collective.
 
-    A member whose successor is lost still receives; those behind it do not. What is sent to a stopped process cannot be
-    aborted and ends at its deadline. The sockets of the group end with the last reference to it.
+    If a member's successor is lost, the member still receives; members behind it do not. A send to a stopped process
+    cannot be aborted and ends at its deadline. The sockets of the group end with the last reference to it.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout_s: float, interface: str) -> None:

@@ -261,7 +261,7 @@ def device_sums(parts: Sequence[TensorPart]) -> Tensor:
 
 
 def jobs_by_variant(parts: Sequence[TensorPart]) -> dict[Variant, list[Job]]:
-    """Returns the jobs of all parts, those of one launch together."""
+    """Returns the jobs of all parts, grouped by launch."""
     found: defaultdict[Variant, list[Job]] = defaultdict(list)
     row = 0
     for part in parts:
@@ -304,7 +304,7 @@ def _converted(part: TensorPart) -> Iterator[TensorPart]:
 
 
 def _jobs_of(part: TensorPart, out: int) -> tuple[Variant, list[Job]]:
-    """Returns the jobs of a part whose first tensor has row `out` of the result."""
+    """Returns the jobs of a part. Its first tensor has row `out` of the result."""
     tensor = part.tensor
     first = part.first
     pace = part.pace

@@ -1,4 +1,4 @@
-"""The published versions whose bytes a trainer rank keeps in host memory, for those who come later."""
+"""The published versions that a trainer rank keeps in host memory, for receivers that come later."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from trireme.core.errors import WeightsGone
 
 Bucket = npt.NDArray[np.uint8]
 UNREAD = 2
-"""References to an array that one list holds, or to the memory of one array: that one, and that of the call that
-counts. Whoever reads the array or a part of it holds another: Ray as it passes a bucket on, PyTorch as it sends."""
+"""References to an array in one list, or to the memory of one array, without a reader: the list's or the array's, and
+the counting call's. A reader of the array or a part of it holds another: Ray as it passes a bucket on, PyTorch as it
+sends."""
 
 
 class KeptVersions:
@@ -27,8 +28,8 @@ class KeptVersions:
         self._spare: list[Bucket] = []  # of the versions that the newest one displaced
 
     def memory(self, nbytes: int) -> Bucket:
-        """Returns memory for a bucket of the version that was begun: that of a dropped one, if it has the size and is
-        not being read any more. New memory costs more than writing to it, as the system gives it page by page."""
+        """Returns memory for a bucket of the version that was begun: a dropped version's, if it has the size and has no
+        reader. New memory costs more than writing to it, because the system provides it page by page."""
         with self._lock:
             for number in range(len(self._spare)):
                 counts = [sys.getrefcount(self._spare[number]), sys.getrefcount(self._spare[number].base)]

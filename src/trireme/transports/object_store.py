@@ -43,4 +43,4 @@ def lease(source: Any) -> None:
 
 
 def release(source: Any) -> None:
-    """The references end with those that hold them."""
+    """Does nothing: the references end with their holders."""

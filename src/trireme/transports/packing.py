@@ -99,9 +99,9 @@ def fill(
     buffer: Callable[[int], Buffer],
     done: Callable[[int, Buffer], None],
 ) -> None:
-    """Goes through all units, and copies the tensors of the buckets `wanted`, one bucket after the other, into what
-    `buffer` returns for its number, at least as large as the bucket. Calls `done` with each when it is full, in the
-    order of their numbers, in which receivers expect them. Raises TriremeError for tensors that are not those of the
+    """Goes through all units, and copies the tensors of the buckets `wanted`, one bucket after the other, into the
+    array that `buffer` returns for its number, at least as large as the bucket. Calls `done` with each full bucket, in
+    the order of their numbers, in which receivers expect them. Raises TriremeError if the tensors do not match the
     layout."""
     places = {entry.name: entry for entry in layout.entries}
     missing = defaultdict[int, int](int)

@@ -35,11 +35,11 @@ log = logging.getLogger(__name__)
 
 
 class Sending:
-    """One version on its way to `members` in a thread, at first by `group`, that of the version `before`, the root of
-    its meeting.
+    """One version on its way to `members` in a thread. `group` and its root `before` come from the previous version's
+    meeting.
 
-    The thread owns the group. It ends at the deadline at the latest, also after it was given up, and the group's
-    sockets with it.
+    The thread owns the group. It ends at the deadline at the latest, also after a failure, and the group's sockets end
+    with it.
     """
 
     def __init__(
@@ -138,10 +138,11 @@ class Sending:
 
 
 class Packing:
-    """The buckets of one version in a rank: which it fills, in which memory, and what becomes of them.
+    """The buckets of one version in a rank: which ones it fills, in which memory, and where they go.
 
-    Those of its share are kept in host memory. Where there is a GPU all are packed there, and copied while they are
-    sent; in host memory each of the share has its place from the start. The others go through `free` buffers.
+    The rank keeps the buckets of its share in host memory. Where there is a GPU all buckets are packed there, and
+    copied while they are sent; in host memory each bucket of the share has its place from the start. The others go
+    through `free` buffers.
     """
 
     def __init__(
@@ -200,7 +201,7 @@ class Packing:
                 sent()
 
     def _copy(self, bucket: Tensor) -> Bucket:
-        """Copies a bucket to pinned host memory, beside what the GPU computes."""
+        """Copies a bucket to pinned host memory, while the GPU computes."""
         assert self._copies is not None
         copy = torch.empty(bucket.shape, dtype=torch.uint8, pin_memory=True)
         self._copies.wait_stream(torch.cuda.current_stream())  # which has filled the bucket
@@ -217,7 +218,7 @@ class Packing:
         return True
 
     def _without_sending(self) -> None:
-        """Goes on without the thread, if it was given up, and without the buffers that it may still read."""
+        """Continues without a failed sending thread, and without the buffers that it may still read."""
         if self._sending is not None:
             self._sending, self.free = None, self._make_buffers()
             self.wanted &= self._share
@@ -233,8 +234,8 @@ class Packing:
 
 
 class BroadcastSender:
-    """Implements `trireme.core.transport.Sender` for rank `rank` of `size`, whose node has the address `host` in the
-    cluster. `holder`: the actor that gives buckets to others. `ports`: those at which it may listen; empty: any."""
+    """Implements `trireme.core.transport.Sender` for rank `rank` of `size`. Its node has the address `host` in the
+    cluster. `holder`: the actor that serves buckets. `ports`: where it may listen; empty: any."""
 
     def __init__(self, rank: int, size: int, host: str, holder: Any, ports: Sequence[int] = ()) -> None:
         self._rank = rank

@@ -76,9 +76,9 @@ def equal_parts(
 
 def part_sums(parts: Sequence[TensorPart]) -> Tensor:
     """Returns the sums of all tensors of `parts`, which are on one device, in order: int64 [tensors, 2]
-    (`Sums.signed`), there, for which nothing waits.
+    (`Sums.signed`), on that device, without waiting for it.
 
-    On CUDA a kernel computes them in a few launches, on a CPU that of `trireme.core.digest`.
+    On CUDA a kernel computes them in a few launches, on a CPU the kernel of `trireme.core.digest`.
     """
     if parts[0].tensor.is_cuda:
         from trireme.transports.device_sums import device_sums  # imports Triton
