@@ -72,7 +72,7 @@ SOAK = [
 ]
 LOOK_S = 0.5
 LONG_LIFE = 40
-"""Steps that a process must have seen for a slope to mean something."""
+"""Steps that a process must be sampled at for a slope to mean something."""
 MEANS = 10
 """Points of a printed reward curve."""
 
@@ -83,33 +83,37 @@ MEANS = 10
 def matrix(args: argparse.Namespace) -> bool:
     sends = signal.SIGSTOP if args.stop else signal.SIGKILL
     results = rows_of(args.results) if args.results else []
-    done = {(row["victim"], row["moment"], row["sends"]) for row in results}
+    finished = {(row["victim"], row["moment"], row["sends"]) for row in results}
     cells = [Cell(victim, moment, sends) for moment in args.moment for victim in args.victim]
     if args.docs:
-        there = len({(cell.victim, cell.moment) for cell in cells} | {key[:2] for key in done if key[2] == sends.name})
-        if there < (stands := table_in(DOCS, sends.name)[1].count("whole,")):
+        present = len(
+            {(cell.victim, cell.moment) for cell in cells} | {key[:2] for key in finished if key[2] == sends.name}
+        )
+        if present < (stands := table_in(DOCS, sends.name)[1].count("whole,")):
             raise SystemExit(
-                f"--docs would put {there} cells in the place of {stands}: run all of them, or add --results"
+                f"--docs would put {present} cells in the place of {stands}: run all of them, or add --results"
             )
     for cell in cells:
-        if (cell.victim, cell.moment, sends.name) in done:
+        if (cell.victim, cell.moment, sends.name) in finished:
             continue
         results.append(run_one(cell))
         if args.results:
             with args.results.open("a") as file:
                 file.write(json.dumps(results[-1]) + "\n")
-        print(f"{cell}: {told(results[-1])}", flush=True)
+        print(f"{cell}: {summary_of(results[-1])}", flush=True)
     results = [row for row in results if row["sends"] == sends.name]
-    found = table(results)
-    print("\n" + found)
+    tables = table(results)
+    print("\n" + tables)
     if args.docs:
-        put_into_docs(DOCS, sends.name, found)
+        put_into_docs(DOCS, sends.name, tables)
     return all(row["failure"] is None for row in results)
 
 
 def run_one(cell: Cell) -> dict[str, Any]:
     """The result of one cell. `failure`: what was wrong; None if everything was whole."""
-    place, began, failure = Path(tempfile.mkdtemp(prefix="chaos-")), time.monotonic(), None
+    place = Path(tempfile.mkdtemp(prefix="chaos-"))
+    started = time.monotonic()
+    failure = None
     try:
         assert_whole(run_cell(place, cell))
     except Exception:
@@ -118,7 +122,7 @@ def run_one(cell: Cell) -> dict[str, Any]:
         "victim": cell.victim,
         "moment": cell.moment,
         "sends": cell.sends.name,
-        "seconds": round(time.monotonic() - began),
+        "seconds": round(time.monotonic() - started),
         "incidents": [f"{row['part']}: {row['what']}" for row in rows_of(place / "run" / "incidents.jsonl")],
         "failure": failure,
     }
@@ -127,7 +131,7 @@ def run_one(cell: Cell) -> dict[str, Any]:
     return result
 
 
-def told(result: dict[str, Any]) -> str:
+def summary_of(result: dict[str, Any]) -> str:
     return result["failure"] or f"whole, after {result['seconds']} s, {len(result['incidents'])} incidents"
 
 
@@ -139,26 +143,30 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 
     def told_in_a_cell(victim: str, moment: str) -> str:
         row = cells.get((victim, moment))
-        return "" if row is None else "FAILED" if row["failure"] else f"whole, {row['seconds']} s"
+        if row is None:
+            return ""
+        if row["failure"]:
+            return "FAILED"
+        return f"whole, {row['seconds']} s"
 
     rows = [["at", *columns], ["---"] * (len(columns) + 1)]
     rows += [[moment, *(told_in_a_cell(victim, moment) for victim in columns)] for moment in lines]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def put_into_docs(file: Path, sends: str, found: str) -> None:
+def put_into_docs(file: Path, sends: str, text: str) -> None:
     """Replaces the table between the comments `<!-- matrix SIGKILL -->` and `<!-- end -->` of a Markdown file."""
     before, _, after = table_in(file, sends)
-    file.write_text(f"{before}{found}\n{after}")
+    file.write_text(f"{before}{text}\n{after}")
 
 
 def table_in(file: Path, sends: str) -> tuple[str, str, str]:
     """Returns the text before that table, the table, and the text after it."""
     before, begin, rest = file.read_text().partition(f"<!-- matrix {sends} -->\n")
-    found, end, after = rest.partition("<!-- end -->")
+    text, end, after = rest.partition("<!-- end -->")
     if not end:
         raise SystemExit(f"{file} has no place for a table between <!-- matrix {sends} --> and <!-- end -->")
-    return before + begin, found, end + after
+    return before + begin, text, end + after
 
 
 # ---------------------------------------------------------------------------------------------------------------- soak
@@ -166,31 +174,34 @@ def table_in(file: Path, sends: str) -> tuple[str, str, str]:
 
 @dataclass
 class Memory:
-    """Resident bytes of each process of a run, by part and process id, with the step at which they were seen. Not those
-    that it shares: of Ray's object store, which has a size of its own, a process maps ever more."""
+    """Resident bytes of each process of a run, by part and process id, with the step at which they were sampled. Shared
+    bytes do not count: Ray's object store has a size of its own, and a process maps ever more of it."""
 
-    seen: defaultdict[tuple[str, int], list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
+    samples: defaultdict[tuple[str, int], list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
 
     def look(self, running: Running, step: int) -> None:
         for part, pids in {"driver_0": [running.process.pid], **parts_of(running.mark)}.items():
             for place, pid in enumerate(pids[:2]):
-                name = f"{part} engine" if place and part.startswith("inference") else part
+                if place and part.startswith("inference"):
+                    name = f"{part} engine"
+                else:
+                    name = part
                 try:
                     memory = psutil.Process(pid).memory_info()
-                    self.seen[name, pid].append((step, memory.rss - memory.shared))
+                    self.samples[name, pid].append((step, memory.rss - memory.shared))
                 except psutil.NoSuchProcess:
                     continue
 
     def lines(self) -> list[str]:
         """Returns MiB at the end and the slope over the second half of life, for each long-lived process."""
         lines = []
-        for (name, pid), points in sorted(self.seen.items()):
+        for (name, pid), points in sorted(self.samples.items()):
             steps, sizes = zip(*points[len(points) // 2 :], strict=True)
             if points[-1][0] - points[0][0] >= LONG_LIFE and len(set(steps)) > 1:
                 slope = statistics.linear_regression(steps, sizes).slope / MEBI
                 life = f"steps {points[0][0]} to {points[-1][0]}"
                 lines.append(f"| {name} ({pid}) | {life} | {sizes[-1] / MEBI:.0f} | {100 * slope:+.2f} |")
-        return ["| process | seen | MiB | MiB per 100 steps |", "|---|---|---|---|", *lines]
+        return ["| process | samples | MiB | MiB per 100 steps |", "|---|---|---|---|", *lines]
 
 
 def soak(args: argparse.Namespace) -> bool:
@@ -203,8 +214,8 @@ def soak(args: argparse.Namespace) -> bool:
             (calm, calm_memory, whole_calm), (wild, memory, whole_wild) = quiet.result(), killed.result()
         finally:
             given_up.set()
-    for name, seen in (("without kills", calm_memory), ("with kills", memory)):
-        print(f"\n{name}:\n\n" + "\n".join(seen.lines()))
+    for name, usage in (("without kills", calm_memory), ("with kills", memory)):
+        print(f"\n{name}:\n\n" + "\n".join(usage.lines()))
     print("\n| steps | reward without kills | with |\n|---|---|---|")
     size = max(args.steps // MEANS, 1)
     for first in range(0, args.steps, size):
@@ -214,7 +225,9 @@ def soak(args: argparse.Namespace) -> bool:
 
 
 def mean_reward(rows: Sequence[dict[str, Any]]) -> float:
-    return statistics.fmean(row["reward/total"] for row in rows) if rows else float("nan")
+    if rows:
+        return statistics.fmean(row["reward/total"] for row in rows)
+    return float("nan")
 
 
 def long_run(
@@ -226,8 +239,12 @@ def long_run(
 ) -> tuple[list[dict[str, Any]], Memory, bool]:
     """One run, of which a random part is killed whenever it has come `every` steps further than ever before: its rows,
     the memory of its processes, and whether all that it left is whole. It is killed itself once `given_up` is set."""
-    place, memory, killed = Path(tempfile.mkdtemp(prefix="soak-")), Memory(), 0
-    metrics, looked, began = place / "run" / "metrics.jsonl", 0, time.monotonic()
+    place = Path(tempfile.mkdtemp(prefix="soak-"))
+    memory = Memory()
+    killed = 0
+    metrics = place / "run" / "metrics.jsonl"
+    looked = 0
+    start = time.monotonic()
     with started(place, flags, {}) as running:
         while running.process.poll() is None:
             if given_up.wait(LOOK_S):
@@ -242,19 +259,21 @@ def long_run(
                 print(f"step {step}: SIGKILL to {victim}", flush=True)
                 for pid in victims(victim, running, None):
                     os.kill(pid, signal.SIGKILL)
-        ended = end_of(running, place)
-    print(f"{steps} steps, {killed} kills, {time.monotonic() - began:.0f} s, in {place}", flush=True)
+        outcome = end_of(running, place)
+    print(f"{steps} steps, {killed} kills, {time.monotonic() - start:.0f} s, in {place}", flush=True)
     try:
-        assert_whole(ended, steps)
+        assert_whole(outcome, steps)
     except AssertionError:
         traceback.print_exc()
-        return ended.rows, memory, False
-    return ended.rows, memory, True
+        return outcome.rows, memory, False
+    return outcome.rows, memory, True
 
 
 def steps_done(metrics: Path) -> int:
     """Returns the number of whole rows; the last one may be incomplete."""
-    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+    if metrics.exists():
+        return metrics.read_bytes().count(b"\n")
+    return 0
 
 
 def main() -> None:

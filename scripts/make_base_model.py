@@ -42,9 +42,11 @@ from orchestrator.envs.text import Answer
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>")
 CHARACTERS = "\n" + "".join(sorted(string.ascii_letters + string.digits + string.punctuation + " "))
 MAX_LENGTH = 256
-MIN_DIGITS, MAX_DIGITS = 3, 8
+MIN_DIGITS = 3
+MAX_DIGITS = 8
 MAX_ANSWER_TOKENS = 10
-STEPS, BATCH_SIZE = 400, 64
+STEPS = 400
+BATCH_SIZE = 64
 HELD_OUT = 512
 """Examples that `sft` looks at, and does not train on (`configs/sft-base.toml`)."""
 CONFIG = Path(__file__).parents[1] / "configs" / "sft-base.toml"
@@ -151,9 +153,9 @@ def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, examples:
         save(model, tokenizer, directory / "untrained")
         lines = [json.dumps({"tokens": tokens, "weights": weights}) + "\n" for tokens, weights in examples]
         (directory / "examples.jsonl").write_text("".join(lines))
-        given = ["--model.name", str(directory / "untrained"), "--data.train", str(directory / "examples.jsonl")]
+        paths = ["--model.name", str(directory / "untrained"), "--data.train", str(directory / "examples.jsonl")]
         place = ["--run.output-dir", str(directory), "--run.name", "run"]
-        subprocess.run([sys.executable, "-m", "trireme.cli.sft", "@", str(CONFIG), *given, *place, *flags], check=True)
+        subprocess.run([sys.executable, "-m", "trireme.cli.sft", "@", str(CONFIG), *paths, *place, *flags], check=True)
         newest = max((directory / "run" / "checkpoints").glob("step_*"))
         model.load_state_dict(AutoModelForCausalLM.from_pretrained(newest / "inference").state_dict())
 

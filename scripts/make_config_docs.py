@@ -49,7 +49,10 @@ def row(key: Key) -> str:
     aliases = [code(f"{section}.{alias}") for alias in key.names[1:]]
     aliases += [code(f"--{key.short_flag}")] if key.short_flag else []
     also = f" Alias: {', '.join(aliases)}." if aliases else ""
-    default = key.default if key.field.is_required() else code(key.default)
+    if key.field.is_required():
+        default = key.default
+    else:
+        default = code(key.default)
     return f"| {code(key.dotted)} | {key.expected} | {default} | {key.description}{also} |"
 
 
@@ -66,7 +69,9 @@ def exit_codes() -> list[str]:
 
 
 def section_of(key: Key) -> str:
-    return key.path[0] if len(key.path) > 1 else "General"
+    if len(key.path) > 1:
+        return key.path[0]
+    return "General"
 
 
 def tables(schema: type[CommonConfig], without: frozenset[str] = frozenset()) -> list[str]:

@@ -35,10 +35,10 @@ def outcomes(tests: list[str]) -> dict[str, bool]:
 
     Raises TimeoutExpired after an hour, and RuntimeError for a test that was not run.
     """
-    asked = sorted({test.partition("::")[0] if test.startswith("tests/e2e") else test for test in tests})
+    selected = sorted({test.partition("::")[0] if test.startswith("tests/e2e") else test for test in tests})
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "--tb=line", f"--junit-xml={report}", *asked]
+        command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "--tb=line", f"--junit-xml={report}", *selected]
         subprocess.run(command, cwd=ROOT, timeout=RUN_S, check=False)
         passed: dict[str, bool] = {}
         for case in ElementTree.parse(report).iter("testcase"):
@@ -66,14 +66,19 @@ def section(yardstick: Yardstick, passed: dict[str, bool]) -> list[str]:
     """Returns the lines of one yardstick."""
     lines = [f"\n## {yardstick.name}\n", f"{yardstick.version}\n", "| case | | shown by, or why not |", "|---|---|---|"]
     for case in yardstick.cases:
-        state = verdict(passed[case.stand]) if case.is_tested else "not applicable"
+        if case.is_tested:
+            state = verdict(passed[case.stand])
+        else:
+            state = "not applicable"
         stand = f"`{case.stand}`" if case.is_tested else case.stand
         lines.append(f"| {case.text} | {state} | {stand} |")
     return lines
 
 
 def verdict(passed: bool) -> str:
-    return "passed" if passed else "FAILED"
+    if passed:
+        return "passed"
+    return "FAILED"
 
 
 def summary(measured: list[Yardstick], passed: dict[str, bool]) -> list[str]:

@@ -42,13 +42,13 @@ def talk(url: str, admin: str) -> None:
         answer = httpx.post(f"{url}/sessions", json={"problem": problem}, headers=headers, timeout=DEADLINE_S)
         session = answer.raise_for_status().json()
         with openai.OpenAI(base_url=session["openai_base_url"], api_key=session["key"]) as agent:
-            asked: list[Any] = [{"role": "user", "content": f"Sort: 5{number}361\n"}]
+            messages: list[Any] = [{"role": "user", "content": f"Sort: 5{number}361\n"}]
             for question in ("Sort: 90213\n", "Sort: 77415\n"):
-                if len(asked) == 1:
-                    reply = agent.chat.completions.create(model="policy", messages=asked, max_tokens=8)
-                    asked.append({"role": "assistant", "content": reply.choices[0].message.content or ""})
-                more: Any = [*asked, {"role": "user", "content": question}]
-                agent.chat.completions.create(model="policy", messages=more, max_tokens=8)
+                if len(messages) == 1:
+                    reply = agent.chat.completions.create(model="policy", messages=messages, max_tokens=8)
+                    messages.append({"role": "assistant", "content": reply.choices[0].message.content or ""})
+                conversation: Any = [*messages, {"role": "user", "content": question}]
+                agent.chat.completions.create(model="policy", messages=conversation, max_tokens=8)
 
 
 def photograph(address: str, profile: Path) -> None:
@@ -95,10 +95,10 @@ def main() -> None:
                 if running.poll() is not None or time.monotonic() > ends:
                     sys.exit(f"the run has not come to step {STEPS} within {DEADLINE_S:g} s: {log.read_text()[-2000:]}")
                 time.sleep(0.5)
-            said = log.read_text()
-            url = re.search(r"the service answers at (http\S+)", said)
+            text = log.read_text()
+            url = re.search(r"the service answers at (http\S+)", text)
             if not url:
-                sys.exit(f"the run has not said where its service is: {said[-2000:]}")
+                sys.exit(f"the run has not said where its service is: {text[-2000:]}")
             key = re.findall(r"^admin (\S+)", (rows.parent / "service.keys").read_text(), re.MULTILINE)[0]
             talk(url[1], key)
             photograph(f"{url[1]}/console/#key={key}", Path(directory) / "profile")

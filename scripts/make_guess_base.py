@@ -37,25 +37,30 @@ class Game:
     guesses: tuple[str, ...]
 
     @property
-    def found(self) -> bool:
+    def solved(self) -> bool:
         return self.guesses[-1] == self.secret
 
     @property
     def reward(self) -> float:
-        return 1 - COST_OF_A_TURN * (len(self.guesses) - 1) if self.found else 0.0
+        if self.solved:
+            return 1 - COST_OF_A_TURN * (len(self.guesses) - 1)
+        return 0.0
 
 
 def play(seed: int, index: int) -> Game:
     """Game `index` of the supervised data, a pure function of its arguments."""
     rng = random.Random(f"guess-base:{seed}:{index}")
-    secret, possible = rng.choice(DIGITS), list(DIGITS)
+    secret = rng.choice(DIGITS)
+    possible = list(DIGITS)
     guesses: list[str] = []
     while len(guesses) < MAX_TURNS and secret not in guesses:
         guess = rng.choice(DIGITS if rng.random() < AT_RANDOM else possible)
         guesses.append(guess)
         if guess != secret:
-            said = hint(secret, guess)
-            possible = [d for d in possible if (d > guess if said == GREATER else d < guess if said == LESS else True)]
+            answer = hint(secret, guess)
+            possible = [
+                d for d in possible if (d > guess if answer == GREATER else d < guess if answer == LESS else True)
+            ]
     return Game(secret, tuple(guesses))
 
 
@@ -64,37 +69,41 @@ def make_example(game: Game, tokenizer: PreTrainedTokenizerFast) -> tuple[list[i
     tokens = tokenizer.encode(PROMPT)
     weights = [0] * len(tokens)
     for guess in game.guesses:
-        said = [*tokenizer.encode(guess), tokenizer.eos_token_id]
-        answered = [] if guess == game.secret else tokenizer.encode(hint(game.secret, guess))
-        tokens += said + answered
-        weights += [1] * len(said) + [0] * len(answered)
+        tokens_of_guess = [*tokenizer.encode(guess), tokenizer.eos_token_id]
+        if guess == game.secret:
+            answered = []
+        else:
+            answered = tokenizer.encode(hint(game.secret, guess))
+        tokens += tokens_of_guess + answered
+        weights += [1] * len(tokens_of_guess) + [0] * len(answered)
     return tokens, weights
 
 
 @torch.no_grad()
 def next_guess(model: Qwen3ForCausalLM, tokens: list[int], eos: int) -> list[int]:
     """A guess sampled at temperature 1: at most three tokens, as in the game."""
-    said: list[int] = []
-    while len(said) < 3 and eos not in said:
-        logits = model(input_ids=torch.tensor([tokens + said])).logits[0, -1]
-        said.append(int(torch.multinomial(logits.softmax(0), 1)))
-    return said
+    sampled: list[int] = []
+    while len(sampled) < 3 and eos not in sampled:
+        logits = model(input_ids=torch.tensor([tokens + sampled])).logits[0, -1]
+        sampled.append(int(torch.multinomial(logits.softmax(0), 1)))
+    return sampled
 
 
 def sampled_game(model: Qwen3ForCausalLM, tokenizer: Any, secret: str) -> Game:
     """One game that the model plays."""
-    tokens, guesses = tokenizer.encode(PROMPT), []
+    tokens = tokenizer.encode(PROMPT)
+    guesses = []
     while len(guesses) < MAX_TURNS and secret not in guesses:
-        said = next_guess(model, tokens, tokenizer.eos_token_id)
-        guesses.append(tokenizer.decode([t for t in said if t != tokenizer.eos_token_id]))
-        tokens += [*said, *tokenizer.encode(hint(secret, guesses[-1]))]
+        guess = next_guess(model, tokens, tokenizer.eos_token_id)
+        guesses.append(tokenizer.decode([t for t in guess if t != tokenizer.eos_token_id]))
+        tokens += [*guess, *tokenizer.encode(hint(secret, guesses[-1]))]
     return Game(secret, tuple(guesses))
 
 
 def report(model: Qwen3ForCausalLM, tokenizer: Any, games: int = 300) -> None:
     """Prints mean reward and success of games sampled at temperature 1."""
     played = [sampled_game(model, tokenizer, DIGITS[i % 10]) for i in range(games)]
-    reward, success = (sum(values) / games for values in ([g.reward for g in played], [g.found for g in played]))
+    reward, success = (sum(values) / games for values in ([g.reward for g in played], [g.solved for g in played]))
     print(f"sampled  reward {reward:.3f}  success {success:.3f}")
 
 

@@ -105,7 +105,7 @@ class Walked:
     """The class in transformers."""
     layout: str = ""
     """How it trains: "packed" or "rows"; empty if it does not."""
-    why: str = ""
+    reason: str = ""
     """Why it does not train, or not packed."""
 
 
@@ -125,17 +125,17 @@ def walk(model_type: str) -> Walked:
         try:
             save_model(make_twin(example(model_type)), base)
         except Exception as error:  # a class that needs more than a configuration, or that cannot be written
-            return replace(row, why=f"{NOT_TRIED}: {_given(error)}")
+            return replace(row, reason=f"{NOT_TRIED}: {_message_of(error)}")
         for layout in ("packed", "rows"):
             try:
                 with open_shard(base, layout) as shard:
                     train_and_reopen(shard, base, Path(directory) / "after")
                 return replace(row, layout=layout)
             except BadInput as error:
-                said = _given(error).replace(f"{base} ", "")
-            why = re.sub(rf".*({row.architecture}: |{row.architecture}, which |cannot be used: )", "", said)
-            row = replace(row, why=why.removesuffix(IN_TWIN))
-            if not said.startswith("trainer.packing"):
+                message = _message_of(error).replace(f"{base} ", "")
+            reason = re.sub(rf".*({row.architecture}: |{row.architecture}, which |cannot be used: )", "", message)
+            row = replace(row, reason=reason.removesuffix(IN_TWIN))
+            if not message.startswith("trainer.packing"):
                 break
     return row
 
@@ -143,7 +143,7 @@ def walk(model_type: str) -> Walked:
 def proved_options(row: Walked) -> list[dict[str, Any]]:
     """Returns the options, beyond those of its example, with which small models of a kind prove themselves in the
     layout of `row`: each of OTHER_OPTIONS that the kind has and that is right."""
-    found: list[dict[str, Any]] = []
+    proved: list[dict[str, Any]] = []
     default = example(row.model_type)
     for key, values in OTHER_OPTIONS.items():
         for value in values if row.model_type in REQUIRED and key in default.to_dict() else ():
@@ -156,8 +156,8 @@ def proved_options(row: Walked) -> list[dict[str, Any]]:
             except Exception:  # a value that the class refuses is none of a real model
                 continue
             if not agreement.not_rows and not agreement.not_packed:
-                found.append({key: value})
-    return found
+                proved.append({key: value})
+    return proved
 
 
 def data(rows: Sequence[Walked]) -> str:
@@ -165,7 +165,7 @@ def data(rows: Sequence[Walked]) -> str:
     types: dict[str, dict[str, Any]] = {}
     for row in rows:
         if row.layout:
-            entry = {"layout": row.layout, "why": row.why, "options": EXAMPLES.get(row.model_type, {})}
+            entry = {"layout": row.layout, "why": row.reason, "options": EXAMPLES.get(row.model_type, {})}
             entry["variants"] = proved_options(row)
             types[row.model_type] = {key: value for key, value in entry.items() if value}
     lines = [f"    {json.dumps(name)}: {json.dumps(entry, sort_keys=True)}" for name, entry in types.items()]
@@ -242,15 +242,15 @@ def opened_logprobs(path: Path, batch: TokenBatch) -> npt.NDArray[np.float32]:
     Raises AssertionError for tensors that are missing or unknown there.
     """
     model, report = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
-    wrong = {what: report[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys") if report[what]}
+    wrong = {kind: report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if report[kind]}
     assert not wrong, wrong
-    found = []
+    logprobs = []
     for datum in (batch.datum(d) for d in range(len(batch))):
         tokens = torch.from_numpy(datum.model_input.tokens.astype(np.int64))[None]
         targets = datum.loss_fn_inputs["target_tokens"].to_torch().long()
         logits = model.eval()(input_ids=tokens, use_cache=False).logits[0].float()
-        found.append(logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0].numpy())
-    return np.concatenate(found)
+        logprobs.append(logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0].numpy())
+    return np.concatenate(logprobs)
 
 
 def check_same(ours: npt.NDArray[np.float32], theirs: npt.NDArray[np.float32]) -> None:
@@ -258,20 +258,20 @@ def check_same(ours: npt.NDArray[np.float32], theirs: npt.NDArray[np.float32]) -
     assert difference <= TOLERANCE, f"logprobs differ by {difference:.3g} from those of what Hugging Face opens"
 
 
-def _given(error: Exception) -> str:
+def _message_of(error: Exception) -> str:
     """Returns an error in one line: of a refusal what was given."""
     text = str(error).strip().partition("\n  expected: ")[0].removeprefix("given: ")
     return " ".join(text.split())[:MOST_LETTERS] or type(error).__name__
 
 
-def line(row: Walked, known: Collection[str]) -> str:
+def line(row: Walked, walked_types: Collection[str]) -> str:
     """Returns the row of the table. `known`: the architectures that vLLM has."""
     cells = (
         f"`{row.model_type}`",
         row.architecture,
-        row.layout or ("not tried" if row.why.startswith(NOT_TRIED) else "refused"),
-        "yes" if row.architecture in known else "",
-        row.why.removeprefix(f"{NOT_TRIED}: ").replace("|", "\\|"),
+        row.layout or ("not tried" if row.reason.startswith(NOT_TRIED) else "refused"),
+        "yes" if row.architecture in walked_types else "",
+        row.reason.removeprefix(f"{NOT_TRIED}: ").replace("|", "\\|"),
     )
     return f"| {' | '.join(cells)} |"
 
@@ -281,9 +281,10 @@ def versions_text() -> str:
     return "transformers {transformers} and vLLM {vllm}".format(**versions())
 
 
-def render(rows: Sequence[Walked], known: Collection[str]) -> str:
+def render(rows: Sequence[Walked], walked_types: Collection[str]) -> str:
     """Returns the whole page."""
-    trained, tried = sum(bool(row.layout) for row in rows), sum(not row.why.startswith(NOT_TRIED) for row in rows)
+    trained = sum(bool(row.layout) for row in rows)
+    tried = sum(not row.reason.startswith(NOT_TRIED) for row in rows)
     counts = f"Of {len(rows)} model types {tried} were tried: {trained} train, {tried - trained} are refused."
     table = [
         "| model type | class | trains | vLLM knows it | why it is refused, or not packed |",
@@ -295,7 +296,7 @@ def render(rows: Sequence[Walked], known: Collection[str]) -> str:
             counts,
             "",
             *table,
-            *(line(r, known) for r in rows),
+            *(line(r, walked_types) for r in rows),
             "",
         ]
     )

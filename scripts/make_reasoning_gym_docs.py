@@ -48,10 +48,13 @@ def examine(task: str) -> tuple[str, str]:
     if task in NOT_ALONE:
         return "refused", NOT_ALONE[task]
     items = generator(task, {}, SIZE)
-    began = time.process_time()
+    started = time.process_time()
     drawn, distinct = few_questions(items, range(SIZE), COUNTING_S)
-    took_ms = 1000 * (time.process_time() - began) / drawn
-    notes = [f"few: {distinct} among {drawn} items"] if distinct else []
+    took_ms = 1000 * (time.process_time() - started) / drawn
+    if distinct:
+        notes = [f"few: {distinct} among {drawn} items"]
+    else:
+        notes = []
     return scoring(items), ", ".join(notes + (["slow"] if took_ms > SLOW_MS else []))
 
 
@@ -61,7 +64,9 @@ def scoring(items: Any) -> str:
     if not isinstance(entries[0]["answer"], str):
         return "refused"
     lenient = any(marks(items, entry, around) >= 1 for entry in entries for around in AROUND_ANSWERS)
-    return "the known answer" if lenient else "any right answer"
+    if lenient:
+        return "the known answer"
+    return "any right answer"
 
 
 def marks(items: Any, entry: Any, around: str) -> float:
@@ -74,32 +79,32 @@ def marks(items: Any, entry: Any, around: str) -> float:
 
 def digests() -> dict[str, str]:
     """Returns a digest of the first problems of each generator, as this process makes them."""
-    made = {}
+    digest_of = {}
     for task in sorted(DATASETS.keys() - NOT_ALONE.keys()):
         items = generator(task, {}, COMPARED_SIZE)
         problems = [(items[index]["question"], items[index]["answer"]) for index in range(SCORED)]
-        made[task] = hashlib.sha256(repr(problems).encode()).hexdigest()
-    return made
+        digest_of[task] = hashlib.sha256(repr(problems).encode()).hexdigest()
+    return digest_of
 
 
 def differing() -> set[str]:
     """Returns the generators whose problems are others in another process."""
     command = [sys.executable, "-W", "ignore", __file__, "--digests"]
-    made = []
+    names = []
     for seed in "12":
         environment = {**os.environ, "PYTHONHASHSEED": seed}
         process = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
-        made.append(json.loads(process.stdout.splitlines()[-1]))
-    return {task for task, digest in made[0].items() if digest != made[1][task]}
+        names.append(json.loads(process.stdout.splitlines()[-1]))
+    return {task for task, digest in names[0].items() if digest != names[1][task]}
 
 
 def lines() -> Iterator[str]:
     """Yields a row of the table for each generator."""
-    others = differing()
+    unstable = differing()
     for task in sorted(DATASETS):
         exact, notes = examine(task)
         print(task, exact, notes, file=sys.stderr, flush=True)
-        yield f"| `{task}` | {exact} | {', '.join(filter(None, (notes, 'differs' if task in others else '')))} |\n"
+        yield f"| `{task}` | {exact} | {', '.join(filter(None, (notes, 'differs' if task in unstable else '')))} |\n"
 
 
 if __name__ == "__main__":

@@ -17,12 +17,13 @@ from tinker_support import tinker_server  # noqa: E402
 from tinker_tour import Outcome, tour  # noqa: E402
 
 TARGET = ROOT / "docs" / "tinker.md"
-BEGIN, END = "<!-- tour: written by scripts/make_tinker_docs.py -->\n", "<!-- tour: end -->\n"
+BEGIN = "<!-- tour: written by scripts/make_tinker_docs.py -->\n"
+END = "<!-- tour: end -->\n"
 
 
 def row(method: str, outcomes: Sequence[Outcome]) -> str:
     """A method and its twin. Raises ValueError if only one of them works."""
-    refusals = {each.refusal for each in outcomes}
+    refusals = {outcome.refusal for outcome in outcomes}
     if len(refusals) > 1:
         raise ValueError(f"{method} and its twin differ: {refusals}")
     twin = ", with `_async`" if len(outcomes) > 1 else ""
@@ -32,8 +33,8 @@ def row(method: str, outcomes: Sequence[Outcome]) -> str:
 
 def table(outcomes: Sequence[Outcome]) -> str:
     """The section's text."""
-    works = sum(not each.refusal for each in outcomes)
-    rows = [row(method, list(same)) for method, same in groupby(outcomes, lambda each: each.method)]
+    works = sum(not outcome.refusal for outcome in outcomes)
+    rows = [row(method, list(same)) for method, same in groupby(outcomes, lambda outcome: outcome.method)]
     return "\n".join(
         [
             f"The classes of `tinker` {tinker.__version__} have {len(outcomes)} public methods and properties,",

@@ -65,8 +65,14 @@ from trireme.core.weights import Layout
 from trireme.plan.memory import GIB, GPU_ALLOWANCES, SHARD_BASE_GIB, ShardMemory, shard_memory
 from trireme.plan.rl import ENGINE_BYTES
 
-WEIGHTS, GRADIENTS, MOMENTS, GATHERED = "weights", "gradients", "moments", "gathered"
-ACTIVATIONS, HEAD, HOST, SHAPES = "activations", "head", "host", "shapes"
+WEIGHTS = "weights"
+GRADIENTS = "gradients"
+MOMENTS = "moments"
+GATHERED = "gathered"
+ACTIVATIONS = "activations"
+HEAD = "head"
+HOST = "host"
+SHAPES = "shapes"
 KINDS = (WEIGHTS, GRADIENTS, MOMENTS, GATHERED, ACTIVATIONS, HEAD)
 """What a shard's device holds: its part of weights, gradients and moments; what is whole at a time, with the buffers of
 collectives; what a pass keeps for its backward pass; the logits, and the output matrix's gradient while it is summed.
@@ -85,7 +91,11 @@ MAKERS = (
     ("torch/distributed/tensor/_sharding_prop.py", None, SHAPES),
 )
 """The kind of what is allocated by, or on behalf of, a function; the innermost one counts. All else is activations."""
-LOAD, PASS, UPDATE, PUBLISH, COMMIT = "load", "forward and backward", "update", "publish", "commit"
+LOAD = "load"
+PASS = "forward and backward"
+UPDATE = "update"
+PUBLISH = "publish"
+COMMIT = "commit"
 
 
 @dataclass(frozen=True)
@@ -112,7 +122,7 @@ class LiveBytes(TorchDispatchMode):
         self._now: Counter[str] = Counter()
         self._device = self._highest = self._most_host = 0
         self._at_highest: Counter[str] = Counter()
-        self._known: dict[int, tuple[Any, int, str]] = {}  # by storage: a weak reference, bytes, kind
+        self._storages: dict[int, tuple[Any, int, str]] = {}  # by storage: a weak reference, bytes, kind
         self._kind_of_code: dict[CodeType, str | None] = {}
 
     @contextmanager
@@ -125,37 +135,41 @@ class LiveBytes(TorchDispatchMode):
     def name(self, tensor: Tensor, kind: str) -> None:
         """Counts a tensor as `kind` from now on."""
         storage = tensor.untyped_storage()
-        reference, size, before = self._known[storage._cdata]
-        self._known[storage._cdata] = reference, size, kind
+        reference, size, before = self._storages[storage._cdata]
+        self._storages[storage._cdata] = reference, size, kind
         self._add(before, -size)
         self._add(kind, size)
 
     def rename(self, before: str, kind: str) -> None:
         """Counts everything of kind `before` as `kind` from now on."""
-        for key, (reference, size, found) in self._known.items():
-            if found == before:
-                self._known[key] = reference, size, kind
+        for key, (reference, size, old_kind) in self._storages.items():
+            if old_kind == before:
+                self._storages[key] = reference, size, kind
         self._now[kind] += self._now.pop(before, 0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(each, DTensor) for each in types):
+        if any(issubclass(tensor_type, DTensor) for tensor_type in types):
             return NotImplemented  # its operations on the local tensors are seen
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
-        found = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(found):
+            if args[0].dtype == torch.bool:
+                return True
+            if args[0].is_floating_point():
+                return 1.0
+            return 1
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and tensor.device.type != "meta":
                 storage = tensor.untyped_storage()
                 self._set(storage, storage.nbytes())
-        return found
+        return result
 
     def __enter__(self) -> LiveBytes:
         resize = torch.UntypedStorage.resize_
 
         def resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
-            found = resize(storage, size)
+            result = resize(storage, size)
             self._set(storage, size)
-            return found
+            return result
 
         self._patch = patch.object(torch.UntypedStorage, "resize_", resize_)  # FSDP frees gathered weights so
         self._patch.start()
@@ -168,16 +182,16 @@ class LiveBytes(TorchDispatchMode):
 
     def _set(self, storage: torch.UntypedStorage, size: int) -> None:
         key = storage._cdata
-        if key not in self._known:
+        if key not in self._storages:
             reference = weakref.ref(storage, lambda _: self._forget(key))
-            self._known[key] = reference, 0, self._kind()
-        reference, before, kind = self._known[key]
+            self._storages[key] = reference, 0, self._kind()
+        reference, before, kind = self._storages[key]
         if size != before:
-            self._known[key] = reference, size, kind
+            self._storages[key] = reference, size, kind
             self._add(kind, size - before)
 
     def _forget(self, key: int) -> None:
-        _, size, kind = self._known.pop(key)
+        _, size, kind = self._storages.pop(key)
         self._add(kind, -size)
 
     def _add(self, kind: str, size: int) -> None:
@@ -196,15 +210,16 @@ class LiveBytes(TorchDispatchMode):
             code = frame.f_code
             if code not in self._kind_of_code:
                 self._kind_of_code[code] = _kind_of(code)
-            if kind := self._kind_of_code[code]:
+            kind = self._kind_of_code[code]
+            if kind:
                 return kind
             frame = frame.f_back  # type: ignore[assignment]
         return ACTIVATIONS
 
 
 def _kind_of(code: CodeType) -> str | None:
-    found = (kind for path, name, kind in MAKERS if path in code.co_filename and name in (None, code.co_name))
-    return next(found, None)
+    kinds = (kind for path, name, kind in MAKERS if path in code.co_filename and name in (None, code.co_name))
+    return next(kinds, None)
 
 
 @dataclass(frozen=True)
@@ -294,10 +309,10 @@ def take_step(shard: Shard, batch: TokenBatch, count: LiveBytes) -> None:
     backward = trainer.shard.backward
 
     def noting(*args: Any, **options: Any) -> Any:
-        found = backward(*args, **options)
+        gradients = backward(*args, **options)
         for kind in (ACTIVATIONS, HEAD):  # what is left of a pass are gradients that stay whole until the last one
             count.rename(kind, GATHERED)
-        return found
+        return gradients
 
     with count.moment(PASS), patch.object(trainer.shard, "backward", noting):
         shard.forward_backward(batch, "ppo", {}, None)
@@ -321,16 +336,17 @@ class _Nowhere:
 @contextmanager
 def _without_memory(*, gpu: bool) -> Iterator[None]:
     """Within the block tensors have no memory, and what a shard does needs no values."""
-    join, make_group = dist.init_process_group, dist.new_group
+    join = dist.init_process_group
+    make_group = dist.new_group
     meshes: list[DeviceMesh] = []
 
     def as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **options: Any) -> Any:
             with unset_fake_temporarily():
-                found = function(*args, **options)
+                result = function(*args, **options)
             if isinstance(args[0], Mesh):
                 meshes.append(args[0].fsdp)
-            return found
+            return result
 
         return run
 
@@ -514,9 +530,9 @@ def case(name: str, training: str, gpus: int, *, twice: bool) -> Case:
     return Case(MODELS[name], shards=gpus, options={"checkpointing": twice, **TRAINING[training]})
 
 
-def on_device(asked: Case) -> float:
+def on_device(wanted_case: Case) -> float:
     """Bytes of tensors on a GPU by the plan, in GB."""
-    return (planned(asked).total - SHARD_BASE_GIB * GIB) / GB
+    return (planned(wanted_case).total - SHARD_BASE_GIB * GIB) / GB
 
 
 def fits(needed: float) -> str:
@@ -530,11 +546,11 @@ def shard_rows() -> Iterator[str]:
     for name in MODELS:
         for training in TRAINING:
             for gpus in GPUS:
-                twice, kept = (case(name, training, gpus, twice=twice) for twice in (True, False))
+                twice, gathered = (case(name, training, gpus, twice=twice) for twice in (True, False))
                 trained = facts_of(name).trained_parameters(twice.config("m").trainer.lora)
                 host = COMMIT_BYTES * trained / gpus / GB
-                each = [on_device(twice), on_device(kept)]
-                sums = " | ".join(f"{needed:.1f} | {fits(needed)}" for needed in each)
+                bytes_of = [on_device(twice), on_device(gathered)]
+                sums = " | ".join(f"{needed:.1f} | {fits(needed)}" for needed in bytes_of)
                 yield f"| {name} | {training} | {gpus} | {planned(twice).state / GB:.1f} | {sums} | {host:.1f} |"
 
 
@@ -543,7 +559,8 @@ def replica_rows() -> Iterator[str]:
     yield "|---|---|---|---|"
     for name in MODELS:
         facts = facts_of(name)
-        weights, texts = 2 * facts.num_parameters, []
+        weights = 2 * facts.num_parameters
+        texts = []
         for size in GPU_SIZES:
             ranks = next(n for n in (1, 2, 4, 8) if 0.8 * UTILIZATION * size * n >= weights)
             cache = (UTILIZATION * size - ENGINE_BYTES) * ranks - weights

@@ -25,9 +25,11 @@ TRAINING_SHARE = 4
 NODES = (2, 4, 8, 16, 32, 64)
 MODELS = {"Qwen3-4B": 1, "Qwen3-8B": 1, "Qwen3-30B-A3B": 2, "Llama-3-70B": 4}
 """The GPUs of a replica: the fewest of 80 GB on which docs/memory.md has its weights and a KV cache fit."""
-NODE_GBIT, GPU_GBIT = 100, 400
+NODE_GBIT = 100
+GPU_GBIT = 400
 """Rates of a node's only network card, and of the card that each GPU has in nodes made for training."""
-NODE_CARD, GPU_CARD = NODE_GBIT * 1e9 / 8, GPU_GBIT * 1e9 / 8
+NODE_CARD = NODE_GBIT * 1e9 / 8
+GPU_CARD = GPU_GBIT * 1e9 / 8
 """The same in bytes per second."""
 
 Hop = tuple[int, int]
@@ -70,7 +72,8 @@ class Cluster:
         nodes = {replica: str(self.replica_gpu(replica) // GPUS_PER_NODE) for replica in range(self.replicas)}
         session = Session(1, 0, servers_of(nodes, range(0, self.ranks, GPUS_PER_NODE)))
         for rank in range(self.ranks):
-            if served := session.served_by(rank):
+            served = session.served_by(rank)
+            if served:
                 yield [self.rank_gpu(rank), *map(self.replica_gpu, served)]
 
 
@@ -124,8 +127,8 @@ def rows(name: str) -> Iterator[str]:
     yield f"**{name}**, {nbytes / GB:.1f} GB, replicas of {gpus} GPU{'s' if gpus > 1 else ''}:\n"
     yield f"| nodes: train + sample | replicas | {' | '.join(ways[0])} |"
     yield "|---" * (2 + len(ways[0])) + "|"
-    for cluster, found in zip(clusters, ways, strict=True):
-        texts = [f"{value:.2f}" for value in found.values()]
+    for cluster, way in zip(clusters, ways, strict=True):
+        texts = [f"{value:.2f}" for value in way.values()]
         yield f"| {cluster.training} + {cluster.sampling} | {cluster.replicas} | {' | '.join(texts)} |"
     yield ""
 

@@ -87,19 +87,22 @@ def titled(process: psutil.Process) -> str:
 
 def room_of(process: psutil.Process) -> str:
     """Returns the part that a descendant of the driver is. A forked engine has the title of its parent, the replica."""
-    room, parent = titled(process), process.parent()
-    return "engine core" if room == "replica actor" and parent and titled(parent) == room else room
+    room = titled(process)
+    parent = process.parent()
+    if room == "replica actor" and parent and titled(parent) == room:
+        return "engine core"
+    return room
 
 
 def cpu_by_room(driver: psutil.Process) -> dict[str, list[float]]:
     """CPU seconds of the driver and of every process below it, Ray's included, largest first within a room."""
-    found: dict[str, list[float]] = defaultdict(list, {"driver": [round(cpu_seconds(driver), 2)]})
+    seconds_by_room: dict[str, list[float]] = defaultdict(list, {"driver": [round(cpu_seconds(driver), 2)]})
     for process in driver.children(recursive=True):
         try:
-            found[room_of(process)].append(round(cpu_seconds(process), 2))
+            seconds_by_room[room_of(process)].append(round(cpu_seconds(process), 2))
         except psutil.NoSuchProcess:  # it ended while we looked; its time is in its parent's
             continue
-    return {room: sorted(seconds, reverse=True) for room, seconds in found.items()}
+    return {room: sorted(seconds, reverse=True) for room, seconds in seconds_by_room.items()}
 
 
 def run_rl(
@@ -111,13 +114,14 @@ def run_rl(
 ) -> RunMeasured:
     """Runs `rl @ config` as the run `run` in `directory` (none: one of its own), and measures it until `first_step` is
     done, when `then` is called with the driver, and to its end. Raises RuntimeError when it fails."""
-    with tempfile.TemporaryDirectory(prefix="bench-") as own:
-        metrics = (directory or Path(own)) / "run" / "metrics.jsonl"
-        place = ["--run.output-dir", str(directory or own), "--run.name", "run"]
+    with tempfile.TemporaryDirectory(prefix="bench-") as temporary:
+        metrics = (directory or Path(temporary)) / "run" / "metrics.jsonl"
+        place = ["--run.output-dir", str(directory or temporary), "--run.name", "run"]
         command = [sys.executable, "-m", "trireme.cli.rl", "@", str(config), *place, *flags]
         load_before = os.getloadavg()[0]
-        log = Path(own) / "output.txt"
-        started_unix, started = time.time(), time.monotonic()
+        log = Path(temporary) / "output.txt"
+        started_unix = time.time()
+        started = time.monotonic()
         with log.open("w") as output:
             process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
         try:
@@ -140,7 +144,10 @@ def wait_for_row(
 ) -> dict[str, Any]:
     """The row of `step`, as soon as it is there. Raises RuntimeError when the run ends before or is late."""
     while time.monotonic() < deadline:
-        lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+        if metrics.exists():
+            lines = metrics.read_text().splitlines(keepends=True)
+        else:
+            lines = []
         if len(lines) > step and lines[step].endswith("\n"):
             return json.loads(lines[step])
         if process.poll() is not None:
@@ -149,9 +156,9 @@ def wait_for_row(
     raise failed(process.args, f"had not done step {step} after {DEADLINE_S:.0f} s", log)
 
 
-def failed(command: Any, what: str, log: Path) -> RuntimeError:
+def failed(command: Any, task: str, log: Path) -> RuntimeError:
     tail = "\n".join(log.read_text(errors="replace").splitlines()[-TAIL_LINES:])
-    return RuntimeError(f"{' '.join(map(str, command))} {what}; its last output:\n{tail}")
+    return RuntimeError(f"{' '.join(map(str, command))} {task}; its last output:\n{tail}")
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:

@@ -43,7 +43,9 @@ class TurnsActor(ReadyAnswers):
 
     def __init__(self, per_message: int) -> None:
         super().__init__()
-        self._per_message, self._messages, self._given = per_message, 0, 0
+        self._per_message = per_message
+        self._messages = 0
+        self._delivered = 0
         self._ready = list[tuple[str, SampledSequence]]()
         self._waiting: asyncio.Future[None] | None = None
 
@@ -56,8 +58,9 @@ class TurnsActor(ReadyAnswers):
         if not self._ready:
             self._waiting = asyncio.get_running_loop().create_future()
             await self._waiting
-        together, self._ready = self._ready[: self._per_message], self._ready[self._per_message :]
-        self._messages, self._given = self._messages + bool(together), self._given + len(together)
+        together = self._ready[: self._per_message]
+        self._ready = self._ready[self._per_message :]
+        self._messages, self._delivered = self._messages + bool(together), self._delivered + len(together)
         return Reply(together).pack()
 
     async def load_weights(self, weights: PublishedWeights) -> UpdateReport:
@@ -66,7 +69,7 @@ class TurnsActor(ReadyAnswers):
 
     async def used(self) -> tuple[float, int, int]:
         """Returns its CPU seconds, messages and answers so far."""
-        return time.process_time(), self._messages, self._given
+        return time.process_time(), self._messages, self._delivered
 
 
 @contextmanager
@@ -108,15 +111,19 @@ def play(client: Any, model: Path, shape: Shape, groups: int) -> OverRay:
     from trireme.process import waits
 
     def used() -> tuple[float, int, int]:
-        there: tuple[float, int, int] = waits.get(client.handle.used.remote(), who="the replica", timeout_s=START_S)
-        return there
+        usage: tuple[float, int, int] = waits.get(client.handle.used.remote(), who="the replica", timeout_s=START_S)
+        return usage
 
     pipeline = make_pipeline(client, model, shape, groups)
-    load_before, before = os.getloadavg()[0], used()
-    started, cpu_started = time.monotonic(), time.process_time()
+    load_before = os.getloadavg()[0]
+    before = used()
+    started = time.monotonic()
+    cpu_started = time.process_time()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # the loop that Ray gives its actors
         runner.run(drive(pipeline, STEPS))
-    wall_s, cpu_s, after = time.monotonic() - started, time.process_time() - cpu_started, used()
+    wall_s = time.monotonic() - started
+    cpu_s = time.process_time() - cpu_started
+    after = used()
     turns = STEPS * groups * GROUP_SIZE * shape.turns
     return OverRay(
         caller_ms=round(cpu_s / turns * 1000, 4),

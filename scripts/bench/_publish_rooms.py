@@ -43,11 +43,11 @@ def bare_gather(shard: Shard) -> Took:
     """Gathers the model unit by unit. Collective."""
     from trainer.model import fsdp_units
 
-    began = time.monotonic()
+    started = time.monotonic()
     for unit in fsdp_units(shard._model):
         unit.unshard()
         unit.reshard()
-    return began, time.monotonic()
+    return started, time.monotonic()
 
 
 def spread_over(shard: Shard, seconds: float) -> None:
@@ -69,10 +69,10 @@ def spread_over(shard: Shard, seconds: float) -> None:
 @torch.no_grad()
 def bare_cast(shard: Shard) -> Took:
     """Casts this rank's part of the master weights into new memory."""
-    began = time.monotonic()
+    started = time.monotonic()
     for parameter in shard._model.parameters():
         parameter.to_local().to(shard._sharding.dtype, copy=True)
-    return began, time.monotonic()
+    return started, time.monotonic()
 
 
 def bare_root(shard: Shard, port: int, size: int, nbytes: int) -> Took:
@@ -93,15 +93,18 @@ def _broadcast(owner: Any, port: int, rank: int, size: int, nbytes: int) -> Took
         limit = timedelta(seconds=LIMIT_S)
         store = TCPStore(HOST, port, size, rank == 0, limit)
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # its stub names another class
-        options._devices, options._timeout = [ProcessGroupGloo.create_device(hostname=HOST)], limit
-        owner.bare_group, owner.bare_store = ProcessGroupGloo(store, rank, size, options), store
+        options._devices = [ProcessGroupGloo.create_device(hostname=HOST)]
+        options._timeout = limit
+        owner.bare_group = ProcessGroupGloo(store, rank, size, options)
+        owner.bare_store = store
         owner.bare_buffer = torch.zeros(nbytes, dtype=torch.uint8)
-    asked = BroadcastOptions()
-    asked.rootRank, asked.rootTensor = 0, 0
+    broadcast_options = BroadcastOptions()
+    broadcast_options.rootRank = 0
+    broadcast_options.rootTensor = 0
     owner.bare_group.barrier().wait()
-    began = time.monotonic()
-    owner.bare_group.broadcast([owner.bare_buffer], asked).wait()
-    return began, time.monotonic()
+    started = time.monotonic()
+    owner.bare_group.broadcast([owner.bare_buffer], broadcast_options).wait()
+    return started, time.monotonic()
 
 
 class ReplicaActor(inference.actor.ReplicaActor):
@@ -116,7 +119,8 @@ class ReplicaActor(inference.actor.ReplicaActor):
         self.steps: list[tuple[float, int]] = []
         self.pauses: list[float] = []
         self.asked_to_pause = asyncio.Event()
-        steps, record = self.steps, EngineStats.record
+        steps = self.steps
+        record = EngineStats.record
 
         def recorded(self: EngineStats, scheduler: Any, iteration: Any, *args: Any, **kwargs: Any) -> None:
             record(self, scheduler, iteration, *args, **kwargs)
@@ -160,8 +164,8 @@ def bare_reload(worker: Any, file: str) -> Took:
         tensor.view(torch.int16).sum()
     model = worker.model_runner.get_model()
     with set_current_vllm_config(worker.vllm_config):
-        began = time.monotonic()
+        started = time.monotonic()
         initialize_layerwise_reload(model)
         model.load_weights(iter(worker.bare_tensors))
         finalize_layerwise_reload(model, worker.vllm_config.model_config)
-        return began, time.monotonic()
+        return started, time.monotonic()

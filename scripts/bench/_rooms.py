@@ -72,7 +72,8 @@ def pin(driver: psutil.Process) -> None:
 
 def check_pinned(driver: psutil.Process) -> None:
     """Raises RuntimeError when something may run elsewhere than on its core."""
-    if strays := astray(driver):
+    strays = astray(driver)
+    if strays:
         raise RuntimeError(f"these threads left their cores while the benchmark ran: {strays}")
 
 

@@ -42,7 +42,8 @@ from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, V
 from trireme.process.collector import spare_collector
 from trireme.renderers import make_renderer
 
-CLIENT, ADMIN = "tr-client-0123456789abcdef", "tr-admin-0123456789abcdef"
+CLIENT = "tr-client-0123456789abcdef"
+ADMIN = "tr-admin-0123456789abcdef"
 LIMITS = Limits(16 * 10**6, 30.0, None)
 WORDS = 3000
 PLACES = 512
@@ -98,24 +99,26 @@ class ReadySampler:
     answer takes."""
 
     def __init__(self, tokenizer: Any, seconds: float = 0.0) -> None:
-        self._seconds, self._given = seconds, 0
-        rng, end = random.Random(1), tokenizer.convert_tokens_to_ids("<|im_end|>")
+        self._seconds = seconds
+        self._served = 0
+        rng = random.Random(1)
+        end = tokenizer.convert_tokens_to_ids("<|im_end|>")
         self._answers = []
         for _ in range(DISTINCT):
-            said = tokenizer.encode(" " + text_of(rng, ANSWER), add_special_tokens=False)
-            tokens = [*said[: ANSWER - 1], end]
+            answer = tokenizer.encode(" " + text_of(rng, ANSWER), add_special_tokens=False)
+            tokens = [*answer[: ANSWER - 1], end]
             spans = (VersionSpan(WeightIdentity(1, 1, "d"), 0, ANSWER),)
             logprobs = np.full(ANSWER, -1.25, np.float32)
             self._answers.append(SampledSequence(np.asarray(tokens, np.int32), logprobs, "stop", spans))
 
-    async def sample(self, request: SampleRequest, told: OnProgress | None = None) -> SampledSequence:
+    async def sample(self, request: SampleRequest, on_progress: OnProgress | None = None) -> SampledSequence:
         """Samples one sequence."""
-        self._given += 1
-        whole = self._answers[self._given % DISTINCT]
-        if told:
+        self._served += 1
+        whole = self._answers[self._served % DISTINCT]
+        if on_progress:
             span = replace(whole.spans[0], end=1)
-            told(SampledSequence(whole.tokens[:1], whole.logprobs[:1], "length", (span,)))
-        if self._seconds or told:
+            on_progress(SampledSequence(whole.tokens[:1], whole.logprobs[:1], "length", (span,)))
+        if self._seconds or on_progress:
             await asyncio.sleep(self._seconds)
         return whole
 

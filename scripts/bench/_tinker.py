@@ -28,7 +28,9 @@ from _common import DEADLINE_S, ROOT, cpu_seconds, failed, run_for_json, stop
 
 from service.keys import read
 
-PROMPTS, GROUP, TOKENS = 32, 8, 32
+PROMPTS = 32
+GROUP = 8
+TOKENS = 32
 DATA = PROMPTS * GROUP
 ASSET = ROOT / "assets" / "sort-base"
 END = "<pad>"

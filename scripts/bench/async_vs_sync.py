@@ -27,10 +27,12 @@ from counting import make_model
 
 TASK = Task(hidden=256, layers=4, batch_size=16, group_size=8, sequences=32, prompt=64, median=48, sigma=1.0)
 TARGET = 1.6
-FIRST, REST = 2, 1
+FIRST = 2
+REST = 1
 """Steps of a run before those that are measured (rooms are pinned after the first), and after them: in the last one an
 asynchronous run has nothing left to sample."""
-SYNC, ASYNC = 0, 1
+SYNC = 0
+ASYNC = 1
 
 
 def run(config: Path, max_steps_off_policy: int, steps: int, minibatches: str) -> RunMeasured:
@@ -102,7 +104,8 @@ def main() -> None:
     task = replace(TASK, batch_size=args.batch_size, sequences=args.sequences, prompt=args.prompt)
     runs: dict[int, list[RunMeasured]] = {SYNC: [], ASYNC: []}
     with tempfile.TemporaryDirectory(prefix="bench-") as directory:
-        model, config = Path(directory) / "model", Path(directory) / "task.json"
+        model = Path(directory) / "model"
+        config = Path(directory) / "task.json"
         parameters = make_model(model, hidden=TASK.hidden, layers=TASK.layers)
         config.write_text(json.dumps(task.config(model)))
         for _ in range(args.repeats):

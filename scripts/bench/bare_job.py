@@ -36,12 +36,12 @@ def busiest_thread_s(before: dict[str, float]) -> float:
 
 def thread_seconds() -> dict[str, float]:
     """Returns the CPU seconds of each thread of this process so far."""
-    found = {}
+    seconds = {}
     for task in Path("/proc/self/task").iterdir():
         with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended meanwhile
             fields = (task / "stat").read_text().rpartition(")")[2].split()
-            found[task.name] = (int(fields[11]) + int(fields[12])) / TICK
-    return found
+            seconds[task.name] = (int(fields[11]) + int(fields[12])) / TICK
+    return seconds
 
 
 def generating(model: str, longest: int, rollouts: int) -> Callable[[int], float]:
@@ -98,9 +98,9 @@ def training(model_path: str, longest: int, rollouts: int) -> Callable[[int], fl
             width = PROMPT + int(lengths[first])
             rows = min(max(MICRO_BATCH_TOKENS // width, 1), rollouts - first)
             ids = torch.from_numpy(rng.integers(END + 1, VOCAB, (rows, width)))
-            there = torch.arange(1, width) < torch.from_numpy(PROMPT + lengths[first : first + rows].copy())[:, None]
+            sampled = torch.arange(1, width) < torch.from_numpy(PROMPT + lengths[first : first + rows].copy())[:, None]
             logprobs = model(input_ids=ids[:, :-1], use_cache=False).logits.log_softmax(-1)
-            (logprobs.gather(-1, ids[:, 1:, None])[..., 0] * there).sum().neg().backward()
+            (logprobs.gather(-1, ids[:, 1:, None])[..., 0] * sampled).sum().neg().backward()
             first += rows
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -122,9 +122,12 @@ def main() -> None:
         work = generating(args.model, args.longest, args.rollouts)
     else:
         work = training(args.model, args.longest, args.rollouts)
-    cpu_s, busiest_s, lengths = [], [], []
+    cpu_s = []
+    busiest_s = []
+    lengths = []
     for repeat in range(1 + args.repeats):
-        before, started = thread_seconds(), time.process_time()
+        before = thread_seconds()
+        started = time.process_time()
         length = work(repeat)
         if repeat:
             cpu_s.append(time.process_time() - started)

@@ -46,11 +46,13 @@ from _common import DEADLINE_S, POLL_S, ROOT, Result, cpu_by_room, median, run_r
 from speed import Calculating
 
 CONFIG = ROOT / "configs" / "quickstart.toml"
-CLIENTS, WARM = 50, 8
+CLIENTS = 50
+WARM = 8
 BETWEEN = 8
 """Steps between phases: rollouts of the first were sampled in both."""
 TARGET = 0.99
-PROMPT, ANSWER = "Sort: 361695\n", 8
+PROMPT = "Sort: 361695\n"
+ANSWER = 8
 NICEST = 19
 CALCULATE_S = 0.2
 STATIONARY = ("--trainer.learning-rate", "1e-30")
@@ -114,7 +116,8 @@ def _clients(port: int, key: str, pipe: Connection) -> None:
     body = json.dumps({"model": "policy", "prompt": PROMPT, "max_tokens": ANSWER}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
     head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    request, tokens = head.encode() + body, 0
+    request = head.encode() + body
+    tokens = 0
 
     async def client(on: asyncio.Event) -> None:
         nonlocal tokens
@@ -126,27 +129,27 @@ def _clients(port: int, key: str, pipe: Connection) -> None:
                     writer.write(request)
                     answer = (await reader.readuntil(b"\r\n\r\n")).lower()
                     length = int(answer.partition(b"content-length: ")[2].split(b"\r\n", 1)[0])
-                    said = json.loads(await reader.readexactly(length))
+                    message = json.loads(await reader.readexactly(length))
                     if b" 200 " not in answer.split(b"\r\n", 1)[0]:
                         await asyncio.sleep(0.5)
                         break
-                    tokens += said["usage"]["completion_tokens"]
+                    tokens += message["usage"]["completion_tokens"]
             finally:
                 writer.close()
 
     async def all_of_them() -> None:
         on = asyncio.Event()
-        asked = [asyncio.create_task(client(on)) for _ in range(CLIENTS)]
+        clients = [asyncio.create_task(client(on)) for _ in range(CLIENTS)]
         pipe.send(None)
-        while all(not each.done() for each in asked):
+        while all(not task.done() for task in clients):
             if not pipe.poll(0):
                 await asyncio.sleep(POLL_S)
                 continue
             (on.set if pipe.recv() else on.clear)()
             pipe.send(float(tokens))
-        for each in asked:
-            if each.done():
-                each.result()
+        for task in clients:
+            if task.done():
+                task.result()
 
     asyncio.run(all_of_them())
 
@@ -164,7 +167,7 @@ def rows_at(metrics: Path, step: int) -> Sequence[dict[str, Any]]:
 
 def run(phases: Sequence[str], steps: int, port: int = 0) -> list[Phase]:
     """Runs the quickstart for some phases of so many steps, and returns them. `port`: that of its service."""
-    found: list[Phase] = []
+    phases_run: list[Phase] = []
     with tempfile.TemporaryDirectory(prefix="bench-") as directory:
         place = Path(directory) / "run"
 
@@ -172,13 +175,15 @@ def run(phases: Sequence[str], steps: int, port: int = 0) -> list[Phase]:
             clients = Clients(port, _client_key(place)) if port else None
             try:
                 with Calculating(CALCULATE_S) as speed:
-                    _measure(found, driver, place / "metrics.jsonl", clients.ask if clients else lambda on: 0.0, speed)
+                    _measure(
+                        phases_run, driver, place / "metrics.jsonl", clients.ask if clients else lambda on: 0.0, speed
+                    )
             finally:
                 if clients:
                     clients.close()
 
         def _measure(
-            found: list[Phase],
+            phases_run: list[Phase],
             driver: psutil.Process,
             metrics: Path,
             ask: Callable[[bool], float],
@@ -188,10 +193,11 @@ def run(phases: Sequence[str], steps: int, port: int = 0) -> list[Phase]:
                 chatted = ask(kind == "chatting")
                 first = WARM + number * (steps + BETWEEN) + BETWEEN
                 rows_at(metrics, first)
-                before, chatted = _cpu(driver), ask(kind == "chatting")
+                before = _cpu(driver)
+                chatted = ask(kind == "chatting")
                 rows = rows_at(metrics, first + steps)
                 after = _cpu(driver)
-                found.append(
+                phases_run.append(
                     Phase(
                         kind,
                         rows[-1]["time/unix"] - rows[first]["time/unix"],
@@ -204,18 +210,18 @@ def run(phases: Sequence[str], steps: int, port: int = 0) -> list[Phase]:
                 )
 
         total = WARM + len(phases) * (steps + BETWEEN) + 3
-        more = ["--service.port", str(port)] if port else []
+        service_flags = ["--service.port", str(port)] if port else []
         run_rl(
             CONFIG,
             "--max-steps",
             str(total),
             *STATIONARY,
-            *more,
+            *service_flags,
             directory=Path(directory),
             first_step=WARM,
             then=measure,
         )
-    return found
+    return phases_run
 
 
 def _cpu(driver: psutil.Process) -> dict[str, float]:
@@ -237,8 +243,8 @@ def free_port() -> int:
 def per_step(phases: Sequence[Phase]) -> dict[str, float]:
     """Returns CPU seconds of a step by room, the median of phases."""
     rooms = {room for phase in phases for room in phase.cpu_s}
-    each = {room: median([phase.cpu_s.get(room, 0.0) / phase.steps for phase in phases]) for room in sorted(rooms)}
-    return {room: seconds for room, seconds in each.items() if seconds >= 0.002}
+    cpu_s = {room: median([phase.cpu_s.get(room, 0.0) / phase.steps for phase in phases]) for room in sorted(rooms)}
+    return {room: seconds for room, seconds in cpu_s.items() if seconds >= 0.002}
 
 
 def main() -> None:
@@ -249,17 +255,20 @@ def main() -> None:
     parser.add_argument("--only", choices=["idle", "chatting"])
     options = parser.parse_args()
     load = os.getloadavg()[0]
-    found: list[Phase] = []
+    measured: list[Phase] = []
     for _ in range(options.rounds):
         if options.only != "chatting":
-            found += run(["alone"] * 2 * options.pairs, options.steps)
-            found += run(["idle"] * 2 * options.pairs, options.steps, port=free_port())
+            measured += run(["alone"] * 2 * options.pairs, options.steps)
+            measured += run(["idle"] * 2 * options.pairs, options.steps, port=free_port())
         if options.only != "idle":
-            found += run(["between", "chatting"] * options.pairs, options.steps, port=free_port())
+            measured += run(["between", "chatting"] * options.pairs, options.steps, port=free_port())
     kinds: dict[str, list[Phase]] = {}
-    for phase in found:
+    for phase in measured:
         kinds.setdefault(phase.kind, []).append(phase)
-    idle = compared(kinds["idle"], kinds["alone"]) if "idle" in kinds else None
+    if "idle" in kinds:
+        idle = compared(kinds["idle"], kinds["alone"])
+    else:
+        idle = None
     Result(
         name="chats",
         value=idle,
@@ -279,9 +288,9 @@ def main() -> None:
     ).print()
 
 
-def compared(phases: Sequence[Phase], others: Sequence[Phase], by: str = "rate_at_one_speed") -> float:
+def compared(phases: Sequence[Phase], baseline: Sequence[Phase], by: str = "rate_at_one_speed") -> float:
     """Returns the mean of `phases` over that of `others`."""
-    means = [statistics.mean(getattr(phase, by) for phase in each) for each in (phases, others)]
+    means = [statistics.mean(getattr(phase, by) for phase in side) for side in (phases, baseline)]
     return round(means[0] / means[1], 3)
 
 
@@ -289,7 +298,8 @@ def beside_an_idle_service(kinds: Mapping[str, Sequence[Phase]]) -> dict[str, An
     """Returns what an idle service cost, of the runs in which none asked."""
     if "idle" not in kinds:
         return {}
-    idle, alone = kinds["idle"], kinds["alone"]
+    idle = kinds["idle"]
+    alone = kinds["alone"]
     return {
         "cpu": compared(alone, idle, "cpu_at_one_speed"),
         "by_the_clock": compared(idle, alone, "rate"),
@@ -300,16 +310,17 @@ def beside_chats(kinds: Mapping[str, Sequence[Phase]]) -> dict[str, Any]:
     """Returns what chats had, and what they left, of the runs in which clients asked."""
     if "chatting" not in kinds:
         return {}
-    chatting, between = kinds["chatting"], kinds["between"]
+    chatting = kinds["chatting"]
+    between = kinds["between"]
     pairs = [compared([one], [other]) for one, other in zip(chatting, between, strict=True)]
     step = statistics.mean(phase.cpu_at_one_speed for phase in between)
-    more = [(phase.cpu_at_one_speed - step) * phase.rate_at_one_speed / 1e3 for phase in chatting]
+    extra_ms = [(phase.cpu_at_one_speed - step) * phase.rate_at_one_speed / 1e3 for phase in chatting]
     return {
         "chatting": compared(chatting, between),
         "chatting_pairs": pairs,
         "chatting_by_the_clock": compared(chatting, between, "rate"),
         "share_cpu": median([phase.cpu_s.get("service", 0.0) / phase.seconds for phase in chatting]),
-        "share_all": round(statistics.mean(more) / (os.cpu_count() or 1), 3),
+        "share_all": round(statistics.mean(extra_ms) / (os.cpu_count() or 1), 3),
         "share_tokens": median([phase.chatted / (phase.chatted + phase.sampled) for phase in chatting]),
         "chat_tokens_per_s": median([phase.chatted / phase.seconds for phase in chatting]),
     }

@@ -122,7 +122,8 @@ class Run:
     def __init__(self, group: TrainerHandle, directory: Path) -> None:
         from trireme.core.types import Datum, ModelInput, TokenBatch
 
-        self._group, self._directory = group, directory
+        self._group = group
+        self._directory = directory
         rng = np.random.default_rng(0)
 
         def datum() -> Datum:
@@ -185,7 +186,8 @@ def measure_steps_during_a_commit(run: Run, steps: int, measured: Measured) -> N
 
 def measure_a_commit(run: Run, measured: Measured) -> None:
     """One that is waited for."""
-    started, cpu_before = time.monotonic(), shards_cpu_s()
+    started = time.monotonic()
+    cpu_before = shards_cpu_s()
     path, finish = run.commit()
     measured.nbytes = finish()
     measured.blocking_s.append(time.monotonic() - started)
@@ -220,7 +222,9 @@ def measure(run: Run, repeats: int, steps: int) -> Measured:
 def result(measured: Measured, parameters: int, steps: int, load_before: float) -> Result:
     plain_s = [statistics.mean(both) for both in measured.plain_s]
     lost_each = [during - plain for during, plain in zip(measured.during_s, plain_s, strict=True)]
-    lost, blocking, written = median(lost_each), median(measured.blocking_s), measured.nbytes / 2**20
+    lost = median(lost_each)
+    blocking = median(measured.blocking_s)
+    written = measured.nbytes / 2**20
     error = statistics.stdev(lost_each) / math.sqrt(len(lost_each))
     detail = {
         "parameters": parameters,

@@ -82,7 +82,10 @@ class CountingDataset(RLDataset):
     with deviation `sigma` of its logarithm, cut at LONGEST."""
 
     def __init__(self, context: EnvContext, *, prompt: int, median: float, sigma: float) -> None:
-        self._context, self._prompt, self._median, self._sigma = context, prompt, median, sigma
+        self._context = context
+        self._prompt = prompt
+        self._median = median
+        self._sigma = sigma
 
     def envs(self, index: int) -> tuple[CountingEnv, ...]:
         """The rollouts of problem `index`."""

@@ -53,7 +53,8 @@ TASK = Task(hidden=256, layers=4, batch_size=32, group_size=8, sequences=32, pro
 TARGET = 0.93
 WARM_UP = 2
 """Steps of training alone before those that are measured: until long and short rollouts are mixed as they are later."""
-FIRST, REST = 2, 1
+FIRST = 2
+REST = 1
 """Steps of the run before those that are measured, and after them: in the last one nothing is left to sample."""
 RECORDED = 8
 """Batches that training alone repeats."""
@@ -63,9 +64,10 @@ class Generation:
     """Rollouts without end: `played` and their `tokens` so far."""
 
     def __init__(self, config: Config, sampler: Any) -> None:
-        self._config, self._sampler = config, sampler
+        self._config = config
+        self._sampler = sampler
         self._envs = enumerate(env for group in groups(config) for env in group)
-        self._ended = False
+        self._closed = False
         self.played = self.tokens = 0
 
     async def keep_in_flight(self, requests: int) -> None:
@@ -74,7 +76,7 @@ class Generation:
     async def _play(self) -> None:
         from trireme.core.types import SampleRequest
 
-        while not self._ended:
+        while not self._closed:
             i, env = next(self._envs)
             prompt, stop = await env.initial_observation()
             sampling = self._config.inference.sampling
@@ -88,19 +90,22 @@ class Generation:
 
     def end(self) -> None:
         """Finishes the requests in flight and starts no others."""
-        self._ended = True
+        self._closed = True
 
 
 class Training:
     """Steps without end on some batches."""
 
     def __init__(self, config: Config, trainer: TrainerHandle) -> None:
-        self._config, self._trainer = config, trainer
+        self._config = config
+        self._trainer = trainer
         self._batches = cycle([batch_of(config, index) for index in range(RECORDED)])
 
     def step(self) -> tuple[int, int]:
         """Trains on the next batch: its rollouts, and their tokens."""
-        trainer, config, batch = self._trainer, self._config, next(self._batches)
+        trainer = self._trainer
+        config = self._config
+        batch = next(self._batches)
         tokens = int(np.count_nonzero(batch.columns["mask"]))
         trainer.forward_backward(batch, config.loss_fn, config.trainer.loss_fn_config)
         trainer.optim_step(config.adam_params(float(config.trainer.learning_rate)), float(tokens))
@@ -154,13 +159,16 @@ async def alone(bench: Bench, weights: PublishedWeights, steps: int) -> Alone:
     replicas = inference.replica_set()
     sampler = inference.router_factory(replicas)()
     await replicas.update(weights)
-    generation, training = Generation(config, sampler), Training(config, bench.core.trainer)
+    generation = Generation(config, sampler)
+    training = Training(config, bench.core.trainer)
     sequences = config.inference.sequences(on_gpus=False)
     assert sequences is not None, "on CPUs it is known"
     in_flight = asyncio.create_task(generation.keep_in_flight(2 * sequences))
     for _ in range(WARM_UP):
         await asyncio.to_thread(training.step)
-    since, played, tokens = time.monotonic(), generation.played, generation.tokens
+    since = time.monotonic()
+    played = generation.played
+    tokens = generation.tokens
     trained = [await asyncio.to_thread(training.step) for _ in range(steps)]
     seconds = time.monotonic() - since
     measured = Alone(
@@ -210,12 +218,13 @@ def started(config: Config) -> Iterator[Bench]:
     facts = ModelFacts.of(config, required=True)
     assert facts is not None
     plan = Plan(config, facts, Resources.of_this_machine(), RL_ROOMS)
-    training, console = RlRun(config, facts, plan), Console(markup=False, highlight=False)
+    training = RlRun(config, facts, plan)
+    console = Console(markup=False, highlight=False)
     with (
         RunDir.open(config, training.fixed) as run,
         ray_cluster(config, plan.resources),
-        supervised(training, run, Roster(time.time), console) as (supervisor, where),
-        attempt(training, run, supervisor, where, console) as core,
+        supervised(training, run, Roster(time.time), console) as (supervisor, directory),
+        attempt(training, run, supervisor, directory, console) as core,
     ):
         yield Bench(training, run, core, supervisor)
 

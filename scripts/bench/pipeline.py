@@ -53,7 +53,8 @@ WARM_UP_STEPS = 4
 IN_FLIGHT = {1_000: 20, 10_000: 2, 100_000: 1}
 """Rollouts in flight, and how often in a row that is measured: so short a time cannot be."""
 DISTINCT_ANSWERS = 64
-FIRST_DIGIT, EOS = 20, 1
+FIRST_DIGIT = 20
+EOS = 1
 """Token ids of the quickstart's model."""
 ORCHESTRATOR_CORE = 0
 TARGETS = {"at_once": 5000.0, "ray": 1500.0}
@@ -100,7 +101,7 @@ class ReadyAnswers:
     async def stats(self) -> ReplicaStats:
         return ReplicaStats(running=0, waiting=0, kv_used=0.0, preemptions=0)
 
-    async def progress(self, known: Mapping[str, int]) -> dict[str, Any]:
+    async def progress(self, lengths: Mapping[str, int]) -> dict[str, Any]:
         """Nothing is unfinished for long."""
         return {}
 
@@ -179,11 +180,14 @@ async def drive(pipeline: Pipeline, steps: int) -> None:
 
 def measure(client: Any, groups: int, steps: int) -> Measured:
     pipeline = make_pipeline(client, groups, steps)
-    load_before, resident = os.getloadavg()[0], psutil.Process().memory_info().rss
-    started, cpu_started = time.monotonic(), time.process_time()
+    load_before = os.getloadavg()[0]
+    resident = psutil.Process().memory_info().rss
+    started = time.monotonic()
+    cpu_started = time.process_time()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # the loop that Ray gives its actors
         runner.run(drive(pipeline, steps))
-    wall_s, cpu_s = time.monotonic() - started, time.process_time() - cpu_started
+    wall_s = time.monotonic() - started
+    cpu_s = time.process_time() - cpu_started
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return Measured(steps * groups * GROUP_SIZE, wall_s, cpu_s, max(peak - resident, 0), load_before)
 
@@ -277,14 +281,14 @@ def print_in_flight() -> None:
     runs = {rollouts: measure_apart("in_flight", rollouts) for rollouts in IN_FLIGHT}
     cost_us = {rollouts: round(run.cpu_s / run.rollouts * 1e6, 1) for rollouts, run in runs.items()}
     flatness = round(max(cost_us.values()) / min(cost_us.values()), 3)
-    most = runs[max(runs)].peak_bytes
+    largest = runs[max(runs)].peak_bytes
     Result(
         name="pipeline, in flight",
-        value=round(most / 1e9, 3),
+        value=round(largest / 1e9, 3),
         unit=f"GB for {max(runs)} rollouts in flight",
         ratio=flatness,
         target=TARGET_BYTES / 1e9,
-        holds=most <= TARGET_BYTES and flatness <= TARGET_FLATNESS,
+        holds=largest <= TARGET_BYTES and flatness <= TARGET_FLATNESS,
         against="ratio: the largest over the smallest cost of a rollout, to be flat",
         detail={"cpu_us_per_rollout": cost_us, "runs": {key: asdict(run) for key, run in runs.items()}},
     ).print()
@@ -298,7 +302,8 @@ def main() -> None:
     parser.add_argument("--measure", nargs=2, metavar=("NAME", "AMOUNT"), help="one of them, in this process")
     args = parser.parse_args()
     if args.measure:
-        name, amount = args.measure[0], int(args.measure[1])
+        name = args.measure[0]
+        amount = int(args.measure[1])
         print(json.dumps(asdict(measure_here(name, amount))), flush=True)
         return
     for name in ("at_once", "ray"):

@@ -127,7 +127,9 @@ class Bench:
     """Publishes versions, and does the parts of it bare."""
 
     def __init__(self, shards: TrainerHandle, replicas: InferenceHandle, file: Path) -> None:
-        self._shards, self._replicas, self._file = shards, replicas, str(file)
+        self._shards = shards
+        self._replicas = replicas
+        self._file = str(file)
         self._nbytes = file.stat().st_size
         self._port = _free_port()
         self.measured = Measured()
@@ -147,15 +149,16 @@ class Bench:
         return self.measured
 
     async def _publish(self, router: Any, version: int) -> None:
-        before, began = all_cpu_s(), time.monotonic()
+        before = all_cpu_s()
+        started = time.monotonic()
         published = await asyncio.to_thread(self._shards.publish_weights, version)
         sent = time.monotonic()
         reports = await router.source.update(published)
-        self.measured.published_s.append(time.monotonic() - began)
+        self.measured.published_s.append(time.monotonic() - started)
         self.measured.cpu_s.append(all_cpu_s() - before)
         self.measured.load.append(os.getloadavg()[0])
         parts = self.measured.parts_s
-        parts["publish_weights"].append(sent - began)
+        parts["publish_weights"].append(sent - started)
         parts["update"].append(max(report.seconds for report in reports))
         parts["pause"].append(max(report.pause_s for report in reports))
 
@@ -168,7 +171,7 @@ class Bench:
             took = await self._broadcast()
         else:
             took = await asyncio.to_thread(self._shards._call, f"bare_{part}")
-        seconds = max(ended for _, ended in took) - min(began for began, _ in took)
+        seconds = max(end for _, end in took) - min(start for start, _ in took)
         self.measured.parts_s[part].append(seconds)
         self.measured.parts_s[f"{part}, CPU"].append(all_cpu_s() - before)
 
@@ -180,7 +183,7 @@ class Bench:
 
     async def _in_engines(self, part: str, args: Sequence[tuple[Any, ...]]) -> list[tuple[float, float]]:
         handles = [self._replicas.replicas[i] for i in self._replicas.indices]
-        return await asyncio.gather(*(h.bare.remote(part, *each) for h, each in zip(handles, args, strict=True)))
+        return await asyncio.gather(*(h.bare.remote(part, *values) for h, values in zip(handles, args, strict=True)))
 
 
 def offer_by(shards: TrainerHandle, router: Any) -> None:
@@ -201,25 +204,27 @@ def all_cpu_s() -> float:
 def traced(directory: Path, first: int) -> dict[str, list[list[float]]]:
     """Returns the seconds of all spans that shards and replicas traced, by room and name, from the `first` of each name
     on: a list for each process."""
-    found: dict[str, list[list[float]]] = defaultdict(list)
+    durations: dict[str, list[list[float]]] = defaultdict(list)
     for file in sorted((directory / "run" / "trace").rglob("*.json")):
-        room, own = file.stem.rpartition("_")[0], defaultdict[str, list[float]](list)
+        room = file.stem.rpartition("_")[0]
+        durations_of_run = defaultdict[str, list[float]](list)
         for line in file.read_text().splitlines():
             event = json.loads(line.strip("[,") or "{}")
             if event.get("ph") == "X":
-                own[event["name"]].append(round(event["dur"] / 1e6, 3))
-        for name, values in own.items():
-            found[f"{room} {name}"].append(values[first:])
-    return found
+                durations_of_run[event["name"]].append(round(event["dur"] / 1e6, 3))
+        for name, values in durations_of_run.items():
+            durations[f"{room} {name}"].append(values[first:])
+    return durations
 
 
 def result(measured: Measured, spans: dict[str, list[list[float]]], transport: str, nbytes: int, load: float) -> Result:
-    parts, against = measured.parts_s, AGAINST[transport]
-    bare = [sum(each) for each in zip(*(parts[name] for name in against), strict=True)]
-    bare_cpu = [sum(each) for each in zip(*(parts[f"{name}, CPU"] for name in against), strict=True)]
+    parts = measured.parts_s
+    against = AGAINST[transport]
+    bare = [sum(seconds) for seconds in zip(*(parts[name] for name in against), strict=True)]
+    bare_cpu = [sum(seconds) for seconds in zip(*(parts[f"{name}, CPU"] for name in against), strict=True)]
     ratio = median([p / b for p, b in zip(measured.published_s, bare, strict=True)])
-    computed = [min(each) for each in zip(*spans["trainer canary"], strict=True)]
-    proved = [statistics.mean(each) for each in zip(*spans["inference canary"], strict=True)]
+    computed = [min(seconds) for seconds in zip(*spans["trainer canary"], strict=True)]
+    proved = [statistics.mean(seconds) for seconds in zip(*spans["inference canary"], strict=True)]
     rest = [p - c - q for p, c, q in zip(measured.published_s, computed, proved, strict=True)]
     return Result(
         name=f"publish_{transport}",
@@ -234,15 +239,19 @@ def result(measured: Measured, spans: dict[str, list[list[float]]], transport: s
             "shards": SHARDS,
             "replicas": REPLICAS,
             "load_before": round(load, 2),
-            "load": [round(each, 1) for each in measured.load],
-            "published_s": [round(each, 3) for each in measured.published_s],
-            "bare_s": [round(each, 3) for each in bare],
-            "cpu_s": [round(each, 2) for each in measured.cpu_s],
-            "bare_cpu_s": [round(each, 2) for each in bare_cpu],
+            "load": [round(seconds, 1) for seconds in measured.load],
+            "published_s": [round(seconds, 3) for seconds in measured.published_s],
+            "bare_s": [round(seconds, 3) for seconds in bare],
+            "cpu_s": [round(seconds, 2) for seconds in measured.cpu_s],
+            "bare_cpu_s": [round(seconds, 2) for seconds in bare_cpu],
             "ratio_without_canaries": median([r / b for r, b in zip(rest, bare, strict=True)]),
             "ratio_by_cpu": median([p / b for p, b in zip(measured.cpu_s, bare_cpu, strict=True)]),
             "parts_s": {name: median(values) for name, values in parts.items()},
-            "spans_s": {name: median([s for own in each for s in own]) for name, each in spans.items() if each[0]},
+            "spans_s": {
+                name: median([s for run_spans in seconds for s in run_spans])
+                for name, seconds in spans.items()
+                if seconds[0]
+            },
         },
     )
 

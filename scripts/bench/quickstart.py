@@ -46,7 +46,8 @@ def bare_start(config: Config) -> BareMeasured:
 
 def alternate(config: Config, repeats: int, flags: Sequence[str]) -> tuple[list[RunMeasured], list[BareMeasured]]:
     """`repeats` runs and as many bare starts in turn, after one of each that warms the caches: index 0."""
-    runs, bares = [], []
+    runs = []
+    bares = []
     for i in range(repeats + 1):
         bares.append(bare_start(config))
         print(f"bare start {i}: {bares[-1].seconds:.1f} s, {bares[-1].cpu_s:.1f} CPU s", flush=True)
@@ -109,10 +110,14 @@ def main() -> None:
     if args.repeats < 1 or args.steps < 2:
         parser.error(f"--repeats {args.repeats} --steps {args.steps}: expected at least 1 repeat of 2 steps")
 
-    flags = ["--inference.replicas", str(args.replicas)] if args.replicas else []
+    if args.replicas:
+        flags = ["--inference.replicas", str(args.replicas)]
+    else:
+        flags = []
     config = load(["@", str(CONFIG), *flags]).config
     runs, bares = alternate(config, args.repeats, [*flags, "--max-steps", str(args.steps)])
-    value, bare = median([run.first_step_s for run in runs[1:]]), median([bare.seconds for bare in bares[1:]])
+    value = median([run.first_step_s for run in runs[1:]])
+    bare = median([bare.seconds for bare in bares[1:]])
     detail = {
         **start_detail(runs, bares),
         "steps": args.steps,

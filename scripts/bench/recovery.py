@@ -41,12 +41,17 @@ from chaos_support import log_of
 TASK = Task(hidden=128, layers=2, batch_size=8, group_size=4, sequences=16, prompt=16, median=64, sigma=0.3)
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
 SMALL = ["--orchestrator.batch-size", "4", "--orchestrator.group-size", "4", "--checkpoint.async-save", "false"]
-LOST_CORE, KEPT_CORE = 0, 1
+LOST_CORE = 0
+KEPT_CORE = 1
 MANY = 100_000
 """Steps: more than there will be."""
-WARM_UP_STEPS, BEFORE_S, LOOK_S, DEADLINE_S = 5, 20.0, 0.05, 300.0
+WARM_UP_STEPS = 5
+BEFORE_S = 20.0
+LOOK_S = 0.05
+DEADLINE_S = 300.0
 COMMIT_AT = 4
-SUCCESSOR_TARGET, SHARD_TARGET = 1.3, 2.0
+SUCCESSOR_TARGET = 1.3
+SHARD_TARGET = 2.0
 
 
 @dataclass(frozen=True)
@@ -81,12 +86,12 @@ class Run:
     root: Path
     log: Path
 
-    def wait_for(self, what: str, found: Callable[[], Any]) -> Any:
+    def wait_for(self, event: str, look: Callable[[], Any]) -> Any:
         """Waits until `found` returns a value, and returns it."""
         deadline = time.monotonic() + DEADLINE_S
-        while not (value := found()):
+        while not (value := look()):
             if time.monotonic() > deadline or self.process.poll() is not None:
-                raise RuntimeError(f"{what} did not happen; the output is:\n{self.log.read_text()}")
+                raise RuntimeError(f"{event} did not happen; the output is:\n{self.log.read_text()}")
             time.sleep(LOOK_S)
         return value
 
@@ -107,7 +112,9 @@ class Run:
 
     def incidents(self) -> list[dict[str, Any]]:
         file = self.root / "incidents.jsonl"
-        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        if file.exists():
+            return [json.loads(line) for line in file.read_text().splitlines()]
+        return []
 
 
 def _event(line: str) -> dict[str, Any] | None:
@@ -144,8 +151,8 @@ def lose_replica(config: Path, bare_start_s: float, lost: str) -> Replica:
         killed = time.time()
         process.send_signal(signal.SIGKILL)
         samples = run.wait_for("the successor's first request", lambda: first_request(run))
-        said = (logs(run) / "inference_0.log").read_text()
-        if lost == "engine core" and "starts another engine" not in said:
+        log = (logs(run) / "inference_0.log").read_text()
+        if lost == "engine core" and "starts another engine" not in log:
             raise RuntimeError("the successor came in another way: its actor has started no other engine")
     return Replica(bare_start_s, samples - killed)
 
@@ -156,9 +163,9 @@ def logs(run: Run) -> Path:
 
 def spread(run: Run) -> None:
     """Every thread to its core. What Ray starts later inherits that of its service."""
-    kept = {"inference_1", "trainer_1", "orchestrator_0"}
+    survivors = {"inference_1", "trainer_1", "orchestrator_0"}
     for part, process in run.processes():
-        core = KEPT_CORE if part in kept else LOST_CORE
+        core = KEPT_CORE if part in survivors else LOST_CORE
         for thread in process.threads():
             os.sched_setaffinity(thread.id, {core})
     for thread in psutil.Process(run.process.pid).threads():
@@ -168,7 +175,8 @@ def spread(run: Run) -> None:
 def first_request(run: Run) -> float | None:
     """Returns when replica 0 had a request in flight again, in seconds since 1970. Until its loss is an incident, an
     actor whose engine is dead may still take some."""
-    if not (incidents := run.incidents()):
+    incidents = run.incidents()
+    if not incidents:
         return None
     counted = (event for event in run.trace("inference_0") if event["ph"] == "C" and event["args"]["number"])
     return next((at for event in counted if (at := event["ts"] / 1e6) > incidents[0]["at"]), None)
@@ -231,9 +239,9 @@ def start_bare(room: str, config_json: Path, commit: Path | None) -> float:
 def start_replica(config: Any, log_dir: Path, _commit: Path | None) -> float:
     from inference.handle import InferenceHandle
 
-    began = time.monotonic()
+    started = time.monotonic()
     group = InferenceHandle.start(config, [{"num_cpus": 1}], log_dir)
-    return until_ready(group, began, lambda: None)
+    return until_ready(group, started, lambda: None)
 
 
 def start_shards(config: Any, log_dir: Path, commit: Path | None) -> float:
@@ -241,18 +249,18 @@ def start_shards(config: Any, log_dir: Path, commit: Path | None) -> float:
     from trireme.checkpoint.manifest import Manifest
 
     assert commit is not None
-    began = time.monotonic()
+    started = time.monotonic()
     group = TrainerHandle.start(config, [{"num_cpus": 1}] * config.trainer.processes, log_dir)
-    return until_ready(group, began, lambda: group.load_state(commit / "trainer", Manifest.read(commit).identities))
+    return until_ready(group, started, lambda: group.load_state(commit / "trainer", Manifest.read(commit).identities))
 
 
-def until_ready(group: Any, began: float, then: Callable[[], object]) -> float:
+def until_ready(group: Any, started: float, then: Callable[[], object]) -> float:
     from trireme.process import waits
 
     refs, names = group.ready_refs()
     waits.get_all(refs, who=names, timeout_s=DEADLINE_S)
     then()
-    seconds = time.monotonic() - began
+    seconds = time.monotonic() - started
     group.stop()
     return seconds
 
@@ -265,11 +273,11 @@ def resolved(config: Path, to: Path) -> None:
 
 
 def report(engines: Sequence[Replica], actors: Sequence[Replica], shards: Sequence[Shard]) -> None:
-    successor = median([each.successor for each in engines])
-    shard = median([each.ratio for each in shards])
+    successor = median([engine.successor for engine in engines])
+    shard = median([engine.ratio for engine in shards])
     Result(
         name="recovery",
-        value=median([each.until_it_samples_s for each in engines]),
+        value=median([engine.until_it_samples_s for engine in engines]),
         unit="s",
         ratio=successor,
         target=SUCCESSOR_TARGET,
@@ -279,15 +287,15 @@ def report(engines: Sequence[Replica], actors: Sequence[Replica], shards: Sequen
             "shard": {"ratio": shard, "target": SHARD_TARGET},
             "engine": summary(engines),
             "actor": summary(actors),
-            "shards": [asdict(each) for each in shards],
+            "shards": [asdict(engine) for engine in shards],
         },
     ).print()
 
 
 def summary(replicas: Sequence[Replica]) -> dict[str, Any]:
     return {
-        "successor": median([each.successor for each in replicas]),
-        "replicas": [asdict(each) for each in replicas],
+        "successor": median([replica.successor for replica in replicas]),
+        "replicas": [asdict(replica) for replica in replicas],
     }
 
 
@@ -302,7 +310,9 @@ def main() -> None:
         print(json.dumps({"seconds": start_bare(args.bare, args.config, args.commit)}), flush=True)
         return
     let_actors_import_benchmarks()
-    engines, actors, shards = [], [], []
+    engines = []
+    actors = []
+    shards = []
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         directory = Path(name)
         make_model(directory / "model", hidden=TASK.hidden, layers=TASK.layers)

@@ -30,18 +30,18 @@ OVER_RAY = {SHORT: (32, 0.35), MIDDLE: (8, 0.45), LONG: (8, 0.6)}
 
 def print_over_ray(repeats: int) -> None:
     """Rounds of all contexts and sizes of messages, in turn; medians."""
-    found: dict[str, list[_over_ray.OverRay]] = defaultdict(list)
+    results: dict[str, list[_over_ray.OverRay]] = defaultdict(list)
     for _ in range(repeats):
         for shape, (groups, _target) in OVER_RAY.items():
             for per_message in PER_MESSAGE:
                 sizes = map(str, (shape.context, shape.turns, groups, per_message))
                 command = [sys.executable, str(Path(__file__)), "--measure-over-ray", *sizes]
                 run = _over_ray.OverRay(**run_for_json(command, {})[1])
-                found[f"{shape}, {per_message} per message"].append(run)
+                results[f"{shape}, {per_message} per message"].append(run)
                 print(f"{shape}, {per_message} per message: {run}", flush=True)
     medians = {
         name: {key: median([getattr(run, key) for run in runs]) for key in vars(runs[0])}
-        for name, runs in found.items()
+        for name, runs in results.items()
     }
     shares = {
         f"{shape}, {n} per message": medians[f"{shape}, {n} per message"]["caller_ms"] / target

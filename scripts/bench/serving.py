@@ -39,15 +39,20 @@ from _served import ADMIN, CLIENT, Child, child, text_of
 from _tinker import make_model, measure_both
 from turns import ANSWER, LONG, OBSERVED, SHORT, Shape
 
-SERVER_CORE, CLIENT_CORE = 0, 1
+SERVER_CORE = 0
+CLIENT_CORE = 1
 TARGET_MS = {str(SHORT): 2.0, str(LONG): 3.0}
 TARGET_CROWD = 1.5
 TARGET_TINKER = 0.7
 TINKER_STEPS = 5
-LAST, SHORT_TURNS, LONG_SESSIONS = 10, 200, 6
+LAST = 10
+SHORT_TURNS = 200
+LONG_SESSIONS = 6
 FORMAT = 8
 """About so many tokens of the chat format stand around two messages."""
-CROWD, BAD, ROUNDS = 200, 20, 5
+CROWD = 200
+BAD = 20
+ROUNDS = 5
 ANSWER_S = 0.25
 HUGE = 100 * 10**6
 PIECE = b" " * 2**18
@@ -70,8 +75,8 @@ class Caller:
         return json.loads(read)
 
 
-def body_of(messages: Sequence[Any], **more: Any) -> bytes:
-    return json.dumps({"model": "policy", "messages": messages, "max_tokens": ANSWER, **more}).encode()
+def body_of(messages: Sequence[Any], **options: Any) -> bytes:
+    return json.dumps({"model": "policy", "messages": messages, "max_tokens": ANSWER, **options}).encode()
 
 
 def turn_ms(server: Child, caller: Caller, shape: Shape, in_sessions: bool, seed: int) -> list[float]:
@@ -80,7 +85,7 @@ def turn_ms(server: Child, caller: Caller, shape: Shape, in_sessions: bool, seed
     rng = random.Random(seed)
     count = LONG_SESSIONS if shape.turns > 1 else SHORT_TURNS
     paths = [_path(caller, in_sessions) for _ in range(count)]
-    found: list[float] = []
+    durations: list[float] = []
     started = server.cpu_s()
     for path, key in paths:
         messages: list[Any] = [{"role": "user", "content": text_of(rng, shape.first - FORMAT)}]
@@ -92,11 +97,11 @@ def turn_ms(server: Child, caller: Caller, shape: Shape, in_sessions: bool, seed
             messages.append({"role": "assistant", "content": message["content"]})
             messages.append({"role": "user", "content": text_of(rng, OBSERVED - FORMAT)})
         if shape.turns > 1:
-            found.append((server.cpu_s() - started) / LAST * 1e3)
+            durations.append((server.cpu_s() - started) / LAST * 1e3)
         used = answer["usage"]["prompt_tokens"] + answer["usage"]["completion_tokens"]
         if not 0.95 < used / shape.context < 1.05:
             raise RuntimeError(f"a conversation of {used} tokens; expected {shape.context}")
-    return found or [(server.cpu_s() - started) / count * 1e3]
+    return durations or [(server.cpu_s() - started) / count * 1e3]
 
 
 def _path(caller: Caller, in_sessions: bool) -> tuple[str, str]:
@@ -108,16 +113,16 @@ def _path(caller: Caller, in_sessions: bool) -> tuple[str, str]:
 
 def measure_turns(repeats: int) -> dict[str, Any]:
     """Returns CPU milliseconds of a turn, by shape: of sessions and of plain chats."""
-    found: dict[str, dict[str, list[float]]] = {str(shape): {} for shape in (SHORT, LONG)}
+    results: dict[str, dict[str, list[float]]] = {str(shape): {} for shape in (SHORT, LONG)}
     with child(core=SERVER_CORE) as service:
         caller = Caller(service)
         for round_ in range(repeats + 1):
             for shape in (SHORT, LONG):
                 for name, in_sessions in (("session", True), ("chat", False)):
-                    each = turn_ms(service, caller, shape, in_sessions, round_)
+                    durations = turn_ms(service, caller, shape, in_sessions, round_)
                     if round_:  # the first one warms up
-                        found[str(shape)].setdefault(name, []).extend(each)
-    return {shape: {name: median(all_) for name, all_ in each.items()} for shape, each in found.items()}
+                        results[str(shape)].setdefault(name, []).extend(durations)
+    return {shape: {name: median(all_) for name, all_ in durations.items()} for shape, durations in results.items()}
 
 
 # ---- 200 clients
@@ -126,12 +131,12 @@ def measure_turns(repeats: int) -> dict[str, Any]:
 async def good(port: int, body: bytes, started: asyncio.Event) -> float:
     """Returns the seconds that each of ROUNDS requests took on average."""
     await started.wait()
-    began = time.monotonic()
+    start = time.monotonic()
     for _ in range(ROUNDS):
         status, _ = await exchange(port, _head(CLIENT, len(body)) + body)
         if status != 200:
             raise RuntimeError(f"a good client got {status}")
-    return (time.monotonic() - began) / ROUNDS
+    return (time.monotonic() - start) / ROUNDS
 
 
 async def exchange(port: int, request: bytes) -> tuple[int, bytes]:
@@ -164,10 +169,13 @@ async def huge_body(port: int) -> None:
     for turn in itertools.count():
         await asyncio.sleep(ANSWER_S)
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        head, before, after = _head(CLIENT, HUGE), b"", b""
+        head = _head(CLIENT, HUGE)
+        before = b""
+        after = b""
         if turn % 2:
             head = _head(CLIENT, 0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
-            before, after = f"{len(PIECE):x}\r\n".encode(), b"\r\n"
+            before = f"{len(PIECE):x}\r\n".encode()
+            after = b"\r\n"
         writer.write(head)
         with suppress(ConnectionError):
             for _ in range(HUGE // len(PIECE)):
@@ -190,23 +198,27 @@ async def hang(port: int) -> None:
 
 async def play_crowd(port: int, bad: bool) -> list[float]:
     """Returns the seconds of the good clients' requests."""
-    rng, begun = random.Random(0), asyncio.Event()
+    rng = random.Random(0)
+    begun = asyncio.Event()
     body = body_of([{"role": "user", "content": text_of(rng, SHORT.first - FORMAT)}])
     goods = [asyncio.create_task(good(port, body, begun)) for _ in range(CROWD - 3 * BAD)]
-    bads = [asyncio.create_task(do(port)) for do in (wrong_key, huge_body, hang) * BAD] if bad else []
+    if bad:
+        bads = [asyncio.create_task(do(port)) for do in (wrong_key, huge_body, hang) * BAD]
+    else:
+        bads = []
     await asyncio.sleep(0.2)
     begun.set()
     try:
         together: asyncio.Future[Any] = asyncio.gather(*goods)
         watched: list[asyncio.Future[Any]] = [together, *bads]
         await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
-        for each in bads:
-            if each.done():
-                each.result()
+        for bad_client in bads:
+            if bad_client.done():
+                bad_client.result()
         return list(await together)
     finally:
-        for each in bads:
-            each.cancel()
+        for bad_client in bads:
+            bad_client.cancel()
         await asyncio.gather(*bads, return_exceptions=True)
 
 
@@ -236,7 +248,7 @@ def measure_tinker(repeats: int) -> dict[str, Any]:
         "server_step_s": server_s,
         "verbs_step_s": verbs_s,
         "ratio": round(verbs_s / server_s, 3),
-        "cpu_ms_of_a_datum": {side: median([each[side] for each in cpu_ms]) for side in ("client", "server")},
+        "cpu_ms_of_a_datum": {side: median([sides[side] for sides in cpu_ms]) for side in ("client", "server")},
     }
 
 
@@ -251,14 +263,17 @@ def main() -> None:
     if (os.cpu_count() or 1) > 1:
         os.sched_setaffinity(0, {CLIENT_CORE})
     load = os.getloadavg()[0]
-    found = {name: MEASURES[name](options.repeats) for name in options.only}
-    turns: Any = found.get("turns", {})
-    crowd: Any = found.get("crowd", {})
-    over = {shape: turns[shape]["session"] / most for shape, most in TARGET_MS.items()} if turns else {}
+    results = {name: MEASURES[name](options.repeats) for name in options.only}
+    turns: Any = results.get("turns", {})
+    crowd: Any = results.get("crowd", {})
+    if turns:
+        over = {shape: turns[shape]["session"] / limit_ms for shape, limit_ms in TARGET_MS.items()}
+    else:
+        over = {}
     if crowd:
         over["crowd"] = crowd["ratio"] / TARGET_CROWD
-    if "tinker" in found:
-        over["tinker"] = TARGET_TINKER / found["tinker"]["ratio"]
+    if "tinker" in results:
+        over["tinker"] = TARGET_TINKER / results["tinker"]["ratio"]
     worst = max(over.values(), default=0.0)
     Result(
         name="service",
@@ -268,7 +283,7 @@ def main() -> None:
         target=1.0,
         holds=worst <= 1.0,
         against=f"the worst of the targets {TARGET_MS} CPU ms, crowd {TARGET_CROWD}, tinker {TARGET_TINKER}",
-        detail={"load_before": load, **found},
+        detail={"load_before": load, **results},
     ).print()
 
 

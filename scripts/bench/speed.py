@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 EVERY_S = 1.0
-LOOPS, PASSES = 40_000, 200
+LOOPS = 40_000
+PASSES = 200
 
 
 class Calculating:
@@ -23,7 +24,7 @@ class Calculating:
 
     def __init__(self, every_s: float = EVERY_S) -> None:
         self._every_s = every_s
-        self._ended = Event()
+        self._stopped = Event()
         self._thread = Thread(target=self._repeat, daemon=True)
         self._took: list[tuple[float, float]] = []  # seconds since 1970, CPU milliseconds
 
@@ -32,13 +33,13 @@ class Calculating:
         return self
 
     def __exit__(self, *_error: Any) -> None:
-        self._ended.set()
+        self._stopped.set()
         self._thread.join()
 
     def _repeat(self) -> None:
         values = np.linspace(0, 1, 4096, dtype=np.float32)
         calculate(values)
-        while not self._ended.wait(self._every_s):
+        while not self._stopped.wait(self._every_s):
             started = time.thread_time()
             calculate(values)
             self._took.append((time.time(), (time.thread_time() - started) * 1e3))
@@ -46,7 +47,7 @@ class Calculating:
     def mean_ms(self, first: float = 0.0, last: float = np.inf) -> float:
         """Returns the mean CPU milliseconds of a calculation between two times, in seconds since 1970. Raises
         ValueError if there was none."""
-        took = [each for at, each in self._took if first <= at <= last]
+        took = [duration for at, duration in self._took if first <= at <= last]
         if not took:
             raise ValueError(f"no calculation ended between {first} and {last}; one does every {self._every_s} s")
         return round(statistics.mean(took), 3)

@@ -24,7 +24,8 @@ from typing import Any
 from _common import Result, run_for_json
 
 TARGET = 1.1
-LAYERS, HEAD_DIM = 12, 64
+LAYERS = 12
+HEAD_DIM = 64
 HIDDEN = {50: 512, 200: 1024, 500: 1600, 1000: 2304}
 """Hidden size by million parameters: 12 layers, a vocabulary of 32,000, tied embeddings."""
 
@@ -124,20 +125,20 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as directory:
             make(Path(directory), millions)
             stored = next(Path(directory).glob("*.safetensors")).stat().st_size
-            found: dict[str, list[dict[str, float]]] = {"plain": [], "ours": []}
+            durations: dict[str, list[dict[str, float]]] = {"plain": [], "ours": []}
             for number in range(options.repeats + 1):
-                for way, each in found.items():
+                for way, results in durations.items():
                     command = [sys.executable, __file__, "--way", way, directory]
                     measured = run_for_json(command, {})[1]
-                    each.extend([measured] if number else [])  # the first warms the page cache up
-        seconds = {way: statistics.median(one["seconds"] for one in each) for way, each in found.items()}
+                    results.extend([measured] if number else [])  # the first warms the page cache up
+        seconds = {way: statistics.median(one["seconds"] for one in results) for way, results in durations.items()}
         detail[f"{millions}M"] = {
             "file_mb": round(stored / 1e6),
             "ratio": round(seconds["ours"] / seconds["plain"], 3),
-            "ours_s": [round(one["seconds"], 3) for one in found["ours"]],
-            "of_which_opening_s": round(statistics.median(one["reading"] for one in found["ours"]), 3),
-            "plain_s": [round(one["seconds"], 3) for one in found["plain"]],
-            "of_which_reading_s": round(statistics.median(one["reading"] for one in found["plain"]), 3),
+            "ours_s": [round(one["seconds"], 3) for one in durations["ours"]],
+            "of_which_opening_s": round(statistics.median(one["reading"] for one in durations["ours"]), 3),
+            "plain_s": [round(one["seconds"], 3) for one in durations["plain"]],
+            "of_which_reading_s": round(statistics.median(one["reading"] for one in durations["plain"]), 3),
         }
     largest = detail[f"{options.sizes[-1]}M"]
     Result(

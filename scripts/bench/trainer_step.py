@@ -23,9 +23,12 @@ from typing import Any
 import numpy as np
 from _common import DEADLINE_S, Result, median
 
-TOKENS, SEQUENCES, LONGEST = 4096, 24, 512
+TOKENS = 4096
+SEQUENCES = 24
+LONGEST = 512
 VOCABULARY = 8192
-TARGET_PLAIN, TARGET_TWO = 0.95, 1.5
+TARGET_PLAIN = 0.95
+TARGET_TWO = 1.5
 LEARNING_RATE = 1e-5
 
 
@@ -118,7 +121,8 @@ def shard_step(model_path: Path, rank: int, shards: int, port: int, keys: dict[s
     )
     store = TCPStore("127.0.0.1", port, shards, False, timedelta(seconds=DEADLINE_S))
     shard = Shard(config, rank, store, Packer(np.copy, rank, shards))
-    batch, adam = make_batch(), AdamParams(learning_rate=LEARNING_RATE)
+    batch = make_batch()
+    adam = AdamParams(learning_rate=LEARNING_RATE)
 
     def step() -> None:
         shard.forward_backward(batch, "ppo", {}, None)
@@ -134,7 +138,10 @@ def serve(end: Any, core: int, model_path: Path, rank: int, shards: int, port: i
     import torch
 
     torch.set_num_threads(1)
-    step = shard_step(model_path, rank, shards, port, keys) if shards else plain_step(model_path)
+    if shards:
+        step = shard_step(model_path, rank, shards, port, keys)
+    else:
+        step = plain_step(model_path)
     end.send(0.0)
     while end.recv():
         before = time.process_time()
@@ -151,13 +158,14 @@ class Ranks:
         context = multiprocessing.get_context("spawn")
         cores = sorted(os.sched_getaffinity(0))
         self._store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=DEADLINE_S), wait_for_workers=False)
-        self._ends, self._processes = [], []
+        self._ends = []
+        self._processes = []
         for rank in range(max(shards, 1)):
-            here, there = context.Pipe()
-            arguments = (there, cores[rank % len(cores)], model_path, rank, shards, self._store.port, keys)
+            parent_end, child_end = context.Pipe()
+            arguments = (child_end, cores[rank % len(cores)], model_path, rank, shards, self._store.port, keys)
             process = context.Process(target=serve, args=arguments, daemon=True)
             process.start()
-            self._ends.append(here)
+            self._ends.append(parent_end)
             self._processes.append(process)
         self._answers()
 
@@ -207,7 +215,8 @@ def main() -> None:
         for ranks in kinds.values():
             ranks.stop()
     rates = {name: tokens / median([wall for wall, _ in seconds]) for name, seconds in measured.items()}
-    over_plain, two_over_one = rates["one"] / rates["plain"], rates["two"] / rates["one"]
+    over_plain = rates["one"] / rates["plain"]
+    two_over_one = rates["two"] / rates["one"]
     Result(
         name="trainer_step",
         value=round(rates["one"], 1),

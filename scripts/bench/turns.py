@@ -29,7 +29,8 @@ from trireme.core.types import SampledSequence, VersionSpan, WeightIdentity
 
 ENV_ID = "turns:TurnsDataset"
 VOCAB = 4096
-ANSWER, OBSERVED = 128, 512
+ANSWER = 128
+OBSERVED = 512
 PROBLEMS = 1 << 16
 GROUP_SIZE = 8
 
@@ -51,7 +52,9 @@ class Shape:
         return f"{self.context}/{self.turns}"
 
 
-SHORT, MIDDLE, LONG = Shape(512, 1), Shape(8192, 12), Shape(32768, 50)
+SHORT = Shape(512, 1)
+MIDDLE = Shape(8192, 12)
+LONG = Shape(32768, 50)
 
 
 def make_model(directory: Path) -> Path:
@@ -105,14 +108,17 @@ class TurnsEnv(Env):
     def __init__(
         self, first: npt.NDArray[np.int32], observed: npt.NDArray[np.int32], turns: int, reward: float
     ) -> None:
-        self._first, self._observed, self._left, self._reward = first, Continuation(observed), turns, reward
+        self._first = first
+        self._observed = Continuation(observed)
+        self._remaining = turns
+        self._reward = reward
 
     async def initial_observation(self) -> tuple[TokenIds, StopCondition]:
         return self._first, ()
 
     async def step(self, action: Sequence[int]) -> StepResult:
-        self._left -= 1
-        if not self._left:
+        self._remaining -= 1
+        if not self._remaining:
             return StepResult(self._reward, episode_done=True)
         return StepResult(0.0, episode_done=False, next_observation=self._observed)
 
@@ -135,7 +141,8 @@ class TurnsDataset(RLDataset):
     """Problems with a first prompt of `first` random tokens, and `turns` turns."""
 
     def __init__(self, context: EnvContext, *, first: int, turns: int) -> None:
-        self._first, self._turns = first, turns
+        self._first = first
+        self._turns = turns
 
     def get_batch(self, index: int) -> list[EnvGroupBuilder]:
         return [TurnsBuilder(index, self._first, self._turns)]

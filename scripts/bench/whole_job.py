@@ -48,9 +48,11 @@ from _rooms import let_actors_import_benchmarks
 from ending import ENV_ID, PROMPT, make_model
 from speed import Calculating
 
-PROBLEMS, GROUP_SIZE = 32, 8
+PROBLEMS = 32
+GROUP_SIZE = 8
 ROLLOUTS = PROBLEMS * GROUP_SIZE
-FIRST, REST = 3, 2
+FIRST = 3
+REST = 2
 """Steps of a run before those that are measured, and after them: in its last ones it has nothing left to sample."""
 BARE_REPEATS = 3
 PARTS = ("generate", "train")
@@ -167,7 +169,8 @@ def without_spinning(threads: int) -> dict[str, str]:
 
 def measure_run(job: Job, config: Path, directory: Path, steps: int) -> Measured:
     """Runs the job and measures `steps` steps of it."""
-    last, usages = FIRST + steps, []
+    last = FIRST + steps
+    usages = []
     metrics = directory / "run" / "metrics.jsonl"
 
     def watch(driver: psutil.Process) -> None:
@@ -197,8 +200,8 @@ def judge(name: str, job: Job, bare: Sequence[Bare], runs: Sequence[Measured]) -
     """Returns the result of a job: medians of its rounds. `bare`: around each of `runs`, so one more."""
     cores = len(os.sched_getaffinity(0))
     around = [Bare.mean(*pair) for pair in pairwise(bare)]
-    ratios = [run.rate / each.limit(cores) for run, each in zip(runs, around, strict=True)]
-    slower = [run.calculation_ms / each.calculation_ms for run, each in zip(runs, around, strict=True)]
+    ratios = [run.rate / bound.limit(cores) for run, bound in zip(runs, around, strict=True)]
+    slower = [run.calculation_ms / bound.calculation_ms for run, bound in zip(runs, around, strict=True)]
     by_room: dict[str, list[float]] = defaultdict(list)
     for run in runs:
         for room, seconds in run.cpu_s.items():
@@ -206,13 +209,13 @@ def judge(name: str, job: Job, bare: Sequence[Bare], runs: Sequence[Measured]) -
     cpu_s = {room: median(seconds) for room, seconds in by_room.items()}
     engine_core, trainer_shard = COMPUTING
     of_bare = {
-        engine_core: median([each.generate_s for each in around]),
-        trainer_shard: median([each.train_s for each in around]),
+        engine_core: median([bound.generate_s for bound in around]),
+        trainer_shard: median([bound.train_s for bound in around]),
     }
     used = [run.total_s * run.rate / ROLLOUTS for run in runs]
 
-    def of_limit(rate: Callable[[Measured], float], *, others: bool = False) -> float:
-        limits = [each.limit(cores, run.others_s * others) for run, each in zip(runs, around, strict=True)]
+    def of_limit(rate: Callable[[Measured], float], *, other_processes: bool = False) -> float:
+        limits = [bound.limit(cores, run.others_s * other_processes) for run, bound in zip(runs, around, strict=True)]
         return median([rate(run) / limit for run, limit in zip(runs, limits, strict=True)])
 
     ratio = median(ratios)
@@ -225,20 +228,20 @@ def judge(name: str, job: Job, bare: Sequence[Bare], runs: Sequence[Measured]) -
         holds=ratio >= job.target,
         against="the limit: cores over the bare work's CPU seconds, or 1 over those of its busiest thread",
         detail={
-            "ratios": [round(each, 3) for each in ratios],
-            "slowdown": [round(each, 3) for each in slower],
-            "ratio_at_one_speed": [round(each * slow, 3) for each, slow in zip(ratios, slower, strict=True)],
-            "limit_rollouts_per_s": round(median([each.limit(cores) for each in around]), 1),
+            "ratios": [round(bound, 3) for bound in ratios],
+            "slowdown": [round(bound, 3) for bound in slower],
+            "ratio_at_one_speed": [round(bound * slow, 3) for bound, slow in zip(ratios, slower, strict=True)],
+            "limit_rollouts_per_s": round(median([bound.limit(cores) for bound in around]), 1),
             "limit_of_cores": round(median([ROLLOUTS * cores / (b.generate_s + b.train_s) for b in around]), 1),
             "limit_of_busiest_thread": round(median([ROLLOUTS / b.busiest_s for b in around]), 1),
             "cpu_ratio": of_limit(lambda run: ROLLOUTS * cores / run.total_s),
-            "ratio_with_others": of_limit(lambda run: run.rate, others=True),
+            "ratio_with_others": of_limit(lambda run: run.rate, other_processes=True),
             "share_of_engine_and_shard": median([1 - run.others_s / run.total_s for run in runs]),
             "cpu_s_of_all": median([run.total_s for run in runs]),
             "cpu_s": cpu_s,
             "over_bare": {room: round(seconds - of_bare.get(room, 0.0), 3) for room, seconds in cpu_s.items()},
             "idle_cores": round(cores - median(used), 3),
-            "bare": [asdict(each) for each in bare],
+            "bare": [asdict(bound) for bound in bare],
             "runs": [asdict(run) | {"rollouts_per_s": round(run.rate, 1)} for run in runs],
         },
     )
@@ -260,7 +263,8 @@ def main() -> None:
         bare: list[Bare] = []
         runs: list[Measured] = []
         with tempfile.TemporaryDirectory(prefix="bench-") as directory:
-            model, config = Path(directory) / "model", Path(directory) / "job.json"
+            model = Path(directory) / "model"
+            config = Path(directory) / "job.json"
             make_model(model, PROMPT + job.longest)
             config.write_text(json.dumps(job.config(model)))
             bare.append(measure_bare(job, model, args.threads))

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-PASS, FAILURE, NOT_RUN = "pass", "failure", "not run"
+PASS = "pass"
+FAILURE = "failure"
+NOT_RUN = "not run"
 Ending = Literal["pass", "failure", "not run"]
 Figures = Mapping[str, Any]
 """What was measured, by name with its unit; texts are notes."""
@@ -63,17 +65,19 @@ class Context:
     @property
     def torch_device(self) -> str:
         """Returns the name of that device in PyTorch."""
-        return "cuda" if self.on_gpu else "cpu"
+        if self.on_gpu:
+            return "cuda"
+        return "cpu"
 
     @property
     def left_s(self) -> float:
         """Seconds until the part is ended."""
         return max(0.0, self.deadline - time.monotonic())
 
-    def need_time(self, seconds: float, what: str) -> None:
+    def need_time(self, seconds: float, task: str) -> None:
         """Raises NotRun when fewer seconds are left than `what` needs."""
         if self.left_s < seconds:
-            raise NotRun(f"{what} needs about {seconds:.0f} s, {self.left_s:.0f} s are left: give more --minutes")
+            raise NotRun(f"{task} needs about {seconds:.0f} s, {self.left_s:.0f} s are left: give more --minutes")
 
 
 @dataclass(frozen=True)
@@ -93,14 +97,19 @@ class Check:
 
     def missing(self, device: str) -> str:
         """Says what this machine lacks for the check; empty if nothing."""
-        if lacks := [name for name in self.needs if importlib.util.find_spec(name) is None]:
+        lacks = [name for name in self.needs if importlib.util.find_spec(name) is None]
+        if lacks:
             return f"{', '.join(lacks)} {'is' if len(lacks) == 1 else 'are'} not installed"
         if device == "cpu":
-            return f"--device cpu: {self.only_gpu}" if self.only_gpu else ""
-        found, how = find_gpus()
-        if found == 0:
+            if self.only_gpu:
+                return f"--device cpu: {self.only_gpu}"
+            return ""
+        gpus, how = find_gpus()
+        if gpus == 0:
             return f"no GPU: {how}"
-        return "" if found >= self.gpus else f"{self.gpus} GPUs are needed, there is {found}"
+        if gpus >= self.gpus:
+            return ""
+        return f"{self.gpus} GPUs are needed, there is {gpus}"
 
 
 def find_gpus() -> tuple[int, str]:
@@ -113,11 +122,11 @@ def find_gpus() -> tuple[int, str]:
     visible = os.environ.get(VISIBLE)
     devices = sorted(name for name in os.listdir("/dev") if name.startswith("nvidia") and name[6:].isdigit())
     driver = Path("/proc/driver/nvidia/version")
-    found = (
+    gpus = (
         f"PyTorch {torch.__version__} "
         + (f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA")
         + f"; {', '.join(devices) or 'no /dev/nvidia*'}; "
         + (driver.read_text().splitlines()[0] if driver.exists() else "no driver")
         + f"; {VISIBLE} is {'not set' if visible is None else repr(visible)}"
     )
-    return (torch.cuda.device_count() if torch.cuda.is_available() else 0), found
+    return (torch.cuda.device_count() if torch.cuda.is_available() else 0), gpus

@@ -49,16 +49,19 @@ def _sleep(context: Context) -> Figures:
         params = SamplingParams(max_tokens=16, temperature=0.0, detokenize=False)
         return list(engine.generate([TokensPrompt(prompt_token_ids=[5, 7, 11])], params)[0].outputs[0].token_ids)
 
-    before, free = answer(), torch.cuda.mem_get_info()[0]
+    before = answer()
+    free = torch.cuda.mem_get_info()[0]
     total = torch.cuda.mem_get_info()[1]
     started = time.monotonic()
     engine.sleep(level=1)
-    asleep, freed = time.monotonic(), torch.cuda.mem_get_info()[0] - free
+    asleep = time.monotonic()
+    freed = torch.cuda.mem_get_info()[0] - free
     engine.wake_up()
     awake = time.monotonic()
     if freed < (least := FREED * GPU_SHARE * total):
         raise Failed(f"asleep it gave back {freed / 2**30:.1f} GiB, expected {least / 2**30:.1f} at least")
-    if (after := answer()) != before:
+    after = answer()
+    if after != before:
         raise Failed(f"awake again it answers {after}, before it slept {before}")
     return {"freed, GiB": freed / 2**30, "to sleep, s": asleep - started, "to wake, s": awake - asleep}
 

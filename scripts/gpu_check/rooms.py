@@ -17,7 +17,8 @@ from gpu_check.shapes import SHAPES, make_model
 if TYPE_CHECKING:
     from trireme.core.types import Datum, SampledSequence, SampleResponse
 
-PROMPT, ANSWER = 24, 64
+PROMPT = 24
+ANSWER = 64
 UPDATES = 3
 LEARNING_RATE = 1e-3
 TOKENIZER = str(Path(__file__).parents[2] / "assets" / "sort-base")
@@ -30,8 +31,11 @@ class Rooms:
     """A trainer and a sampler with its replicas."""
 
     def __init__(self, trainer: Any, sampler: Any, shape: str, exact: bool) -> None:
-        self.trainer, self.sampler, self.exact = trainer, sampler, exact
-        self.vocabulary, self.version = SHAPES[shape]["vocab_size"], -1
+        self.trainer = trainer
+        self.sampler = sampler
+        self.exact = exact
+        self.vocabulary = SHAPES[shape]["vocab_size"]
+        self.version = -1
         self._rng = np.random.default_rng(0)
 
     def update(self) -> Any:
@@ -74,18 +78,20 @@ class Rooms:
                 for all_, answer in zip(computed, answers, strict=True)
             ]
         )
-        found, bound = Drift(float(moved.mean()), float(moved.max())), EXACT if self.exact else LEAST
-        if not (found.mean <= bound.mean and found.largest <= bound.largest):
+        drift = Drift(float(moved.mean()), float(moved.max()))
+        bound = EXACT if self.exact else LEAST
+        if not (drift.mean <= bound.mean and drift.largest <= bound.largest):
             raise Failed(
-                f"logprobs of replica and trainer differ by {found.mean:.3g} in the mean and {found.largest:.3g} at "
+                f"logprobs of replica and trainer differ by {drift.mean:.3g} in the mean and {drift.largest:.3g} at "
                 f"most; expected at most {bound.mean:g} and {bound.largest:g}"
             )
-        return {"replica against trainer, mean": found.mean, "largest": found.largest}
+        return {"replica against trainer, mean": drift.mean, "largest": drift.largest}
 
     def _datum(self, prompt: list[int], answer: SampledSequence) -> Datum:
         from trireme.core.types import Datum, ModelInput
 
-        tokens, observed = [*prompt, *answer.tokens.tolist()], len(prompt) - 1
+        tokens = [*prompt, *answer.tokens.tolist()]
+        observed = len(prompt) - 1
         advantages = self._rng.normal(size=len(answer.tokens))
         return Datum(
             ModelInput.from_ints(tokens[:-1]),
@@ -105,7 +111,10 @@ def open_rooms(context: Context, shape: str, *flags: str) -> Iterator[tuple[Room
     from trireme import api
 
     model = make_model(context.directory / f"{shape} of rooms", shape, context.device)
-    length = SHAPES[shape]["max_position_embeddings"] if shape == "small" else 1024
+    if shape == "small":
+        length = SHAPES[shape]["max_position_embeddings"]
+    else:
+        length = 1024
     flags = (
         *("--model.name", model, "--model.tokenizer", TOKENIZER, "--model.max-seq-len", str(length)),
         *("--inference.sampling.max-tokens", str(ANSWER), "--timeouts.start-s", str(max(30.0, context.left_s))),
@@ -126,16 +135,17 @@ def update_in_flight(rooms: Rooms, context: Context, requests: int) -> Figures:
     prompts = rooms.prompts(requests)
     answers = _results(rooms.begin(prompts, ANSWER), context)
     before = rooms.differences(prompts, answers)
-    reports, several = [], 0
+    reports = []
+    several = 0
     for _ in range(UPDATES):
         in_flight = rooms.begin(prompts, ANSWER)
         rooms.train(prompts, answers)
         reports.append(rooms.update())
         several += sum(len(answer.spans) > 1 for answer in _results(in_flight, context))
         answers = _results(rooms.begin(prompts, ANSWER), context)
-        found = {span.identity.version for answer in answers for span in answer.spans}
-        if found != {rooms.version}:
-            raise Failed(f"after an update to version {rooms.version} tokens came from versions {sorted(found)}")
+        sampled_at = {span.identity.version for answer in answers for span in answer.spans}
+        if sampled_at != {rooms.version}:
+            raise Failed(f"after an update to version {rooms.version} tokens came from versions {sorted(sampled_at)}")
     return {
         **{f"{name}, version 0": value for name, value in before.items()},
         **{f"{name}, version {rooms.version}": value for name, value in rooms.differences(prompts, answers).items()},
@@ -152,8 +162,9 @@ def tokens_per_second(rooms: Rooms, context: Context, requests: int, tokens: int
     _results(rooms.begin(prompts[: requests // 8], tokens), context)
     started = time.monotonic()
     answers = _results(rooms.begin(prompts, tokens), context)
-    seconds, made = time.monotonic() - started, sum(len(answer.tokens) for answer in answers)
-    return {"tokens/s": made / seconds, "requests": requests, "tokens": made}
+    seconds = time.monotonic() - started
+    count = sum(len(answer.tokens) for answer in answers)
+    return {"tokens/s": count / seconds, "requests": requests, "tokens": count}
 
 
 def _results(futures: Sequence[Future[SampleResponse]], context: Context) -> list[SampledSequence]:

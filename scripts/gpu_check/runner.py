@@ -28,7 +28,9 @@ END_S = 10.0
 def run_part(module: str, device: str, seconds: float, log: Path) -> list[Outcome]:
     """Returns how each of CHECKS of a part's module ended. What it prints goes to `log`. After `seconds` its processes
     are killed: the check that ran is a failure, which says so, and later ones did not run."""
-    part, mark, started = module.rpartition(".")[2], uuid.uuid4().hex, time.monotonic()
+    part = module.rpartition(".")[2]
+    mark = uuid.uuid4().hex
+    started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="gpu-check-", ignore_cleanup_errors=True) as directory:
         with log.open("w") as errors:
             process = subprocess.Popen(
@@ -42,29 +44,37 @@ def run_part(module: str, device: str, seconds: float, log: Path) -> list[Outcom
     names = [check.name for check in import_module(module).CHECKS]
     if running:
         took = time.monotonic() - started
-        why = f"the part was ended after {seconds:.0f} s" if late else f"its process ended ({_how(process)})"
-        outcomes.append(Outcome(part, running, FAILURE, f"{why} while it waited for this check; see {log}", {}, took))
-    done = {outcome.check for outcome in outcomes}
-    why = f"the part ended before it{f', at {running}' if running else f' ({_how(process)}); see {log}'}"
-    return [*outcomes, *(Outcome(part, name, NOT_RUN, why) for name in names if name not in done)]
+        if late:
+            reason = f"the part was ended after {seconds:.0f} s"
+        else:
+            reason = f"its process ended ({_how(process)})"
+        outcomes.append(
+            Outcome(part, running, FAILURE, f"{reason} while it waited for this check; see {log}", {}, took)
+        )
+    finished = {outcome.check for outcome in outcomes}
+    reason = f"the part ended before it{f', at {running}' if running else f' ({_how(process)}); see {log}'}"
+    return [*outcomes, *(Outcome(part, name, NOT_RUN, reason) for name in names if name not in finished)]
 
 
 def _read(process: subprocess.Popen[bytes], deadline: float) -> tuple[list[Outcome], str, bool]:
     """Reads until the part has ended or is late. Returns the outcomes, the check that was running then, and True if it
     was late."""
     assert process.stdout is not None
-    outcomes, running, rest = [], "", b""
+    outcomes = []
+    running = ""
+    rest = b""
     with selectors.DefaultSelector() as ready:
         ready.register(process.stdout, selectors.EVENT_READ)
-        while left := max(0.0, deadline - time.monotonic()):
-            if not ready.select(left):
+        while remaining_s := max(0.0, deadline - time.monotonic()):
+            if not ready.select(remaining_s):
                 continue
-            if not (data := os.read(process.stdout.fileno(), 1 << 16)):
+            data = os.read(process.stdout.fileno(), 1 << 16)
+            if not data:
                 return outcomes, running, False
             *lines, rest = (rest + data).split(b"\n")
-            for said in map(json.loads, lines):
-                running = said.get("begin", "")
-                outcomes += [] if running else [Outcome(**said)]
+            for message in map(json.loads, lines):
+                running = message.get("begin", "")
+                outcomes += [] if running else [Outcome(**message)]
     return outcomes, running, True
 
 
@@ -83,32 +93,35 @@ def _end(process: subprocess.Popen[bytes], mark: str, patience_s: float) -> None
 
 def _marked(mark: str) -> list[int]:
     """Returns the living processes that inherited `mark`."""
-    found = []
+    texts = []
     for entry in filter(lambda entry: entry.name.isdigit(), Path("/proc").iterdir()):
         with suppress(OSError):  # it ended while we looked, or is another user's
             zombie = b"State:\tZ" in (entry / "status").read_bytes()
             if not zombie and f"{MARK}={mark}".encode() in (entry / "environ").read_bytes():
-                found.append(int(entry.name))
-    return found
+                texts.append(int(entry.name))
+    return texts
 
 
 def _how(process: subprocess.Popen[bytes]) -> str:
     code = process.returncode
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    if code < 0:
+        return f"signal {signal.Signals(-code).name}"
+    return f"exit code {code}"
 
 
 def _python_path() -> str:
     """Returns where the worker finds these modules and the project, installed or not."""
-    own = [str(SCRIPTS), str(SCRIPTS.parent / "src"), os.environ.get("PYTHONPATH", "")]
-    return os.pathsep.join(filter(None, own))
+    paths = [str(SCRIPTS), str(SCRIPTS.parent / "src"), os.environ.get("PYTHONPATH", "")]
+    return os.pathsep.join(filter(None, paths))
 
 
 def run_parts(parts: Sequence[str], device: str, seconds: float, logs: Path) -> list[Outcome]:
     """Runs `parts` within `seconds`. Each gets its share of what is left, so later ones get what earlier ones spare."""
-    deadline, found = time.monotonic() + seconds, []
+    deadline = time.monotonic() + seconds
+    outcomes = []
     for number, part in enumerate(parts):
         share = SHARES[part] / sum(SHARES[other] for other in parts[number:])
-        left = max(1.0, deadline - time.monotonic())
-        print(f"{part}: at most {left * share:.0f} s, prints to {logs / part}.log", file=sys.stderr, flush=True)
-        found += run_part(f"gpu_check.{part}", device, left * share, logs / f"{part}.log")
-    return found
+        remaining_s = max(1.0, deadline - time.monotonic())
+        print(f"{part}: at most {remaining_s * share:.0f} s, prints to {logs / part}.log", file=sys.stderr, flush=True)
+        outcomes += run_part(f"gpu_check.{part}", device, remaining_s * share, logs / f"{part}.log")
+    return outcomes

@@ -17,8 +17,10 @@ from gpu_check.rooms import open_rooms, update_in_flight
 from gpu_check.shapes import make_config, make_model
 
 RANKS = 2
-BYTES_ON_GPU, BYTES_ON_CPU = 2**28, 2**20
-BROADCAST_S, LOST_S = 60.0, 5.0
+BYTES_ON_GPU = 2**28
+BYTES_ON_CPU = 2**20
+BROADCAST_S = 60.0
+LOST_S = 5.0
 
 
 def _collective(context: Context) -> Figures:
@@ -33,9 +35,12 @@ def _sum_on_rank(rank: int, port: int, device: str, _: str) -> float:
     import torch
     import torch.distributed as dist
 
-    where = torch.device("cuda", 0) if device == "gpu" else torch.device("cpu")
+    if device == "gpu":
+        gpu = torch.device("cuda", 0)
+    else:
+        gpu = torch.device("cpu")
     dist.init_process_group("nccl" if device == "gpu" else "gloo", store=_store(port), rank=rank, world_size=RANKS)
-    values = torch.full(((BYTES_ON_GPU if device == "gpu" else BYTES_ON_CPU) // 4,), float(rank + 1), device=where)
+    values = torch.full(((BYTES_ON_GPU if device == "gpu" else BYTES_ON_CPU) // 4,), float(rank + 1), device=gpu)
     dist.all_reduce(values)  # makes the connections
     wait = torch.cuda.synchronize if device == "gpu" else lambda: None
     wait()
@@ -90,24 +95,25 @@ def _on_ranks(context: Context, work: Callable[..., Any], *args: str) -> list[An
 
     store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=context.left_s), wait_for_workers=False)
     spawn = multiprocessing.get_context("spawn")
-    ends, processes = [], []
+    ends = []
+    processes = []
     for rank in range(RANKS):
-        here, there = spawn.Pipe(duplex=False)
-        given = (there, rank, store.port, context.device, work, args or ("",))
-        processes.append(spawn.Process(target=_run_rank, args=given, daemon=True))
+        parent_end, child_end = spawn.Pipe(duplex=False)
+        rank_args = (child_end, rank, store.port, context.device, work, args or ("",))
+        processes.append(spawn.Process(target=_run_rank, args=rank_args, daemon=True))
         processes[-1].start()
-        ends.append(here)
-    found = []
+        ends.append(parent_end)
+    results = []
     for rank, end in enumerate(ends):
         if not end.poll(context.left_s):
             raise Failed(f"rank {rank} did not answer for {context.left_s:.0f} s")
         outcome = end.recv()
         if isinstance(outcome, str):
             raise Failed(f"rank {rank}: {outcome}")
-        found.append(outcome[0])
+        results.append(outcome[0])
     for process in processes:
         process.join(10)
-    return found
+    return results
 
 
 def _run_rank(end: Any, rank: int, port: int, device: str, work: Callable[..., Any], args: tuple[str, ...]) -> None:
@@ -154,11 +160,17 @@ def _broadcast_on_rank(rank: int, port: int, device: str, kind: str) -> tuple[fl
     from trireme.core.errors import RoomFailed
     from trireme.transports.collective import join_group
 
-    where = torch.device("cuda", 0) if device == "gpu" else torch.device("cpu")
+    if device == "gpu":
+        gpu = torch.device("cuda", 0)
+    else:
+        gpu = torch.device("cpu")
     size = BYTES_ON_GPU if device == "gpu" else BYTES_ON_CPU
-    expected = torch.arange(size, dtype=torch.int64, device=where).to(torch.uint8)
+    expected = torch.arange(size, dtype=torch.int64, device=gpu).to(torch.uint8)
     group = join_group(kind, _store(port), "check", rank, RANKS, BROADCAST_S, "127.0.0.1")
-    buffer = expected.clone() if rank == 0 else torch.zeros_like(expected)
+    if rank == 0:
+        buffer = expected.clone()
+    else:
+        buffer = torch.zeros_like(expected)
     group.broadcast(buffer, BROADCAST_S)  # makes the connections
     started = time.perf_counter()
     group.broadcast(buffer, BROADCAST_S)

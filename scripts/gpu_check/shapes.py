@@ -109,7 +109,8 @@ def make_batch(lengths: Sequence[int], vocabulary: int, temperature: float = 0.7
     """Returns random datums of these lengths; the first token of each is masked."""
     from trireme.core.types import TokenBatch
 
-    rng, tokens = np.random.default_rng(0), sum(lengths)
+    rng = np.random.default_rng(0)
+    tokens = sum(lengths)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     mask = np.ones(tokens, np.float32)
     mask[offsets[:-1]] = 0.0

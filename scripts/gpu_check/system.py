@@ -15,7 +15,8 @@ from gpu_check.engine import SYSTEM
 from gpu_check.rooms import GPU_SHARE
 
 ROOT = Path(__file__).parents[2]
-STEPS, MORE = 6, 3
+STEPS = 6
+EXTRA_STEPS = 3
 BATCH = ("--orchestrator.batch-size", "4", "--orchestrator.group-size", "4", "--trainer.shards", "1")
 TAIL_LINES = 15
 
@@ -30,15 +31,18 @@ def _resume(context: Context) -> Figures:
     """Continues that run from its commit."""
     if not (context.directory / "runs" / "run" / "HEAD").exists():
         raise NotRun("the quickstart left no commit")
-    return _check_rows(_run(context, "--max-steps", str(STEPS + MORE), "--resume"), STEPS + MORE)
+    return _check_rows(_run(context, "--max-steps", str(STEPS + EXTRA_STEPS), "--resume"), STEPS + EXTRA_STEPS)
 
 
 def _run(context: Context, *flags: str) -> list[dict[str, float]]:
     """Runs `rl` with the quickstart's configuration; returns the rows of its metrics. Raises Failed."""
     context.memory["started"] = time.time()
-    where = ["--run.output-dir", str(context.directory / "runs"), "--run.name", "run"]
-    shared = ["--inference.gpu-memory-utilization", str(GPU_SHARE)] if context.on_gpu else []
-    command = ["trireme.cli.rl", "@", "configs/quickstart.toml", "--cluster.device", context.device, *where, *shared]
+    place = ["--run.output-dir", str(context.directory / "runs"), "--run.name", "run"]
+    if context.on_gpu:
+        shared = ["--inference.gpu-memory-utilization", str(GPU_SHARE)]
+    else:
+        shared = []
+    command = ["trireme.cli.rl", "@", "configs/quickstart.toml", "--cluster.device", context.device, *place, *shared]
     _call([*command, *BATCH, *flags], context)
     return [json.loads(line) for line in (context.directory / "runs" / "run" / "metrics.jsonl").open()]
 
@@ -47,23 +51,24 @@ def _call(module: Sequence[str], context: Context) -> str:
     """Runs a module of Python in the repository; returns what it printed. Raises Failed with the end of that."""
     command = [sys.executable, "-m", *module]
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=context.left_s
         )
     except subprocess.TimeoutExpired as late:
         raise Failed(f"`{' '.join(module)}` had not ended after {late.timeout:.0f} s") from None
-    print(done.stdout, file=sys.stderr)
-    if done.returncode:
-        tail = "\n".join(done.stdout.splitlines()[-TAIL_LINES:])
-        raise Failed(f"`{' '.join(module)}` ended with exit code {done.returncode}: {tail}")
-    return done.stdout
+    print(process.stdout, file=sys.stderr)
+    if process.returncode:
+        tail = "\n".join(process.stdout.splitlines()[-TAIL_LINES:])
+        raise Failed(f"`{' '.join(module)}` ended with exit code {process.returncode}: {tail}")
+    return process.stdout
 
 
 def _check_rows(rows: Sequence[dict[str, float]], steps: int) -> dict[str, float]:
     """Raises Failed unless there is a row for each step, within the bound on staleness."""
     if [row["step"] for row in rows] != list(range(steps)):
         raise Failed(f"rows of steps {[row['step'] for row in rows]}, expected 0 to {steps - 1}")
-    if (oldest := max(row["off_policy/max"] for row in rows)) > 1:
+    oldest = max(row["off_policy/max"] for row in rows)
+    if oldest > 1:
         raise Failed(f"a group of age {oldest} was trained on, the bound is 1")
     return {
         "steps": len(rows),

@@ -27,9 +27,11 @@ LENGTHS = (30, 3, 3, 4, 5, 29, 7, 1)
 LOGPROB_BOUNDS = {"small": 0.06, "small with experts": 0.2}
 """In bfloat16 against float32, on random models of two layers: the largest difference of a log-probability, in nats.
 Where two experts are as good as equal, rounding chooses."""
-COSINE_BOUND, NORM_BOUND = 0.98, 0.05
+COSINE_BOUND = 0.98
+NORM_BOUND = 0.05
 """The least cosine of the gradients, and the share by which their norms may differ."""
-ATTENTION_BOUND, ATTENTION_GRADIENT_BOUND = 0.03, 0.02
+ATTENTION_BOUND = 0.03
+ATTENTION_GRADIENT_BOUND = 0.02
 WAYS: dict[str, dict[str, object]] = {
     "packed": {"trainer__packing": "packed"},
     "rows": {"trainer__packing": "rows"},
@@ -45,8 +47,10 @@ ONLY_GPU = {
     **dict.fromkeys(("uncompiled", "uncompiled, checkpointing"), "nothing is compiled on CPUs"),
 }
 """Ways that show nothing on CPUs, and why."""
-TOKENS, SEQUENCES = 16384, 8
-WARM_UP, REPEATS = 2, 4
+TOKENS = 16384
+SEQUENCES = 8
+WARM_UP = 2
+REPEATS = 4
 GIB = 2**30
 
 
@@ -72,10 +76,12 @@ def _versions() -> dict[str, str]:
     """Returns the versions of torch and transformers, and marks those that are not the pinned ones."""
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     pinned = dict(line.split("==") for line in project["dependencies"] if "==" in line)
-    has = {name: version(name) for name in ("torch", "transformers")}
+    versions = {name: version(name) for name in ("torch", "transformers")}
     return {
-        name: found if found.partition("+")[0] == pinned[name] else f"{found} (the pinned one is {pinned[name]})"
-        for name, found in has.items()
+        name: installed
+        if installed.partition("+")[0] == pinned[name]
+        else f"{installed} (the pinned one is {pinned[name]})"
+        for name, installed in versions.items()
     }
 
 
@@ -103,12 +109,14 @@ def check_attention(device: str, window: int | None) -> Figures:
 
     from trainer.attention import packed_attention
 
-    on_gpu, lengths = device == "gpu", [17, 40, 3, 100, 1]
-    dtype, where = (torch.bfloat16, "cuda") if on_gpu else (torch.float32, "cpu")
-    starts = torch.tensor([0, *lengths]).cumsum(0).to(where, torch.int32)
+    on_gpu = device == "gpu"
+    lengths = [17, 40, 3, 100, 1]
+    dtype, device_type = (torch.bfloat16, "cuda") if on_gpu else (torch.float32, "cpu")
+    starts = torch.tensor([0, *lengths]).cumsum(0).to(device_type, torch.int32)
     torch.manual_seed(0)
     query, key, value = (
-        torch.randn(1, heads, sum(lengths), 64, device=where, dtype=dtype, requires_grad=True) for heads in (8, 2, 2)
+        torch.randn(1, heads, sum(lengths), 64, device=device_type, dtype=dtype, requires_grad=True)
+        for heads in (8, 2, 2)
     )
     out, _ = packed_attention(
         torch.nn.Module(), query, key, value, None, scaling=0.125, sliding_window=window, cu_seq_lens_q=starts,
@@ -117,8 +125,10 @@ def check_attention(device: str, window: int | None) -> Figures:
     exact = _attention_alone([t.float()[0].split(lengths, 1) for t in (query, key, value)], window)
     upstream = torch.randn_like(exact)
     got = torch.autograd.grad(out[0], (query, key, value), upstream.to(dtype))
-    wanted = torch.autograd.grad(exact, (query, key, value), upstream)
-    moved = [float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(got, wanted, strict=True)]
+    exact_gradients = torch.autograd.grad(exact, (query, key, value), upstream)
+    moved = [
+        float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(got, exact_gradients, strict=True)
+    ]
     figures = {"largest difference": float((out[0].float() - exact).abs().max()), "of gradients, relative": max(moved)}
     _within(figures, {"largest difference": ATTENTION_BOUND, "of gradients, relative": ATTENTION_GRADIENT_BOUND})
     return figures
@@ -129,15 +139,18 @@ def _attention_alone(sequences: Sequence[Sequence[Tensor]], window: int | None) 
     [heads, L, dim] and keys and values [key heads, L, dim] of each."""
     import torch
 
-    done = []
+    outputs = []
     for query, key, value in zip(*sequences, strict=True):
-        key, value = (each.repeat_interleave(len(query) // len(each), 0) for each in (key, value))
+        key, value = (heads.repeat_interleave(len(query) // len(heads), 0) for heads in (key, value))
         back = torch.arange(query.shape[1], device=query.device)
         back = back[:, None] - back
-        seen = (back >= 0) if window is None else (back >= 0) & (back < window)
-        scores = (query @ key.transpose(1, 2) * 0.125).masked_fill(~seen, float("-inf"))
-        done.append((scores.softmax(-1) @ value).transpose(0, 1))
-    return torch.cat(done)
+        if window is None:
+            visible = back >= 0
+        else:
+            visible = (back >= 0) & (back < window)
+        scores = (query @ key.transpose(1, 2) * 0.125).masked_fill(~visible, float("-inf"))
+        outputs.append((scores.softmax(-1) @ value).transpose(0, 1))
+    return torch.cat(outputs)
 
 
 @dataclass(frozen=True)
@@ -180,7 +193,8 @@ def logprobs_by_hugging_face(model: str) -> np.ndarray:
     from transformers import AutoModelForCausalLM
 
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, trust_remote_code=False)
-    batch, rows = parity_batch(), []
+    batch = parity_batch()
+    rows = []
     for start, end in zip(batch.offsets[:-1], batch.offsets[1:], strict=True):
         logits = policy(torch.from_numpy(batch.tokens[start:end]).long()[None]).logits[0] / batch.temperatures[0]
         targets = torch.from_numpy(batch.columns["target_tokens"][start:end]).long()
@@ -258,7 +272,7 @@ def _attention(context: Context) -> Figures:
     figures: dict[str, float] = {}
     for window in (None, 8):
         name = f", window {window}" if window else ""
-        figures |= {f"{what}{name}": value for what, value in check_attention(context.device, window).items()}
+        figures |= {f"{figure}{name}": value for figure, value in check_attention(context.device, window).items()}
     return figures
 
 
@@ -273,14 +287,14 @@ def _waits(context: Context) -> Figures:
     for micro_batches in (1, 5):
         batch = make_batch([64, 64] * micro_batches, SHAPES["small"]["vocab_size"])
         shard.forward_backward(batch, "ppo", {}, None)  # what comes first may compile something
-        with warnings.catch_warnings(record=True) as found:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             try:
                 shard.forward_backward(batch, "ppo", {}, None)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        counts.append(len(found))
+        counts.append(len(caught))
     figures = {"waits in one micro-batch": counts[0], "waits for each further one": (counts[1] - counts[0]) / 4}
     _within(figures, {"waits for each further one": 2})
     return figures
@@ -323,7 +337,9 @@ def _speed(shape: str, compiled: bool, context: Context) -> Figures:
 def _model(shape: str, context: Context) -> str:
     """Returns the directory of a random model, made once."""
     directory = context.directory / shape
-    return str(directory) if directory.exists() else make_model(directory, shape, context.device)
+    if directory.exists():
+        return str(directory)
+    return make_model(directory, shape, context.device)
 
 
 def _planned(config: Config, context: Context) -> int:
@@ -337,7 +353,10 @@ def _planned(config: Config, context: Context) -> int:
     facts = ModelFacts.of(config, required=True)
     assert facts is not None, "required"
     on_gpu = context.on_gpu
-    room = gpu_room(*torch.cuda.mem_get_info()) if on_gpu else host_room(this_machine().memory_bytes, config)
+    if on_gpu:
+        room = gpu_room(*torch.cuda.mem_get_info())
+    else:
+        room = host_room(this_machine().memory_bytes, config)
     planned = shard_memory(config, facts, on_gpus=on_gpu, room=room).total
     if planned > room:
         raise NotRun(f"the plan says {planned / GIB:.1f} GiB, here is room for {room / GIB:.1f} GiB")

@@ -24,7 +24,8 @@ def run_check(part: str, check: Check, context: Context) -> Outcome:
     """Returns how a check ended, whatever it raised."""
     started = time.monotonic()
     try:
-        if missing := check.missing(context.device):
+        missing = check.missing(context.device)
+        if missing:
             raise NotRun(missing)
         outcome = Outcome(part, check.name, PASS, figures=dict(check.run(context)))
     except NotRun as why:

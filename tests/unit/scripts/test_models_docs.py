@@ -66,7 +66,7 @@ CASES += [(name, "", why) for name, why in REFUSED.items()]
 def test_it_trains_or_the_reason_is_said(docs: ModuleType, model_type: str, layout: str, why: str) -> None:
     found = docs.walk(model_type)
     assert found.layout == layout
-    assert re.search(why, found.why)
+    assert re.search(why, found.reason)
 
 
 def test_the_page_is_of_the_installed_packages(docs: ModuleType) -> None:

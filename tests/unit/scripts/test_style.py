@@ -1,8 +1,26 @@
-"""The lists of pages and benchmarks that scripts/style.py goes by."""
+"""How the source reads (scripts/style.py), and the lists of pages and benchmarks that the script goes by."""
 
 import re
 
+import pytest
+
 import style
+
+PER_10_000_TOKENS = {"tuples": 3.0, "walruses": 2.0, "conditionals": 16.0}
+EVERYDAY_PERCENT = 0.3
+
+
+@pytest.mark.parametrize("tree", ["scripts"])
+def test_the_source_is_not_packed(tree: str) -> None:
+    counted = style.style_of(style.ROOT / tree)
+    densities = {mark: counted.density(mark) for mark in PER_10_000_TOKENS}
+    assert {mark: value for mark, value in densities.items() if value > PER_10_000_TOKENS[mark]} == {}
+    assert min(densities.values()) > 0, "the counter sees these marks"
+
+
+@pytest.mark.parametrize("tree", ["scripts"])
+def test_names_are_not_everyday_words(tree: str) -> None:
+    assert style.style_of(style.ROOT / tree).everyday_percent() <= EVERYDAY_PERCENT
 
 
 def test_these_pages_are_generated() -> None:
