@@ -353,7 +353,7 @@ class ReplicaActor:
         if held is None:
             there = ", ".join(self.adapters) or "none"
             raise BadInput(f"the adapter {request.adapter!r}; expected one that was loaded: {there}")
-        return EngineRequest(held.identity, await self._submit(request, str(held.identity), held.asked), held)
+        return EngineRequest(held.identity, await self._submit(request, str(held.identity), held.request), held)
 
     async def _answer(self, request: SampleRequest, entry: EngineRequest) -> SampledSequence | Progress:
         """Returns the answer, or what there is of it if it is aborted or this replica broke. Raises what vLLM does."""
@@ -488,7 +488,7 @@ class ReplicaActor:
         self._raise_if_broken()
         held = self.adapters.pop(name, None)
         if held:
-            dropped = self._in_engine("drop_adapter", (held.asked.lora_int_id,))
+            dropped = self._in_engine("drop_adapter", (held.request.lora_int_id,))
             await self._guarded(f"dropping the adapter {name}", dropped, self.config.timeouts.update_s)
 
     @asynccontextmanager
@@ -573,7 +573,7 @@ class ReplicaActor:
         clears = returned or not self._keeps_kv
         await step("pause", self.pause(clear_cache=clears))
         still = time.monotonic()
-        self.proof.check(manifest, await step("take", self._in_engine("take_weights", (self.proof.known,))))
+        self.proof.check(manifest, await step("take", self._in_engine("take_weights", (self.proof.traced,))))
         if manifest.adapter:
             from inference.adapter import POLICY  # imports vLLM
 

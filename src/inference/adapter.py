@@ -77,10 +77,15 @@ def stacks(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def take_adapter(
-    runner: ModelRunner, follower: TensorFollower, tensors: Mapping[str, torch.Tensor], adapter: Adapter, *, known: bool
+    runner: ModelRunner,
+    follower: TensorFollower,
+    tensors: Mapping[str, torch.Tensor],
+    adapter: Adapter,
+    *,
+    traced: bool,
 ) -> dict[str, str]:
     """Replaces the values of the adapter in vLLM's model runner, while the scheduler is paused. `tensors`: by peft's
-    names. The follower, of `stacks`, follows them; `known` as in `TensorFollower.following`. Returns {tensor that it
+    names. The follower, of `stacks`, follows them; `traced` as in `TensorFollower.following`. Returns {tensor that it
     cannot follow: why}."""
     # vLLM's public way, `add_lora`, reads files of a directory: a second copy on a disk, which has no digest.
     manager = runner.lora_manager._adapter_manager
@@ -96,8 +101,8 @@ def take_adapter(
     if math.frexp(scale)[0] != 0.5:  # no power of two
         unfollowed |= dict.fromkeys(scaled, "scaled by alpha / rank, which rounds")
     helper = PEFTHelper(r=adapter.rank, lora_alpha=adapter.rank, target_modules=[])
-    with follower.following(layers, known=known, factors=dict.fromkeys(scaled, scale)) as given:
-        lora = LoRAModel.from_lora_tensors(POLICY.lora_int_id, dict(given), helper, str(manager.device), dtype)
+    with follower.following(layers, traced=traced, factors=dict.fromkeys(scaled, scale)) as followed:
+        lora = LoRAModel.from_lora_tensors(POLICY.lora_int_id, dict(followed), helper, str(manager.device), dtype)
         manager.remove_adapter(lora.id)
         manager.add_adapter(lora)
         manager.activate_adapter(lora.id)
@@ -105,8 +110,8 @@ def take_adapter(
         return unfollowed
     added = (b.float() @ a.float()) * (adapter.alpha / adapter.rank)  # without rows for padding of the vocabulary
     head = next(module for module in runner.get_model().modules() if isinstance(module, ParallelLMHead))
-    own = head.shard_indices  # the part of the vocabulary that this rank holds
-    added = added[own.org_vocab_start_index : own.org_vocab_end_index]
+    shard = head.shard_indices  # the part of the vocabulary that this rank holds
+    added = added[shard.org_vocab_start_index : shard.org_vocab_end_index]
     weight = head.get_parameter("weight").data
     if head not in _ORIGINALS:
         _ORIGINALS[head] = weight.clone()

@@ -30,7 +30,7 @@ class Carrier:
             part = source[at : at + SLAB_BYTES]
             if free:
                 free.synchronize()  # what it held before has travelled
-            pieces = (np.array_split(each, self._threads) for each in (slab.numpy()[: len(part)], part))
+            pieces = (np.array_split(side, self._threads) for side in (slab.numpy()[: len(part)], part))
             list(self._pool.map(np.copyto, *pieces))
             target[at : at + len(part)].copy_(slab[: len(part)], non_blocking=True)
             if free:

@@ -49,17 +49,17 @@ class HeldOutputs:
     """Holds outputs back, and joins the outputs of a request to one."""
 
     def __init__(self) -> None:
-        self._held: defaultdict[str, list[EngineCoreOutput]] = defaultdict(list)
-        self._began: dict[str, float] = {}  # when the first token of each running request came that may wait
-        self._ended: list[str] = []
+        self._held_outputs: defaultdict[str, list[EngineCoreOutput]] = defaultdict(list)
+        self._first_at: dict[str, float] = {}  # when the first token of each running request came that may wait
+        self._ends: list[str] = []
         self._due = inf  # when the first of these must go
 
     def __bool__(self) -> bool:
-        return bool(self._held)
+        return bool(self._held_outputs)
 
     @property
     def has_ends(self) -> bool:
-        return bool(self._ended)
+        return bool(self._ends)
 
     def pass_on(
         self, outputs: Iterable[EngineCoreOutput], may_wait: Callable[[str], bool], now: float
@@ -69,37 +69,39 @@ class HeldOutputs:
         going = []
         for output in outputs:
             name = output.request_id
-            began = self._began.get(name)
-            if can_wait(output) and (began is not None or may_wait(name)):
-                if began is None:
-                    self._began[name] = now
-                self._held[name].append(output)
-            elif began is not None and is_plain_end(output):
-                self._held[name].append(output)
-                self._ended.append(name)
-                self._due = min(self._due, now + min(END_SHARE * (now - self._began.pop(name)), END_S))
+            first_at = self._first_at.get(name)
+            if can_wait(output) and (first_at is not None or may_wait(name)):
+                if first_at is None:
+                    self._first_at[name] = now
+                self._held_outputs[name].append(output)
+            elif first_at is not None and is_plain_end(output):
+                self._held_outputs[name].append(output)
+                self._ends.append(name)
+                self._due = min(self._due, now + min(END_SHARE * (now - self._first_at.pop(name)), END_S))
             else:
-                self._began.pop(name, None)
-                going.append(joined([*self._held.pop(name, ()), output]))
+                self._first_at.pop(name, None)
+                going.append(joined([*self._held_outputs.pop(name, ()), output]))
         return going
 
     def take_ended(self, now: float) -> list[EngineCoreOutput]:
         """Returns all of the requests that have ended, if one of them must go by `now`."""
         if now < self._due:
             return []
-        ended = self._ended
-        self._ended = []
+        ends = self._ends
+        self._ends = []
         self._due = inf
-        return [joined(self._held.pop(name)) for name in ended]
+        return [joined(self._held_outputs.pop(name)) for name in ends]
 
     def take(self, running: Container[str]) -> list[EngineCoreOutput]:
         """Returns all held outputs. `running`: the requests that may have more."""
-        held = self._held
-        self._held = defaultdict(list)
-        self._ended = []
+        outputs_of = self._held_outputs
+        self._held_outputs = defaultdict(list)
+        self._ends = []
         self._due = inf
-        self._began = {name: began for name, began in self._began.items() if name in running}  # others were aborted
-        return [joined(outputs) for outputs in held.values()]
+        self._first_at = {
+            name: first_at for name, first_at in self._first_at.items() if name in running
+        }  # others were aborted
+        return [joined(outputs) for outputs in outputs_of.values()]
 
 
 def can_wait(output: EngineCoreOutput) -> bool:
@@ -128,14 +130,14 @@ def joined(outputs: Sequence[EngineCoreOutput]) -> EngineCoreOutput:
     """Joins the outputs of a request, in their order, to one. All but the last could wait."""
     if len(outputs) == 1:
         return outputs[0]
-    logprobs = [each.new_logprobs for each in outputs]
-    prompts = (each.new_prompt_logprobs_tensors for each in outputs)
+    logprobs = [output.new_logprobs for output in outputs]
+    prompts = (output.new_prompt_logprobs_tensors for output in outputs)
     whole = replace(
         outputs[-1],
-        new_token_ids=[token for each in outputs for token in each.new_token_ids],
-        new_logprobs=joined_logprobs([each for each in logprobs if each is not None]),
-        new_prompt_logprobs_tensors=next((each for each in prompts if each is not None), None),
-        events=[event for each in outputs if each.events for event in each.events] or None,
+        new_token_ids=[token for output in outputs for token in output.new_token_ids],
+        new_logprobs=joined_logprobs([output for output in logprobs if output is not None]),
+        new_prompt_logprobs_tensors=next((output for output in prompts if output is not None), None),
+        events=[event for output in outputs if output.events for event in output.events] or None,
     )
     whole.prefill_stats = outputs[0].prefill_stats or whole.prefill_stats
     return whole
@@ -150,10 +152,10 @@ def joined_logprobs(parts: Sequence[LogprobsLists]) -> LogprobsLists | None:
     if not parts:
         return None
     token_ids, logprobs, ranks, _ = zip(*parts, strict=True)
-    if len(widths := {each.shape[1] for each in logprobs}) > 1:
+    if len(widths := {part.shape[1] for part in logprobs}) > 1:
         width = min(widths)
-        token_ids = [each[:, :width] for each in token_ids]
-        logprobs = [each[:, :width] for each in logprobs]
+        token_ids = [part[:, :width] for part in token_ids]
+        logprobs = [part[:, :width] for part in logprobs]
     return LogprobsLists(np.concatenate(token_ids), np.concatenate(logprobs), np.concatenate(ranks))
 
 
@@ -163,7 +165,7 @@ class CoalescingScheduler(Scheduler):
     _all_sent = 0.0
 
     @cached_property
-    def _held(self) -> defaultdict[int, HeldOutputs]:  # by client
+    def _held_outputs(self) -> defaultdict[int, HeldOutputs]:  # by client
         return defaultdict(HeldOutputs)
 
     @cached_property
@@ -186,27 +188,31 @@ class CoalescingScheduler(Scheduler):
 
     def has_requests(self) -> bool:
         """True while the engine has to make a step: an empty one for held outputs, where it would make no other."""
-        held = self._held.values()
-        return super().has_requests() or (self._is_paused and any(held)) or any(each.has_ends for each in held)
+        clients = self._held_outputs.values()
+        return (
+            super().has_requests() or (self._is_paused and any(clients)) or any(client.has_ends for client in clients)
+        )
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        made = super().update_from_output(scheduler_output, model_runner_output)
+        messages = super().update_from_output(scheduler_output, model_runner_output)
         now = time.monotonic()
         sends_all = self._is_paused or now - self._all_sent >= self.longest_wait_s
-        for client, step in made.items():
-            step.outputs = self._held[client].pass_on(step.outputs, self._may_wait, now)
+        for client, step in messages.items():
+            step.outputs = self._held_outputs[client].pass_on(step.outputs, self._may_wait, now)
         due_by = now if self.has_unfinished_requests() else inf  # without any, no step follows
-        for client, held in self._held.items():
-            outputs = held.take(self.requests) if sends_all else held.take_ended(due_by)
+        for client, held_outputs in self._held_outputs.items():
+            outputs = held_outputs.take(self.requests) if sends_all else held_outputs.take_ended(due_by)
             if outputs:
-                message = made.setdefault(client, EngineCoreOutputs())
+                message = messages.setdefault(client, EngineCoreOutputs())
                 message.outputs = [*message.outputs, *outputs]
         if sends_all:
             self._all_sent = now
         # what else a step sends is how busy the engine is, which the next message will say
-        return {client: step for client, step in made.items() if sends_all or step.outputs or step.finished_requests}
+        return {
+            client: step for client, step in messages.items() if sends_all or step.outputs or step.finished_requests
+        }
 
     @property
     def _is_paused(self) -> bool:

@@ -63,13 +63,13 @@ class Outbox:
         makes a later one only to bring requests, and needs one that waits."""
         if self._fetching and not self._fetching.done():
             self._fetching.set_result(None)
-        own = self._fetching = asyncio.get_running_loop().create_future()
+        fetching = self._fetching = asyncio.get_running_loop().create_future()
         if self._due:
-            own.set_result(None)
+            fetching.set_result(None)
         try:
-            await own
+            await fetching
         finally:
-            if self._fetching is own:
+            if self._fetching is fetching:
                 self._fetching = None
         reply = Reply(self._outcomes, self.failure)
         self._outcomes = []
@@ -149,7 +149,7 @@ class Desk:
     def _outbox(self, caller: str) -> Outbox:
         outbox = self._outboxes[caller] = self._outboxes.pop(caller) if caller in self._outboxes else Outbox()
         # Of callers that have died. The others called last: an idle one may be about to fetch what is there for it.
-        idle = [name for name, each in self._outboxes.items() if each.idle and each is not outbox]
+        idle = [name for name, other in self._outboxes.items() if other.idle and other is not outbox]
         for name in idle[: max(len(self._outboxes) - CALLERS, 0)]:
             del self._outboxes[name]
         return outbox

@@ -63,11 +63,11 @@ def import_engine(*, on_cpu: bool) -> None:
         os.environ.setdefault(TRITON_CACHE, str(user_cache() / "triton"))
 
 
-def start_engine(config: Config, who: str) -> AsyncLLM:
+def start_engine(config: Config, replica_name: str) -> AsyncLLM:
     """Starts vLLM and its engine process on the device of the plan; returns when the model is loaded. Raises BadInput
-    when this process, `who`, has none of that kind."""
+    when this process, `replica_name`, has none of that kind."""
     os.environ[NVML_CHECK] = "1"
-    on_cpu = find_device(config, who) == "cpu"
+    on_cpu = find_device(config, replica_name) == "cpu"
     import_engine(on_cpu=on_cpu)
     prepare_start(on_cpu, config.inference.tensor_parallel)
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -76,7 +76,7 @@ def start_engine(config: Config, who: str) -> AsyncLLM:
 
     from inference.engine_stats import EngineStats
 
-    arguments = AsyncEngineArgs(**engine_args(config, on_cpu, start=f"{who}/{time.time_ns()}"))
+    arguments = AsyncEngineArgs(**engine_args(config, on_cpu, start=f"{replica_name}/{time.time_ns()}"))
     # For a server vLLM chooses max_num_seqs and max_num_batched_tokens by the GPU (`EngineArgs.get_batch_defaults`);
     # for the engine alone it takes the same few on all of them.
     as_server = UsageContext.OPENAI_API_SERVER
@@ -142,24 +142,24 @@ def engine_args(config: Config, on_cpu: bool, start: str = "") -> dict[str, Any]
             args["kv_cache_memory_bytes"] = int(cache * 2**30)
     if config.deterministic:
         args["enable_prefix_caching"] = False  # its contents depend on the earlier requests, and their times
-    own = config.inference.engine_args
-    overrides = own.get("hf_overrides", {})
-    clash = sorted(args.keys() & own.keys()) + [f"hf_overrides.{HEAD_DTYPE}"] * (HEAD_DTYPE in overrides)
+    user_args = config.inference.engine_args
+    overrides = user_args.get("hf_overrides", {})
+    clash = sorted(args.keys() & user_args.keys()) + [f"hf_overrides.{HEAD_DTYPE}"] * (HEAD_DTYPE in overrides)
     if clash:
         raise BadInput(
             f"inference.engine_args sets {', '.join(clash)}, which other keys or Trireme decide: leave it out"
         )
     overrides = {"hf_overrides": {**overrides, HEAD_DTYPE: config.model.head_dtype}}
-    return {"enforce_eager": on_cpu} | own | args | overrides
+    return {"enforce_eager": on_cpu} | user_args | args | overrides
 
 
 def end_of_sequence_ids(engine: AsyncLLM) -> list[int]:
     """Returns the model's own end-of-sequence tokens (vLLM learns them from a tokenizer, which is not loaded here)."""
     model = engine.model_config
-    found: set[int] = set()
+    ids: set[int] = set()
     for eos in (model.hf_config.eos_token_id, model.try_get_generation_config().get("eos_token_id")):
-        found.update([eos] if isinstance(eos, int) else eos or [])
-    return sorted(found)
+        ids.update([eos] if isinstance(eos, int) else eos or [])
+    return sorted(ids)
 
 
 def give_tokenizer(engine: AsyncLLM, name: str) -> None:
@@ -242,24 +242,27 @@ def sampled_sequence(
         for identity, span in zip(identities, completion.weight_versions or (), strict=True)
     )
     edges = [0, *(edge for span in spans for edge in (span.start, span.end)), len(tokens)]
-    if any(left != right for left, right in zip(edges[0::2], edges[1::2], strict=True)):
+    if any(end != start for end, start in zip(edges[0::2], edges[1::2], strict=True)):
         raise RoomFailed(f"{request.request_id}: version spans {spans} do not cover its {len(tokens)} tokens")
-    own: list[float | None] | None = None
+    chosen: list[float | None] | None = None
     likeliest: list[list[tuple[int, float]] | None] | None = None
     if request.wants_prompt_logprobs:  # one table for each token of the prompt but the first
         k = request.topk_prompt_logprobs
         tables = tables_of(output.prompt_logprobs)
         if request.prompt_logprobs:
             pairs = zip(request.prompt[1:].tolist(), tables, strict=True)
-            own = [None, *(table[token].logprob for token, table in pairs)]
+            chosen = [None, *(table[token].logprob for token, table in pairs)]
         if k:
-            ranked = [sorted((each.rank, token, each.logprob) for token, each in table.items()) for table in tables]
+            ranked = [
+                sorted((candidate.rank, token, candidate.logprob) for token, candidate in table.items())
+                for table in tables
+            ]
             likeliest = [None, *([row[1:] for row in rows[:k]] for rows in ranked)]
     return SampledSequence(
         tokens,
         logprobs,
         "length" if completion.finish_reason == "length" else "stop",
         spans,
-        own,
+        chosen,
         likeliest,
     )

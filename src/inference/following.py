@@ -74,17 +74,17 @@ class TensorFollower:
 
     @contextmanager
     def following(
-        self, tensors: Mapping[str, Tensor], *, known: bool, factors: Mapping[str, float] = MappingProxyType({})
+        self, tensors: Mapping[str, Tensor], *, traced: bool, factors: Mapping[str, float] = MappingProxyType({})
     ) -> Iterator[Iterator[tuple[str, Tensor]]]:
         """Follows what loaders take from the iterator that it yields, and what they pack. The iterator must be begun
-        when vLLM has prepared its parameters, and the tensors stay alive until `loaded`. `known`: what the loaders do
+        when vLLM has prepared its parameters, and the tensors stay alive until `loaded`. `traced`: what the loaders do
         was found at an earlier update, and the finding was accepted; tensors of other shapes are followed anew.
         `factors`: {tensor: power of two by which it was multiplied since it was published}."""
         table = _table_of(tensors, factors)
         self._sums.clear()
         self._factors = factors
         with ExitStack() as stack:
-            if not known or table != self._table:
+            if not traced or table != self._table:
                 self._watch = stack.enter_context(CopyWatch(tensors))
                 self._table = table
                 self._copies = self._watch.copies
@@ -96,41 +96,43 @@ class TensorFollower:
                     # Of the object alone: the class has its own again when it is deleted.
                     setattr(method, PACK, partial(self.pack, WITHIN, method.process_weights_after_loading))
                     stack.callback(delattr, method, PACK)
-            yield self._given(tensors)
+            yield self._published(tensors)
             if self._watch:
                 self._watch.idle = True
 
-    def can_copy(self, tensors: Mapping[str, Tensor], *, known: bool) -> bool:
+    def can_copy(self, tensors: Mapping[str, Tensor], *, traced: bool) -> bool:
         """Returns True if loaders would do nothing with `tensors` but to copy them to where parameters lie, so that
-        `copy` does the same. `known`: as for `following`."""
-        held = self._held()
-        lies = all(name in held and layout_of(held[name]) == each for name, each in self._layouts.items())
-        return known and self._only_copies and lies and _table_of(tensors, {}) == self._table
+        `copy` does the same. `traced`: as for `following`."""
+        model_tensors = self._model_tensors()
+        lies = all(
+            name in model_tensors and layout_of(model_tensors[name]) == layout for name, layout in self._layouts.items()
+        )
+        return traced and self._only_copies and lies and _table_of(tensors, {}) == self._table
 
     def copy(self, groups: Iterable[Mapping[str, Tensor]]) -> None:
         """Copies what loaders would copy: all published tensors, in groups which need not live longer than their turn.
         Call `loaded` afterwards."""
         self._sums.clear()
         self._factors = MappingProxyType({})
-        held = self._held()
+        model_tensors = self._model_tensors()
         by_name: defaultdict[str, list[Copy]] = defaultdict(list)
         for copies in self._copies.values():
             for copy in copies:
                 by_name[copy.part.name].append(copy)
         for group in groups:
             chosen = [(copy, tensor) for name, tensor in group.items() for copy in by_name[name]]
-            targets = [_elements(held[copy.held].data, copy.place) for copy, _ in chosen]
+            targets = [_elements(model_tensors[copy.target].data, copy.place) for copy, _ in chosen]
             torch._foreach_copy_(targets, [_elements(tensor, copy.source) for copy, tensor in chosen])
 
-    def _given(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def _published(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         if self._watch:
-            self._watch.begin(self._held())
+            self._watch.begin(self._model_tensors())
         yield from tensors.items()
 
     def pack(self, when: str, pack: Callable[[nn.Module], None], layer: nn.Module) -> None:
         """Calls `pack`, which may change a layer's parameters, and sums those before that it changes."""
         if self._watch is None:
-            for name, tensor in self._own(layer).items():
+            for name, tensor in self._tensors_of_layer(layer).items():
                 if self._packed.get(name) == when:
                     self._begin(name, tensor)
                     if name in self._in_place:
@@ -140,11 +142,11 @@ class TensorFollower:
         idle = self._watch.idle
         self._watch.idle = True
         self._layouts = self._watch.layouts()
-        before = {name: tensor for name, tensor in self._own(layer).items() if name not in self._packed}
+        before = {name: tensor for name, tensor in self._tensors_of_layer(layer).items() if name not in self._packed}
         memory = {name: tensor.data_ptr() for name, tensor in before.items()}
         plain = {name: self._sum(name, tensor) for name, tensor in before.items()}
         pack(layer)
-        after = self._own(layer)
+        after = self._tensors_of_layer(layer)
         for name, sums in plain.items():
             if sums and not (name in after and _equal(sums, self._sum(name, after[name]))):
                 self._packed[name] = when
@@ -160,8 +162,8 @@ class TensorFollower:
         self._watch = None
         if watch:
             self._layouts = watch.layouts()
-        held = self._held()
-        plain = {name: held[name] for name in self._copies.keys() - self._packed.keys()}
+        model_tensors = self._model_tensors()
+        plain = {name: model_tensors[name] for name in self._copies.keys() - self._packed.keys()}
         on_devices: dict[int, TensorPart] = {}
         for name, tensor in plain.items():
             if tensor.device.type == "cpu":
@@ -170,8 +172,10 @@ class TensorFollower:
                 on_devices |= self._parts(name, tensor)
         self._sums |= _sums_by_number(on_devices)
         self._await(0)
-        copies = sorted(chain(*(each.items() for each in self._copies.values())), key=lambda each: each[1])
-        device = next((each.device for each in self._sums.values()), None)
+        copies = sorted(
+            chain(*(copies_of.items() for copies_of in self._copies.values())), key=lambda copies_of: copies_of[1]
+        )
+        device = next((copies_of.device for copies_of in self._sums.values()), None)
         nothing = torch.zeros(2, dtype=torch.int64, device=device)
         # What does not lie any more as it did has no sums, so it is refused. One answer comes from the device.
         sums = torch.stack([nothing, *(self._sums.get(number, nothing) for _, number in copies)])[1:].cpu()
@@ -193,8 +197,8 @@ class TensorFollower:
         else:
             self._sums |= self._sum(name, tensor)
 
-    def _await(self, most: int) -> None:
-        while len(self._pending) > most:
+    def _await(self, limit: int) -> None:
+        while len(self._pending) > limit:
             self._sums |= self._pending.popleft().result()
 
     def _sum(self, name: str, tensor: Tensor) -> dict[int, Tensor]:
@@ -217,11 +221,11 @@ class TensorFollower:
                 parts[number] = TensorPart(view, copy.source.offset, copy.source.stride, dtype)
         return parts
 
-    def _held(self) -> dict[str, Tensor]:
+    def _model_tensors(self) -> dict[str, Tensor]:
         """Returns the parameters and buffers of all layers, each under one name."""
-        return {name: tensor for layer in self._prefixes for name, tensor in self._own(layer).items()}
+        return {name: tensor for layer in self._prefixes for name, tensor in self._tensors_of_layer(layer).items()}
 
-    def _own(self, layer: nn.Module) -> dict[str, Tensor]:
+    def _tensors_of_layer(self, layer: nn.Module) -> dict[str, Tensor]:
         return {self._prefixes[layer] + name: tensor for name, tensor in self._tensors_of(layer).items()}
 
 
@@ -262,5 +266,7 @@ def _sums_by_number(parts: Mapping[int, TensorPart]) -> dict[int, Tensor]:
     return dict(zip(parts, part_sums(list(parts.values())), strict=True))
 
 
-def _equal(sums: Mapping[int, Tensor], others: Mapping[int, Tensor]) -> bool:
-    return sums.keys() == others.keys() and all(torch.equal(each, others[number]) for number, each in sums.items())
+def _equal(sums: Mapping[int, Tensor], expected: Mapping[int, Tensor]) -> bool:
+    return sums.keys() == expected.keys() and all(
+        torch.equal(value, expected[number]) for number, value in sums.items()
+    )

@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.output_processor import RequestOutputCollector
 
-Made = TypeVar("Made", SampledSequence, Progress)
+Answer = TypeVar("Answer", SampledSequence, Progress)
 
 
 @dataclass(frozen=True)
 class HeldAdapter:
     """An adapter that the engine has in addition to the updated one."""
 
-    asked: LoRARequest
+    request: LoRARequest
     """What requests for it name."""
     identity: WeightIdentity
 
@@ -36,12 +36,12 @@ class EngineRequest:
     adapter: HeldAdapter | None = None
     """The adapter that samples it; None: the weights of updates do."""
 
-    def named(self, made: Made) -> Made:
+    def named(self, answer: Answer) -> Answer:
         """Returns what the request has made with the name of its adapter: the engine names the weights of updates."""
         if self.adapter is None:
-            return made
-        spans = tuple(replace(span, identity=self.adapter.identity, mixed=False) for span in made.spans)
-        return replace(made, spans=spans)
+            return answer
+        spans = tuple(replace(span, identity=self.adapter.identity, mixed=False) for span in answer.spans)
+        return replace(answer, spans=spans)
 
 
 @dataclass(frozen=True, eq=False)

@@ -76,9 +76,9 @@ class Line:
             for place, request in enumerate(requests):
                 self._waiting[request.request_id] = Waiting(place, stream, now)
             self._send(requests)
-            left = len(requests)
-            while left and (outcomes := await stream.get()):
-                left -= len(outcomes)
+            remaining = len(requests)
+            while remaining and (outcomes := await stream.get()):
+                remaining -= len(outcomes)
                 for outcome in outcomes:
                     yield outcome
             if self._failure:
@@ -89,15 +89,15 @@ class Line:
 
     def withdraw(self, names: Sequence[str]) -> list[str]:
         """Ends the requests of these that are still queued here, with no tokens; returns the names of the others."""
-        queued = {each.request_id for each in self._queued}
+        queued = {request.request_id for request in self._queued}
         self._end(queued.intersection(names))
         return [name for name in names if name not in queued]
 
     def _end(self, names: Iterable[str]) -> None:
         for name in names:
-            ended = self._waiting.pop(name, None)
-            if ended:
-                ended.stream.put_nowait([(ended.place, NOTHING)])
+            waiting = self._waiting.pop(name, None)
+            if waiting:
+                waiting.stream.put_nowait([(waiting.place, NOTHING)])
 
     def _send(self, requests: Sequence[SampleRequest]) -> None:
         self._queued += requests
@@ -116,7 +116,7 @@ class Line:
         if self._timer:
             self._timer.cancel()
             self._timer = None
-        queued = [each for each in self._queued if each.request_id in self._waiting]
+        queued = [request for request in self._queued if request.request_id in self._waiting]
         self._queued = []
         if self._waiting and (queued or not self._calls) and not self._failure:
             self._calls += 1
@@ -124,7 +124,7 @@ class Line:
 
     async def _call(self, requests: list[SampleRequest]) -> None:
         now = self.loop.time()
-        oldest = next((each.asked_at for each in self._waiting.values()), now)
+        oldest = next((waiting.asked_at for waiting in self._waiting.values()), now)
         left_s = oldest + self._answer_s - now
         try:
             if left_s <= 0:
@@ -142,13 +142,13 @@ class Line:
         self._failure = self._failure or reply.failure
         streams: defaultdict[Stream, list[tuple[int, Outcome]]] = defaultdict(list)
         for name, outcome in reply.outcomes:
-            ended = self._waiting.pop(name, None)
-            if ended:  # else nothing waits for it any more
-                streams[ended.stream].append((ended.place, outcome))
+            waiting = self._waiting.pop(name, None)
+            if waiting:  # else nothing waits for it any more
+                streams[waiting.stream].append((waiting.place, outcome))
         for stream, outcomes in streams.items():
             stream.put_nowait(outcomes)
         if self._failure:
-            for stream in {each.stream for each in self._waiting.values()}:
+            for stream in {request.stream for request in self._waiting.values()}:
                 stream.put_nowait(None)
         elif self._waiting and not self._calls:
             self._call_soon()

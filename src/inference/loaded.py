@@ -75,29 +75,29 @@ class LoadedSums:
 class LoadedProof:
     """Compares what the ranks of an engine have loaded with what was published."""
 
-    def __init__(self, who: str) -> None:
-        self._who = who
-        self._held: Held | None = None
+    def __init__(self, replica_name: str) -> None:
+        self._replica_name = replica_name
+        self._engine_tensors: EngineTensors | None = None
 
     @property
-    def known(self) -> bool:
+    def traced(self) -> bool:
         """Tells if it is known what the engine's loaders do with each tensor."""
-        return self._held is not None
+        return self._engine_tensors is not None
 
     def check(self, manifest: WeightsManifest, answers_R: Sequence[bytes]) -> None:
         """Raises WeightsRefused unless the ranks hold the published values. Their answers are of type `LoadedSums`,
         pickled."""
         ranks: list[LoadedSums] = [pickle.loads(answer) for answer in answers_R]
-        found = [rank.following for rank in ranks if rank.following]
-        if found:  # by all of them at the same update
-            held = Held(found, manifest)
-            held.warn(self._who)
-            self._held = held
-        assert self._held is not None, "each engine finds it at its first update"
-        self._held.check(np.concatenate([rank.sums for rank in ranks]), manifest)
+        followings = [rank.following for rank in ranks if rank.following]
+        if followings:  # by all of them at the same update
+            engine_tensors = EngineTensors(followings, manifest)
+            engine_tensors.warn(self._replica_name)
+            self._engine_tensors = engine_tensors
+        assert self._engine_tensors is not None, "each engine finds it at its first update"
+        self._engine_tensors.check(np.concatenate([rank.sums for rank in ranks]), manifest)
 
 
-class Held:
+class EngineTensors:
     """Knows what all ranks of an engine hold: rows of their sums, one rank's after the other's."""
 
     def __init__(self, followings_R: Sequence[Following], manifest: WeightsManifest) -> None:
@@ -105,7 +105,7 @@ class Held:
         self._names = [entry.name for entry in manifest.entries]
         numbers = {name: number for number, name in enumerate(self._names)}
         sizes = {entry.name: prod(entry.shape) for entry in manifest.entries}
-        rows = [(part, rank) for rank, each in enumerate(followings_R) for part in each.parts]
+        rows = [(part, rank) for rank, following in enumerate(followings_R) for part in following.parts]
         first: dict[HeldPart, int] = {}
         for row, (part, _) in enumerate(rows):
             first.setdefault(part, row)
@@ -115,12 +115,12 @@ class Held:
         self._tensor = np.array([numbers[part.name] for part, _ in rows], np.int64)
         self._rank = np.array([rank for _, rank in rows], np.int64)
         self._first = np.array([first[part] for part, _ in rows], np.int64)  # the row of the same part
-        self._unfollowed = {name: why for each in followings_R for name, why in each.unfollowed.items()}
+        self._unfollowed = {name: reason for following in followings_R for name, reason in following.unfollowed.items()}
         self._unfollowed |= {name: "parts overlap" for name, size in loaded.items() if size > sizes[name]}
-        self._packed = sum(each.packed for each in followings_R)
+        self._packed = sum(following.packed for following in followings_R)
         self._proved = np.array([name not in self._unfollowed for name in self._names], np.bool_)
         version = manifest.identity.version
-        disordered = sorted({name for each in followings_R for name in each.disordered})
+        disordered = sorted({name for following in followings_R for name in following.disordered})
         if disordered:
             raise WeightsRefused(
                 f"version {version}: {some(disordered)} were loaded to places in another order than their numbers"
@@ -130,13 +130,13 @@ class Held:
             parts = [f"{name} ({loaded[name]} of {sizes[name]} values)" for name in missing]
             raise WeightsRefused(f"version {version}: the engine has loaded only a part, or nothing, of {some(parts)}")
 
-    def warn(self, who: str) -> None:
+    def warn(self, replica_name: str) -> None:
         """Names what only the canary proves."""
         if self._unfollowed:
             log.warning(
                 "%s: %d of %d published tensors cannot be followed into vLLM's parameters. Only the canary proves that "
                 "they are used: %s",
-                who,
+                replica_name,
                 len(self._unfollowed),
                 len(self._names),
                 patterns(self._unfollowed),
@@ -145,7 +145,7 @@ class Held:
             log.info(
                 "%s: vLLM packs %d of %d parts of published tensors for its kernels after they are summed; the canary "
                 "proves that it does that right",
-                who,
+                replica_name,
                 self._packed,
                 len(self._first),
             )
@@ -160,13 +160,13 @@ class Held:
         wrong[self._tensor[(sums != sums[self._first]).any(1)]] = True
         if not (wrong & self._proved).any():
             return
-        found = [
-            f"{self._names[each]} (rank {self._blame(each, sums, published[each])})"
-            for each in np.flatnonzero(wrong & self._proved)
+        differing = [
+            f"{self._names[index]} (rank {self._blame(index, sums, published[index])})"
+            for index in np.flatnonzero(wrong & self._proved)
         ]
         raise WeightsRefused(
             f"version {manifest.identity.version}: the engine has loaded other values than were published of "
-            f"{some(found)}"
+            f"{some(differing)}"
         )
 
     def _blame(self, tensor: int, sums: npt.NDArray[np.uint64], published: npt.NDArray[np.uint64]) -> str:
@@ -175,9 +175,9 @@ class Held:
         ranks = np.unique(self._rank[mine])
         wrong = []
         for rank in ranks:
-            own = mine[self._rank[mine] == rank]
-            rows = {self._first[row]: row for row in mine} | {self._first[row]: row for row in own}
-            copies = (sums[own] != sums[[rows[self._first[row]] for row in own]]).any()
+            of_rank = mine[self._rank[mine] == rank]
+            rows = {self._first[row]: row for row in mine} | {self._first[row]: row for row in of_rank}
+            copies = (sums[of_rank] != sums[[rows[self._first[row]] for row in of_rank]]).any()
             if copies or (sums[list(rows.values())].sum(0, dtype=np.uint64) != published).any():
                 wrong.append(rank)
         return ", ".join(map(str, wrong or ranks))
@@ -191,10 +191,10 @@ def _words(digest: str) -> tuple[int, int]:
 def some(names: Sequence[str]) -> str:
     """Returns the first names, and how many more there are."""
     if len(names) > NAMED:
-        more = f" and {len(names) - NAMED} more"
+        rest = f" and {len(names) - NAMED} more"
     else:
-        more = ""
-    return ", ".join(names[:NAMED]) + more
+        rest = ""
+    return ", ".join(names[:NAMED]) + rest
 
 
 def patterns(unfollowed: dict[str, str]) -> str:
@@ -203,7 +203,7 @@ def patterns(unfollowed: dict[str, str]) -> str:
     >>> patterns({"layers.0.gate.bias": "cast", "layers.1.gate.bias": "cast", "norm": "added to"})
     'layers.*.gate.bias (2: cast), norm (1: added to)'
     """
-    found: defaultdict[tuple[str, str], int] = defaultdict(int)
-    for name, why in unfollowed.items():
-        found[re.sub(r"(?<![^.])\d+(?![^.])", "*", name), why] += 1
-    return ", ".join(f"{name} ({count}: {why})" for (name, why), count in found.items())
+    numbers: defaultdict[tuple[str, str], int] = defaultdict(int)
+    for name, reason in unfollowed.items():
+        numbers[re.sub(r"(?<![^.])\d+(?![^.])", "*", name), reason] += 1
+    return ", ".join(f"{name} ({count}: {reason})" for (name, reason), count in numbers.items())

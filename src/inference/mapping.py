@@ -57,8 +57,8 @@ def regions_of(buckets: Sequence[npt.NDArray[np.uint8]], holders: Sequence[int])
     does not, as memory of the heap. They stay there as long as the arrays live."""
     mappings = _shared_mappings()
     within = [next((m for m in mappings if m.begin <= _address(bucket) < m.end), None) for bucket in buckets]
-    wanted = {mapping.file for mapping in within if mapping}
-    paths = dict(_open_files(holders, wanted))
+    files = {mapping.file for mapping in within if mapping}
+    paths = dict(_open_files(holders, files))
     regions = []
     for bucket, mapping in zip(buckets, within, strict=True):
         if not bucket.nbytes:
@@ -77,15 +77,15 @@ def _address(bucket: npt.NDArray[np.uint8]) -> int:
 
 def _shared_mappings() -> list[_Mapping]:
     with open("/proc/self/maps") as lines:
-        found = [match.groups() for line in lines if (match := _MAPPING.match(line))]
+        matches = [match.groups() for line in lines if (match := _MAPPING.match(line))]
     return [
         _Mapping(int(begin, 16), int(end, 16), int(offset, 16), (os.makedev(int(major, 16), int(minor, 16)), int(node)))
-        for begin, end, offset, major, minor, node in found
+        for begin, end, offset, major, minor, node in matches
     ]
 
 
-def _open_files(holders: Sequence[int], wanted: set[tuple[int, int]]) -> Iterator[tuple[tuple[int, int], str]]:
-    """Yields (device and inode, path) of the files `wanted` that the processes have open and this one may open."""
+def _open_files(holders: Sequence[int], files: set[tuple[int, int]]) -> Iterator[tuple[tuple[int, int], str]]:
+    """Yields (device and inode, path) of the files `files` that the processes have open and this one may open."""
     for holder in holders:
         try:
             descriptors = os.listdir(f"/proc/{holder}/fd")
@@ -96,7 +96,7 @@ def _open_files(holders: Sequence[int], wanted: set[tuple[int, int]]) -> Iterato
             try:
                 status = os.stat(path)
                 file = status.st_dev, status.st_ino
-                if file in wanted:
+                if file in files:
                     os.close(os.open(path, os.O_RDONLY))
                     yield file, path
             except OSError:  # closed meanwhile, or not allowed

@@ -134,7 +134,7 @@ class Broadcast:
 
     def sums(self) -> dict[TensorPlace, str]:
         """Returns the sums of tensors that have arrived, by their places."""
-        return {place: each for sums in self._sums for place, each in sums.result().items()}
+        return {place: digest for sums in self._sums for place, digest in sums.result().items()}
 
     def _run(self) -> None:
         pipe = os.open(self._pipe, os.O_WRONLY)

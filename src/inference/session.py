@@ -58,10 +58,10 @@ class _Incoming:
             self.fail(message["failed"])
         self._settle(self.ready, None)
 
-    def fail(self, why: str) -> None:
+    def fail(self, reason: str) -> None:
         for future in (self.ready, self.arrived):
             if not future.done():
-                future.set_exception(RoomFailed(why))
+                future.set_exception(RoomFailed(reason))
                 future.exception()  # nobody may ever ask for it
 
     def is_of(self, source: Any) -> bool:
@@ -113,10 +113,10 @@ class Broadcasts:
         RoomFailed when they cannot be had."""
         session = getattr(source, "session", None)  # None: another transport, or a loop that makes no offers
         if session:
-            why = await self._why_not(number, source)
+            refusal = await self._why_not(number, source)
         else:
-            why = "there is no session"
-        if not why:
+            refusal = "there is no session"
+        if not refusal:
             async with self._mapping:
                 incoming = self._incoming
                 if incoming and incoming.is_of(source):
@@ -124,9 +124,9 @@ class Broadcasts:
                     regions = incoming.arrived.result()
                     yield Arrived(regions, [region.map() for region in regions])
                     return
-            why = "another version was offered"
+            refusal = "another version was offered"
         if session:
-            log.warning("inference replica %d takes version %d on demand: %s", number, source.version, why)
+            log.warning("inference replica %d takes version %d on demand: %s", number, source.version, refusal)
         buckets = await self._receiver.open(source)
         mapped = await asyncio.to_thread(regions_of, buckets, [os.getpid(), os.getppid()])  # the parent: the raylet
         if mapped is not None:

@@ -70,7 +70,7 @@ def cpu_seconds(pid: int) -> float:
     used_s = 0.0
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
-        for each in (process, *process.children(recursive=True)):
+        for member in (process, *process.children(recursive=True)):
             with suppress(psutil.NoSuchProcess):
-                used_s += sum(each.cpu_times())
+                used_s += sum(member.cpu_times())
     return used_s

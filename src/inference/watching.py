@@ -28,7 +28,7 @@ class Copy:
     """A copy that a loader makes."""
 
     part: HeldPart
-    held: str
+    target: str
     """Name of the parameter or buffer."""
     source: Elements
     """The elements of `part`, in as many dimensions as `place`."""
@@ -47,19 +47,22 @@ class CopyWatch(TorchDispatchMode):
         self.unfollowed: dict[str, str] = {}
         self._published = published
         self._addresses = sorted((tensor.data_ptr(), name) for name, tensor in published.items() if tensor.numel())
-        self._held: Mapping[str, Tensor] = {}
+        self._model_tensors: Mapping[str, Tensor] = {}
         self._holders: dict[int, str] = {}  # by memory
         self._into: defaultdict[str, set[str]] = defaultdict(set)  # the published tensors that were copied there
         self._computed: dict[int, set[str]] = {}  # by memory: the published tensors that it was computed from
 
-    def begin(self, held: Mapping[str, Tensor]) -> None:
-        """Watches copies to the tensors `held` from now on."""
-        self._held, self._holders = held, {_memory(tensor): name for name, tensor in held.items()}
+    def begin(self, model_tensors: Mapping[str, Tensor]) -> None:
+        """Watches copies to `model_tensors` from now on."""
+        self._model_tensors, self._holders = (
+            model_tensors,
+            {_memory(tensor): name for name, tensor in model_tensors.items()},
+        )
         self.idle = False
 
     def layouts(self) -> dict[str, Layout]:
         """Returns {parameter that was copied to: how it lies in memory}."""
-        return {name: layout_of(self._held[name]) for name in self.copies}
+        return {name: layout_of(self._model_tensors[name]) for name in self.copies}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -67,38 +70,38 @@ class CopyWatch(TorchDispatchMode):
             if func is torch.ops.aten.copy_.default and _memory(args[0]) in self._holders:
                 self._note(args[0], args[1])
             else:
-                self._trace(func, [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)], result)
+                self._trace(func, [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)], result)
         return result
 
     def _note(self, target: Tensor, source: Tensor) -> None:
         if _memory(source) == _memory(target):
             return  # vLLM copies a loaded layer to where its parameters always lie; some never lay elsewhere
-        held = self._holders[_memory(target)]
+        holder = self._holders[_memory(target)]
         name = self._name(source)
         if name is None:
             self.unfollowed.update(dict.fromkeys(self._origin(source), COMPUTED))
             return
-        self._into[held].add(name)
+        self._into[holder].add(name)
         published = self._published[name]
-        why = _unlike(published, source, target)
-        if why:
-            self.unfollowed[name] = why
+        unlike = _unlike(published, source, target)
+        if unlike:
+            self.unfollowed[name] = unlike
             return
         dims = list(zip(target.shape, source.stride(), target.stride(), strict=True))
         offset = (source.data_ptr() - published.data_ptr()) // published.element_size()
-        start = int(target.storage_offset()) - int(self._held[held].storage_offset())
-        part = HeldPart(name, _slice(offset, _merged([(size, own, own) for size, own, _ in dims]), 1))
+        start = int(target.storage_offset()) - int(self._model_tensors[holder].storage_offset())
+        part = HeldPart(name, _slice(offset, _merged([(size, stride, stride) for size, stride, _ in dims]), 1))
         rows = _merged(dims)
-        copy = Copy(part, held, _slice(offset, rows, 1), _slice(start, rows, 2))
-        if copy not in self.copies[held]:
-            self.copies[held][copy] = sum(map(len, self.copies.values()))
+        copy = Copy(part, holder, _slice(offset, rows, 1), _slice(start, rows, 2))
+        if copy not in self.copies[holder]:
+            self.copies[holder][copy] = sum(map(len, self.copies.values()))
 
-    def _trace(self, func: Any, given: Sequence[Tensor], result: Any) -> None:
+    def _trace(self, func: Any, inputs: Sequence[Tensor], result: Any) -> None:
         """Records tensors that are computed from published tensors, because they cannot be followed."""
-        origin = {name for tensor in given for name in self._origin(tensor)}
-        if func._schema.is_mutable and given and _memory(given[0]) in self._holders and func not in PADDING:
+        origin = {name for tensor in inputs for name in self._origin(tensor)}
+        if func._schema.is_mutable and inputs and _memory(inputs[0]) in self._holders and func not in PADDING:
             self.unfollowed.update(dict.fromkeys(origin, COMPUTED))
-        old = {_memory(tensor) for tensor in given}
+        old = {_memory(tensor) for tensor in inputs}
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and (memory := _memory(tensor)) not in self._holders:
                 if memory not in old:
@@ -111,9 +114,9 @@ class CopyWatch(TorchDispatchMode):
         name = self._name(tensor)
         if name is not None:
             return {name}
-        held = self._holders.get(_memory(tensor))
-        if held is not None:
-            return self._into[held]
+        holder = self._holders.get(_memory(tensor))
+        if holder is not None:
+            return self._into[holder]
         return self._computed.get(_memory(tensor), set())
 
     def _name(self, tensor: Tensor) -> str | None:
@@ -136,15 +139,15 @@ def disordered(copies: Sequence[Copy]) -> list[str]:
     """
     kinds: defaultdict[tuple[str, str], list[tuple[list[int], list[int], str]]] = defaultdict(list)
     for copy in copies:
-        (name, numbers), (holder, places) = _numbers(copy.part.name), _numbers(copy.held)
+        (name, numbers), (holder, places) = _numbers(copy.part.name), _numbers(copy.target)
         kinds[name, holder].append((numbers, [*places, copy.place.offset], copy.part.name))
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for kind in kinds.values():
         if len({tuple(numbers) for numbers, _, _ in kind}) == len(kind):  # each has one place
             for (_, place, first), (_, later, second) in pairwise(sorted(kind)):
                 if place >= later:
-                    found |= {first: None, second: None}
-    return list(found)
+                    names |= {first: None, second: None}
+    return list(names)
 
 
 def layout_of(tensor: Tensor) -> Layout:
@@ -169,11 +172,11 @@ def _merged(dims: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     """Returns the dimensions (size, stride in the source, stride in the target) from the largest stride in the source
     to the smallest. Drops dimensions of one element, and joins dimensions that follow each other in both memories."""
     merged: list[tuple[int, int, int]] = []
-    for size, own, there in sorted((dim for dim in dims if dim[0] > 1), key=lambda dim: -dim[1]):
-        if merged and merged[-1][1] == size * own and merged[-1][2] == size * there:
-            merged[-1] = (merged[-1][0] * size, own, there)
+    for size, stride, other_stride in sorted((dim for dim in dims if dim[0] > 1), key=lambda dim: -dim[1]):
+        if merged and merged[-1][1] == size * stride and merged[-1][2] == size * other_stride:
+            merged[-1] = (merged[-1][0] * size, stride, other_stride)
         else:
-            merged.append((size, own, there))
+            merged.append((size, stride, other_stride))
     return merged
 
 

@@ -59,10 +59,10 @@ READERS = 8
 
 
 def load_weights(
-    runner: ModelRunner, follower: TensorFollower, tensors: Mapping[str, torch.Tensor], *, known: bool
+    runner: ModelRunner, follower: TensorFollower, tensors: Mapping[str, torch.Tensor], *, traced: bool
 ) -> None:
     """Loads one version whole: fused groups (q, k, v; gate and up) must be loaded together."""
-    with follower.following(tensors, known=known) as followed:
+    with follower.following(tensors, traced=traced) as followed:
         runner.reload_weights(weights_iterator=_as_loaded(followed, fault_point("inference.load")))
     skip = fault_point("inference.repack") == "skip"
     # Reloading leaves some weights as packed at the first load: logprobs would be wrong by nats, without an error.
@@ -115,7 +115,7 @@ def _as_loaded(tensors: Iterable[tuple[str, torch.Tensor]], fault: str | None) -
     skipped = {"skip_norm": ".layers.0.input_layernorm.weight", "skip_head": "lm_head.weight"}.get(fault or "")
     for name, tensor in tensors:
         if skipped is None or not name.endswith(skipped):
-            swapped = re.sub(r"(?<=layers\.0\.mlp\.experts\.)[01]\b", lambda found: str(1 - int(found[0])), name)
+            swapped = re.sub(r"(?<=layers\.0\.mlp\.experts\.)[01]\b", lambda match: str(1 - int(match[0])), name)
             yield (swapped if fault == "swap_experts" else name), tensor
 
 
@@ -140,13 +140,13 @@ def _refusal_of(
     """Returns why received bytes are refused; empty if they match the manifest. Known `sums` of tensors are not
     computed again."""
     populate(buckets)
-    known = sums()
+    digests = sums()
     if fault_point("inference.received") == "corrupt":
         entry = manifest.entries[len(manifest.entries) // 2]
         buckets[entry.bucket][entry.offset] ^= 1
-        known = {}
+        digests = {}
     try:
-        check_received(manifest, buckets, known, readers())
+        check_received(manifest, buckets, digests, readers())
     except WeightsRefused as refused:
         return str(refused)
     return ""
@@ -195,13 +195,13 @@ class WorkerExtension:
         manifest, regions = pickle.loads(pickled_files)
         buckets = [region.map() for region in regions]
         if self.receiving:
-            known: Callable[[], Mapping[TensorPlace, str]] = partial(
+            digests: Callable[[], Mapping[TensorPlace, str]] = partial(
                 self.receiving.sums, {region.path for region in regions}
             )
         else:
-            known = dict[TensorPlace, str]
+            digests = dict[TensorPlace, str]
         if self.rank == 0:
-            work: Callable[[], str | None] = partial(_refusal_of, manifest, buckets, known)
+            work: Callable[[], str | None] = partial(_refusal_of, manifest, buckets, digests)
         else:
             work = partial(populate, buckets)
         self._checking = Future()
@@ -214,15 +214,15 @@ class WorkerExtension:
             return self._checking.result()
         return None
 
-    def take_weights(self, known: bool) -> bytes:
+    def take_weights(self, traced: bool) -> bytes:
         """Loads the received weights, while the scheduler is paused. Returns what was loaded, a pickled
-        `inference.loaded.LoadedSums`. `known`: see `TensorFollower.following`. An error names the rank."""
+        `inference.loaded.LoadedSums`. `traced`: see `TensorFollower.following`. An error names the rank."""
         try:
-            return pickle.dumps(self._load_received(known))
+            return pickle.dumps(self._load_received(traced))
         except Exception as error:  # vLLM passes its text on, and does not say whose it is
             raise RuntimeError(f"rank {self.rank}: {type(error).__name__}: {error}") from error
 
-    def _load_received(self, known: bool) -> LoadedSums:
+    def _load_received(self, traced: bool) -> LoadedSums:
         assert self.received is not None
         manifest, buckets = self.received
         mapped = mappings_of(buckets)
@@ -232,22 +232,24 @@ class WorkerExtension:
             unfollowed: dict[str, str] = {}
             if manifest.adapter:
                 follower = self.follower = self.follower or TensorFollower(runner.get_model(), stacks)
-                unfollowed = take_adapter(runner, follower, tensors, manifest.adapter, known=known)
+                unfollowed = take_adapter(runner, follower, tensors, manifest.adapter, traced=traced)
             else:
                 follower = self.follower = self.follower or TensorFollower(runner.get_model())
-                if follower.can_copy(tensors, known=known):
+                if follower.can_copy(tensors, traced=traced):
                     self.carrier = self.carrier or Carrier(readers(), pinned=True)
                     copy_weights(runner, follower, self.carrier, manifest, buckets)
                 else:
-                    load_weights(runner, follower, tensors, known=known)
+                    load_weights(runner, follower, tensors, traced=traced)
             if fault_point("inference.loaded") == "corrupt":
                 _corrupt(runner.get_model())
             loaded = follower.loaded(unfollowed)
             torch.accelerator.synchronize()
         self.received = None
         del tensors, buckets
-        for kept in filter(None, (each() for each in mapped)):  # by an engine that took a part of it, not a copy
-            make_own(kept)
+        for mapping in filter(
+            None, (reference() for reference in mapped)
+        ):  # by an engine that took a part of it, not a copy
+            make_own(mapping)
         if self.receiving:
             # The other ranks have loaded it too before the engine's process is called again.
             self.receiving.forget(manifest.identity.version, [e.place for e in manifest.entries], copied=True)

@@ -33,9 +33,9 @@ def multiply_by_few_kernels() -> None:
         dnnl_handler: _custom_ops.CPUDNNLGEMMHandler, x: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         rows = x.shape[0]
-        more = round_up(rows) - rows
-        if not more or x.dim() != 2:
+        padding = round_up(rows) - rows
+        if not padding or x.dim() != 2:
             return plain(dnnl_handler, x, bias)
-        return plain(dnnl_handler, torch.constant_pad_nd(x, (0, 0, 0, more)), bias)[:rows]
+        return plain(dnnl_handler, torch.constant_pad_nd(x, (0, 0, 0, padding)), bias)[:rows]
 
     _custom_ops.onednn_mm = multiply

@@ -202,7 +202,7 @@ class TestCoalescing:
         del scheduler.requests["a"]
         clock.now += 2 * UNREAD_S
         assert step(scheduler) == {"a": [1], "b": [11]}
-        assert set(scheduler._held[0]._began) == {"b"}
+        assert set(scheduler._held_outputs[0]._first_at) == {"b"}
 
     @pytest.mark.parametrize("name", ["stops", "streams"])
     def test_what_is_read_token_by_token_does_not_wait(self, scheduler: CoalescingScheduler, name: str) -> None:

@@ -62,9 +62,9 @@ SECOND = {"norm": [slice(0, 6)], "up": [slice(2, 4)], "keys": [slice(0, 4)]}
 
 def test_what_ranks_share_counts_once_and_their_own_parts_add_up() -> None:
     proof = LoadedProof("a replica")
-    assert not proof.known
+    assert not proof.traced
     proof.check(manifest_of(WHOLE), [rank(FIRST), rank(SECOND)])
-    assert proof.known
+    assert proof.traced
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -90,7 +90,7 @@ def test_what_no_rank_has_loaded_is_refused_and_so_is_a_part() -> None:
     proof = LoadedProof("a replica")
     with pytest.raises(WeightsRefused, match=r"nothing, of extra 0 \(0 of 2 values\), .* and 1 more"):
         proof.check(manifest_of(published), [rank(FIRST), rank(SECOND)])
-    assert not proof.known, "the next update looks again"
+    assert not proof.traced, "the next update looks again"
     with pytest.raises(WeightsRefused, match=r"only a part, or nothing, of up \(12 of 24 values\)"):
         proof.check(manifest_of(WHOLE), [rank(FIRST), rank(FIRST)])
 
@@ -178,7 +178,7 @@ def fresh(**others: Tensor) -> dict[str, Tensor]:
 def update(
     follower: TensorFollower, model: nn.Module, tensors: dict[str, Tensor], load: Loader = fused, known: bool = True
 ) -> LoadedSums:
-    with follower.following(tensors, known=known) as given:
+    with follower.following(tensors, traced=known) as given:
         reload(model, load, given)
     return follower.loaded()
 
@@ -243,7 +243,7 @@ def test_what_is_changed_after_the_reload_is_seen_and_packing_then_is_not_taken_
     follower = TensorFollower(model)
     following: Following | None = None
     for known in (False, True):
-        with follower.following(tensors, known=known) as given:
+        with follower.following(tensors, traced=known) as given:
             reload(model, fused, given)
         follower.pack(AFTER, lambda layer: layer.get_parameter("weight").mul_(2), model.down)
         model.norm.weight.data[0] += known
@@ -281,23 +281,23 @@ def unpacked_model() -> nn.Module:
 def test_what_loaders_only_copy_is_copied_bit_for_bit_to_the_memory_where_it_lies() -> None:
     model, by_loaders = unpacked_model(), unpacked_model()
     follower = TensorFollower(model)
-    assert not follower.can_copy(fresh(), known=True), "nothing is known before the first update"
+    assert not follower.can_copy(fresh(), traced=True), "nothing is known before the first update"
     following = update(follower, model, fresh(), known=False).following
     assert following is not None
     memory = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
     for _ in range(2):
         later = fresh(k=torch.full((2, 6), float("nan")))
-        assert follower.can_copy(later, known=True)
+        assert follower.can_copy(later, traced=True)
         follower.copy([{"q": later["q"]}, {name: later[name] for name in later if name != "q"}])
         assert found(follower.loaded()) == expected(later, following)
         update(TensorFollower(by_loaders), by_loaders, later, known=False)
         for name, parameter in by_loaders.named_parameters():
             assert torch.equal(parameter.view(torch.int32), model.get_parameter(name).view(torch.int32))
     assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == memory
-    assert not follower.can_copy(later, known=False)
-    assert not follower.can_copy({name: tensor.bfloat16() for name, tensor in later.items()}, known=True)
+    assert not follower.can_copy(later, traced=False)
+    assert not follower.can_copy({name: tensor.bfloat16() for name, tensor in later.items()}, traced=True)
     model.norm.weight = nn.Parameter(torch.zeros(12)[::2], requires_grad=False)
-    assert not follower.can_copy(later, known=True), "it lies otherwise now"
+    assert not follower.can_copy(later, traced=True), "it lies otherwise now"
 
 
 @pytest.mark.usefixtures("on_cuda")
@@ -308,7 +308,7 @@ def test_what_is_more_than_a_copy_is_left_to_loaders(why: str) -> None:
         model.add_module("attention", Derived())
     follower = TensorFollower(model)
     update(follower, model, fresh(), computing if why == "computed by a loader" else fused, known=False)
-    assert not follower.can_copy(fresh(), known=True)
+    assert not follower.can_copy(fresh(), traced=True)
 
 
 def seen(tensor: Tensor, load: Callable[[Tensor, Tensor], None], held: Tensor) -> CopyWatch:
