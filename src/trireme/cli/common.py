@@ -35,10 +35,10 @@ def run_command(command: Callable[[list[str], Console], None], argv: Sequence[st
             command(list(argv), console)
     except (TriremeError, signals.Stopped) as error:
         if isinstance(error, TriremeError):
-            said = f"error: {error}"
+            message = f"error: {error}"
         else:
-            said = f"{error}; nothing is left running"
-        print("\n".join([said, *getattr(error, "__notes__", [])]), file=sys.stderr)
+            message = f"{error}; nothing is left running"
+        print("\n".join([message, *getattr(error, "__notes__", [])]), file=sys.stderr)
         return error.exit_code
     return EXIT_OK
 
@@ -72,13 +72,13 @@ def planned(loaded: Loaded[Config], rooms: Sequence[PartKind], console: Console)
     return plan
 
 
-def next_steps(root: Path, max_steps: int, seconds: float, own: Sequence[str], last: Sequence[str] = ()) -> str:
+def next_steps(root: Path, max_steps: int, seconds: float, first: Sequence[str], last: Sequence[str] = ()) -> str:
     """Returns what a user may want to do with a finished run: lines of text, each followed by its command. `own` comes
     before what all runs offer, `last` after it."""
     return "\n".join(
         [
             f"\nstep {max_steps} reached after {seconds:.0f} s. What next:",
-            *own,
+            *first,
             "what the run holds, and its checkpoints:",
             f"  uv run --no-sync trireme inspect {root}",
             "all curves, who did what when, rollouts and logs, in a browser (of a running one too):",

@@ -102,10 +102,10 @@ def _names(text: str) -> list[str]:
 def _examine(config: CommonConfig | None, address: str | None) -> tuple[Examination, str]:
     """Examines the cluster at `address`, or this machine without one. Returns the address at which nodes join too."""
     if address is None:
-        here = this_machine()
+        machine = this_machine()
         facts = collect(Questions(model=config.model.name if config else ""))
-        node = Declared(here.name, "127.0.0.1", facts.host, True, here.cpus, here.num_gpus, 0)
-        return Examination([node], facts, {here.name: facts}), "HEAD:6379"
+        node = Declared(machine.name, "127.0.0.1", facts.host, True, machine.cpus, machine.num_gpus, 0)
+        return Examination([node], facts, {machine.name: facts}), "HEAD:6379"
     prepare_ray_environment(address, 1, False)
     from trireme.launch.doctor import examine, join_address  # imports Ray, which reads the variables
     from trireme.process.ray_cluster import connected

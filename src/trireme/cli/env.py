@@ -68,8 +68,8 @@ class Answers:
         tokens = np.asarray(whole[: request.params.max_tokens], np.int32)
         self.times_s.append(time.perf_counter())
         spans = (VersionSpan(TYPED, 0, len(tokens)),)
-        ended: StopReason = "stop" if len(tokens) == len(whole) else "length"
-        return SampledSequence(tokens, np.zeros(len(tokens), np.float32), ended, spans)
+        stop_reason: StopReason = "stop" if len(tokens) == len(whole) else "length"
+        return SampledSequence(tokens, np.zeros(len(tokens), np.float32), stop_reason, spans)
 
 
 def main(words: Sequence[str]) -> int:

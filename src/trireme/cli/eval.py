@@ -61,18 +61,18 @@ class Subject:
     """The model that the adapters in `model` belong to."""
 
     @classmethod
-    def of(cls, given: str, step: int | None) -> Subject:
+    def of(cls, name: str, step: int | None) -> Subject:
         """Returns what `given` names: a run (of which `step`, or the newest commit that verifies), a commit, a model.
         Raises BadInput."""
-        path = Path(given).expanduser().absolute()
+        path = Path(name).expanduser().absolute()
         if (path / HEAD).exists():
             return cls._of_commit(chosen_commit(path, step))
         if step is not None:
-            raise Refusal(f"--step {step} for {given}", "the directory of a run before it", "leave --step out").error()
+            raise Refusal(f"--step {step} for {name}", "the directory of a run before it", "leave --step out").error()
         for commit in (path, path.parent):
             if (commit / MANIFEST).exists():
                 return cls._of_commit(_verified(commit))
-        return cls(str(path) if path.is_dir() else given, WeightIdentity(1, 0, AS_LOADED), None)
+        return cls(str(path) if path.is_dir() else name, WeightIdentity(1, 0, AS_LOADED), None)
 
     @classmethod
     def _of_commit(cls, commit: VerifiedCommit) -> Subject:
@@ -118,9 +118,9 @@ def _verified(commit: Path) -> VerifiedCommit:
 
 def main(argv: Sequence[str], console: Console) -> None:
     """Runs the command; `argv` is what follows its name. Raises TriremeError."""
-    options, given = _parser().parse_known_args(argv)
+    options, arguments = _parser().parse_known_args(argv)
     subject = Subject.of(options.checkpoint, options.step)
-    loaded = configured(subject, UNREAD, [*given, "--eval.every", "1"])
+    loaded = configured(subject, UNREAD, [*arguments, "--eval.every", "1"])
     config = loaded.config
     plan = planned(loaded, EVALUATION_ROOMS, console)
     if plan is None:
@@ -147,21 +147,21 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def configured(subject: Subject | None, unread: Path, given: Sequence[str]) -> Loaded[Config]:
+def configured(subject: Subject | None, unread: Path, arguments: Sequence[str]) -> Loaded[Config]:
     """Returns the configuration of a command that trains nothing: that of the subject's run, then the file `unread` of
     keys that the command does not read, then what was given. Raises BadInput."""
     files = ["@", str(unread)]
-    own = list[str]()
+    model_flags = list[str]()
     if subject:
-        own = ["--model.name", subject.base or subject.model]
+        model_flags = ["--model.name", subject.base or subject.model]
         if subject.run:
             record = subject.run / "config.json"
             files = ["@", str(record), *files]
             model = json.loads(record.read_text()).get("model", {})
             start = model.get("start") or model.get("name")
             if start:  # environments know the model that the run started from
-                own += ["--model.start", start]
-    loaded = load([*files, *given, *own])
+                model_flags += ["--model.start", start]
+    loaded = load([*files, *arguments, *model_flags])
     trainer = loaded.config.trainer.model_copy(update={"lora": LoraConfig()})  # what is merged is a whole model
     return replace(loaded, config=loaded.config.model_copy(update={"trainer": trainer}))
 
@@ -189,10 +189,10 @@ def table(row: Mapping[str, float]) -> Table:
     for name, value in row.items():
         if not name.startswith("eval/") or name.endswith(("/ci95", "/version")):
             continue
-        _, env, what = name.split("/", 2)
+        _, env, metric = name.split("/", 2)
         if f"{name}/ci95" in row:
             interval = f" +- {row[f'{name}/ci95']:.4f}"
         else:
             interval = ""
-        shown.add_row(env, what, f"{value:.4f}{interval}" if interval else f"{value:g}")
+        shown.add_row(env, metric, f"{value:.4f}{interval}" if interval else f"{value:g}")
     return shown

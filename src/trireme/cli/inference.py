@@ -38,12 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _inference(argv: list[str], console: Console) -> None:
-    options, given = parsed(argv)
+    options, arguments = parsed(argv)
     if options.model:
         subject = Subject.of(options.model, options.step)
     else:
         subject = None
-    loaded = configured(subject, UNREAD, given)
+    loaded = configured(subject, UNREAD, arguments)
     config = loaded.config
     plan = planned(loaded, SERVED_ROOMS, console)
     if plan is None:
@@ -71,8 +71,8 @@ def parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("model", nargs="?", metavar="MODEL", help="a run, a commit, or a Hugging Face model; first")
     parser.add_argument("--step", type=int, help="which commit of a run (default: the newest that verifies)")
     has_model = bool(argv) and not argv[0].startswith(("@", "-"))
-    options, given = parser.parse_known_args(argv if has_model else ["", *argv])
-    return options, given
+    options, arguments = parser.parse_known_args(argv if has_model else ["", *argv])
+    return options, arguments
 
 
 def _names(subject: Subject | None) -> tuple[str, ...]:

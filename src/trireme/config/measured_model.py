@@ -81,14 +81,14 @@ def _configuration(described: Mapping[str, Any]) -> PretrainedConfig:
     model_type = described.get("model_type")
     if model_type not in CONFIG_MAPPING:
         raise KeyError(f"model_type = {model_type} is none that transformers {__version__} knows")
-    own = {key: value for key, value in described.items() if key != "auto_map"}  # no code from elsewhere
+    fields = {key: value for key, value in described.items() if key != "auto_map"}  # no code from elsewhere
     kind = CONFIG_MAPPING[model_type]
-    return kind.from_dict(kind._decode_special_floats(own))  # JSON has no infinity
+    return kind.from_dict(kind._decode_special_floats(fields))  # JSON has no infinity
 
 
 def _first(text: PretrainedConfig, names: tuple[str, ...]) -> Any:
-    found = (getattr(text, name, None) for name in names)
-    return next((value for value in found if value is not None), None)
+    values = (getattr(text, name, None) for name in names)
+    return next((value for value in values if value is not None), None)
 
 
 def _size(text: PretrainedConfig, *names: str) -> int:
@@ -135,9 +135,9 @@ def _multiplied(model: PreTrainedModel, experts: int, text: PretrainedConfig) ->
         id(p) for name, p in every.items() if ".experts." in name or (p.ndim == 3 and p.shape[0] == experts > 1)
     }
     chosen = _size(text, *CHOSEN) if in_experts else 0
-    own = {id(p): p.numel() for p in every.values() if id(p) not in looked_up}
-    shared = sum(n for key, n in own.items() if key not in in_experts)
-    routed = sum(n for key, n in own.items() if key in in_experts)
+    counts = {id(p): p.numel() for p in every.values() if id(p) not in looked_up}
+    shared = sum(n for key, n in counts.items() if key not in in_experts)
+    routed = sum(n for key, n in counts.items() if key in in_experts)
     share = chosen / _size(text, *EXPERTS) if in_experts else 0
     return shared + round(routed * share) + (head.weight.numel() if head is not None else 0), chosen
 

@@ -208,13 +208,13 @@ def _read_local(name: str) -> str:
             read_header(weights)
         return file.read_text(encoding="utf-8")
     if file.parent.is_dir():
-        what = "a directory without config.json"
+        problem = "a directory without config.json"
     else:
-        what = f"no directory, seen from {Path.cwd()}"
+        problem = f"no directory, seen from {Path.cwd()}"
     if (file.parent / "adapter_config.json").is_file():
-        what = "a LoRA adapter without the model it belongs to (trireme export RUN --merge makes a whole one)"
+        problem = "a LoRA adapter without the model it belongs to (trireme export RUN --merge makes a whole one)"
     raise Refusal(
-        f"model.name = {name}, which is {what}",
+        f"model.name = {name}, which is {problem}",
         "a Hugging Face model directory (config.json, *.safetensors, tokenizer.json), or a name on the hub",
         "correct --model.name, or start in the directory that the path is relative to",
     ).error()
@@ -226,14 +226,14 @@ def _read_hub(name: str, required: bool) -> str | None:
     from huggingface_hub.constants import ENDPOINT as endpoint
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    here = Path.cwd()
+    directory = Path.cwd()
     try:
         cached = hub.try_to_load_from_cache(name, "config.json")
         if not isinstance(cached, str) and not hub_reachable(endpoint):
             if not required:
                 return None
             raise Refusal(
-                f"model.name = {name}: no directory of that name, seen from {here}; not in the local cache; "
+                f"model.name = {name}: no directory of that name, seen from {directory}; not in the local cache; "
                 f"and {endpoint} cannot be reached",
                 "a local directory, a cached model, or a reachable hub",
                 f"give a directory, or run `hf download {name}` where there is a network and copy the cache (HF_HOME) "
@@ -247,7 +247,7 @@ def _read_hub(name: str, required: bool) -> str | None:
     except (HfHubHTTPError, HFValidationError) as error:
         raise Refusal(
             f"model.name = {name}: {str(error).splitlines()[0]}",
-            f"a model on {endpoint}, or a directory (none of that name, seen from {here})",
+            f"a model on {endpoint}, or a directory (none of that name, seen from {directory})",
             "correct the name; for a gated model accept its licence and log in with `hf auth login`",
         ).error() from None
 

@@ -49,10 +49,13 @@ class OrchestratorConfig(Section):
     """The run stops when more than this share of recent rollouts failed after all retries."""
 
 
-def _directories(given: Any) -> Any:
+def _directories(value: Any) -> Any:
     """Takes one directory for a list of one, and makes each absolute: actors may work in another one."""
-    directories = [given] if isinstance(given, str) else given
-    return [str(Path(each).expanduser().absolute()) if isinstance(each, str) else each for each in directories]
+    directories = [value] if isinstance(value, str) else value
+    return [
+        str(Path(directory).expanduser().absolute()) if isinstance(directory, str) else directory
+        for directory in directories
+    ]
 
 
 class EnvConfig(Section):
@@ -103,14 +106,14 @@ class HeldOutConfig(Section):
     """Name in metrics; none = from the id, or that of the run's own."""
 
 
-def _in_a_row(given: Any) -> Any:
+def _in_a_row(value: Any) -> Any:
     """Returns the entries of a list of tables, from any form in which it may come: one table alone is a list of one,
     and the layers of a configuration number the entries (`{"0": ..., "1": ...}`)."""
-    if isinstance(given, Mapping) and all(str(name).isdigit() for name in given):
-        return [given.get(str(n), {}) for n in range(max(map(int, given), default=-1) + 1)]
-    if isinstance(given, Mapping | Section):
-        return [given]
-    return given
+    if isinstance(value, Mapping) and all(str(name).isdigit() for name in value):
+        return [value.get(str(n), {}) for n in range(max(map(int, value), default=-1) + 1)]
+    if isinstance(value, Mapping | Section):
+        return [value]
+    return value
 
 
 SEVERAL = BeforeValidator(_in_a_row)

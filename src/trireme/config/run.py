@@ -69,7 +69,7 @@ class ResumeConfig(Section):
     """Resume although model, tokenizer, loss or data order differ."""
 
     @property
-    def wanted(self) -> bool:
+    def requested(self) -> bool:
         """True: the run begins with a commit."""
         return bool(self.latest) or self.step is not None or self.dir is not None
 

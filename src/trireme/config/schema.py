@@ -314,17 +314,17 @@ class Config(CommonConfig):
         """The environments whose held-out problems are evaluated: all of the run's own unless `eval.env` names some."""
         return tuple(map(self._held_out, self.eval.env)) or self.env
 
-    def _held_out(self, given: HeldOutConfig) -> EnvConfig:
-        own = next((env for env in self.env if env.label == given.name), self.env[0])
-        if given.id is not None:
-            return EnvConfig(**given.model_dump(), close_s=own.close_s, variables=own.variables)
-        return own.model_copy(update={"args": own.args | given.args, "name": given.name or own.name})
+    def _held_out(self, held_out: HeldOutConfig) -> EnvConfig:
+        base = next((env for env in self.env if env.label == held_out.name), self.env[0])
+        if held_out.id is not None:
+            return EnvConfig(**held_out.model_dump(), close_s=base.close_s, variables=base.variables)
+        return base.model_copy(update={"args": base.args | held_out.args, "name": held_out.name or base.name})
 
     @property
     def eval_sampling(self) -> SamplingConfig:
         """The options with which evaluations sample."""
-        own = {"max_tokens": self.eval.max_tokens, "temperature": self.eval.temperature}
-        return self.inference.sampling.model_copy(update={k: v for k, v in own.items() if v is not None})
+        overrides = {"max_tokens": self.eval.max_tokens, "temperature": self.eval.temperature}
+        return self.inference.sampling.model_copy(update={k: v for k, v in overrides.items() if v is not None})
 
     def enough_rollouts(self, places: int) -> int:
         """Returns how many rollouts keep replicas busy that decode so many sequences at the same time: a quarter more,

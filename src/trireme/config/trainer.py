@@ -82,9 +82,9 @@ class LoraConfig(Section):
         ('q_proj', 'k_proj', 'v_proj', 'o_proj')
         """
         parts = ((self.train_attn, ATTENTION), (self.train_mlp, MLP), (self.train_unembed, UNEMBED))
-        wanted = self.targets or [name for on, names in parts if on for name in names]
+        targets = self.targets or [name for on, names in parts if on for name in names]
         return tuple(
-            sorted(set(wanted), key=lambda name: (LINEAR.index(name) if name in LINEAR else len(LINEAR), name))
+            sorted(set(targets), key=lambda name: (LINEAR.index(name) if name in LINEAR else len(LINEAR), name))
         )
 
 

@@ -49,8 +49,8 @@ def _micro_batches(config: CommonConfig) -> Iterator[Refusal]:
 
 
 def _learning_rate(config: CommonConfig, facts: ModelFacts | None) -> Iterator[Refusal]:
-    known = facts is None or facts.model_type.lower().startswith(AUTO_LEARNING_RATE_FAMILIES)
-    if facts and not known and config.trainer.learning_rate == "auto":
+    has_rule = facts is None or facts.model_type.lower().startswith(AUTO_LEARNING_RATE_FAMILIES)
+    if facts and not has_rule and config.trainer.learning_rate == "auto":
         yield Refusal(
             f"trainer.learning_rate = auto for {facts.name} of type {facts.model_type}",
             "a number: the rule for auto is known for Qwen and Llama models only",
@@ -60,11 +60,11 @@ def _learning_rate(config: CommonConfig, facts: ModelFacts | None) -> Iterator[R
 
 def _loss(config: Config) -> Iterator[Refusal]:
     if find_loss(config.loss_fn).columns != ROLLOUT_COLUMNS:
-        *others, last = (name for name, loss in LOSSES.items() if loss.columns == ROLLOUT_COLUMNS)
+        *names, last = (name for name, loss in LOSSES.items() if loss.columns == ROLLOUT_COLUMNS)
         yield Refusal(
             f"trainer.loss_fn = {config.loss_fn}",
             "a loss for reinforcement learning: rollouts have advantages, and no weights",
-            f"leave --trainer.loss-fn out, or choose {', '.join(others)} or {last}",
+            f"leave --trainer.loss-fn out, or choose {', '.join(names)} or {last}",
         )
     else:
         yield from loss_refusals(config.loss_fn, config.trainer.loss_fn_config)

@@ -18,17 +18,17 @@ RECORD = "config.json"
 FLAG = "--trust-config"
 
 
-def named_code(tree: Mapping[str, Any], known: Keys) -> dict[str, Any]:
+def named_code(tree: Mapping[str, Any], keys: Keys) -> dict[str, Any]:
     """Returns the values in a tree of keys that name code, by their dotted names."""
-    found: dict[str, Any] = {}
-    for key in known.options.values():
+    named: dict[str, Any] = {}
+    for key in keys.options.values():
         if key.names_code:
             for place, value in _values(tree, key.path):
                 if isinstance(value, Mapping):
-                    found |= {".".join((*place, str(name))): entry for name, entry in value.items()}
+                    named |= {".".join((*place, str(name))): entry for name, entry in value.items()}
                 elif isinstance(value, str) and ":" in value:
-                    found[".".join(place)] = value
-    return found
+                    named[".".join(place)] = value
+    return named
 
 
 def _values(tree: Any, path: Path, place: Path = ()) -> Iterator[tuple[Path, Any]]:

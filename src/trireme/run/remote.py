@@ -74,7 +74,7 @@ class RemoteRun:
         found = self._found
         if found is None:
             return
-        if not resume.wanted or (resume.dir is not None and resume.latest != "auto"):
+        if not resume.requested or (resume.dir is not None and resume.latest != "auto"):
             if not self._config.clean:
                 raise Refusal(
                     f"the run {self._url}/{root.name}, which is in use (step {max(found.of_branch(), default=0)})",

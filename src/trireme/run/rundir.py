@@ -215,7 +215,7 @@ def _root(config: CommonConfig) -> tuple[Path, tuple[str, ...]]:
     root = named_root(config)
     if root:
         return root, ()
-    if config.resume.wanted and config.resume.dir is None:
+    if config.resume.requested and config.resume.dir is None:
         root = _latest_run(_output_dir(config), config.default_name(""))
         return root, (f"--resume without --run.name: the newest run is {root}",)
     return path_in(_output_dir(config), config.default_name(secrets.token_hex(4))), ()
@@ -241,7 +241,7 @@ def _start(config: CommonConfig, root: Path, fixed: Mapping[str, Any], source: V
     if source:
         return _fork(config, store, source)
     notes: tuple[str, ...] = ()
-    if config.resume.wanted:
+    if config.resume.requested:
         head = _begun(store)
         chosen = choose(store, config.resume.step)
         if head:

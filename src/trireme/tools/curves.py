@@ -202,11 +202,11 @@ class RunCurves:
         prefers some lengths, as (name, text)."""
         facts = []
         if "time/unix" in self.newest and "time/step" in self._columns:
-            ended = self.newest["time/unix"]
+            ended_at = self.newest["time/unix"]
             facts.append(
                 (
                     "newest step",
-                    f"{age_of(ended, now)} ({datetime.fromtimestamp(ended, UTC):%Y-%m-%d %H:%M} UTC); "
+                    f"{age_of(ended_at, now)} ({datetime.fromtimestamp(ended_at, UTC):%Y-%m-%d %H:%M} UTC); "
                     f"{median(self._columns['time/step'][1]):.3g} s a step (median)",
                 )
             )

@@ -166,14 +166,14 @@ def cast_tensors(data: bytes, dtype: str) -> tuple[bytes, int]:
     import torch
     from safetensors.torch import load, save
 
-    wanted = getattr(torch, dtype)
+    target = getattr(torch, dtype)
     tensors = load(data)
     for name, tensor in tensors.items():
         if tensor.is_floating_point():
-            tensors[name] = tensor.to(wanted)
+            tensors[name] = tensor.to(target)
             if not tensors[name].isfinite().all() and tensor.isfinite().all():
                 raise Refusal(
-                    f"tensor {name}, with numbers up to {tensor.abs().max():.3g}, in {wanted}",
+                    f"tensor {name}, with numbers up to {tensor.abs().max():.3g}, in {target}",
                     "a dtype that can hold them",
                     "choose --dtype bfloat16 or float32",
                 ).error()

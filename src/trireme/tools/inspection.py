@@ -142,10 +142,10 @@ def render(report: Inspection) -> Iterator[RenderableType]:
     incidents = report.incidents
     if incidents:
         if len(incidents) > 1:
-            known = f"{len(incidents)} incidents"
+            heading = f"{len(incidents)} incidents"
         else:
-            known = "1 incident"
-        yield f"{known}, all in {INCIDENTS}" + (":" if len(incidents) <= MOST_INCIDENTS else "; the newest:")
+            heading = "1 incident"
+        yield f"{heading}, all in {INCIDENTS}" + (":" if len(incidents) <= MOST_INCIDENTS else "; the newest:")
     for incident in incidents[-MOST_INCIDENTS:]:  # oldest first
         when = datetime.fromtimestamp(incident.at, UTC)
         place = f"attempt {incident.attempt}, step {incident.step}"
@@ -156,10 +156,10 @@ def render(report: Inspection) -> Iterator[RenderableType]:
         else:
             start = f"step {report.newest}"
         if report.finished is None:
-            what = f"continue from {start}"
+            action = f"continue from {start}"
         else:
-            what = f"finished at step {report.finished}; for longer"
-        yield f"\n{what}\n  {report.resume}"
+            action = f"finished at step {report.finished}; for longer"
+        yield f"\n{action}\n  {report.resume}"
 
 
 def _lineage_line(head: Head, lineages: Sequence[Head]) -> str:

@@ -33,11 +33,11 @@ def merged_files(
     digest = None if is_gone else base_digest(base)
     if digest != trained_on["digest"]:
         if is_gone:
-            found = "is no directory here"
+            problem = "is no directory here"
         else:
-            found = f"now has weights with digest {digest}"
+            problem = f"now has weights with digest {digest}"
         raise Refusal(
-            f"an adapter of {base}, which {found}",
+            f"an adapter of {base}, which {problem}",
             f"the weights that it was trained on, with digest {trained_on['digest']}",
             "bring them back there, or export the adapter without --merge",
         ).error()

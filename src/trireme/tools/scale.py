@@ -83,27 +83,27 @@ class _Deadline:
         self._say = say
         self._end = time.monotonic() + timeout_s
 
-    def until(self, found: Callable[[], T | None], what: Callable[[], str]) -> T:
+    def until(self, poll: Callable[[], T | None], describe: Callable[[], str]) -> T:
         """Returns the value of `found` once it is not None. `what` describes what is waited for; `say` gets it when it
         changes. Raises RoomFailed."""
-        said = ""
+        message = ""
         patient_until = time.monotonic() + PATIENCE_S
-        while (value := found()) is None:
-            if what() != said and time.monotonic() > patient_until:
-                said = what()
-                self._say(said)
+        while (value := poll()) is None:
+            if describe() != message and time.monotonic() > patient_until:
+                message = describe()
+                self._say(message)
             driver = DriverProcess.read(self._root)
             if driver is None or driver.alive is False:
                 status = Status.read(self._root)
                 if status and status.ended:
-                    why = f": {status.ended.why}"
+                    reason = f": {status.ended.why}"
                 else:
-                    why = ""
-                raise RoomFailed(f"the driver of {self._root} ended{why}")
+                    reason = ""
+                raise RoomFailed(f"the driver of {self._root} ended{reason}")
             if time.monotonic() > self._end:
                 raise RoomFailed(
                     f"waited {self._timeout_s:.0f} s for the driver of {self._root} (process {driver.pid} on "
-                    f"{driver.node}): {what()}"
+                    f"{driver.node}): {describe()}"
                 )
             time.sleep(POLL_S)
         return value
@@ -116,23 +116,23 @@ def _replicas(root: Path) -> list[RunPart]:
     return []
 
 
-def standing(root: Path, wanted: int) -> str:
+def standing(root: Path, target: int) -> str:
     """Says how many of the `wanted` replicas serve, and what the others do.
 
     2 of 4 replicas serve; inference_2 catching up, inference_3 starting (it waits for a place in the cluster)
     """
     replicas = _replicas(root)
-    others = [
+    not_serving = [
         f"{part.name} {part.health}" + (f" ({part.why})" if part.why else "")
         for part in replicas
         if part.health != PartHealth.HEALTHY
     ]
     serving = sum(part.serves for part in replicas)
-    more = f"{serving} replicas serve, {wanted} are wanted"
-    fewer = f"{serving} of {wanted} replicas serve"
-    if len(others) > SHOWN:
-        left_out = [f"{len(others) - SHOWN} more"]
+    excess = f"{serving} replicas serve, {target} are wanted"
+    fewer = f"{serving} of {target} replicas serve"
+    if len(not_serving) > SHOWN:
+        left_out = [f"{len(not_serving) - SHOWN} more"]
     else:
         left_out = []
-    shown = ", ".join([*others[:SHOWN], *left_out])
-    return (more if serving > wanted else fewer) + (f"; {shown}" if shown else "")
+    shown = ", ".join([*not_serving[:SHOWN], *left_out])
+    return (excess if serving > target else fewer) + (f"; {shown}" if shown else "")

@@ -102,19 +102,21 @@ class Timeline:
 
 def traces(root: Path) -> dict[int, list[Path]]:
     """Returns the trace files of every attempt that has any, in the order in which rooms are shown."""
-    found: dict[int, dict[tuple[int, int], Path]] = defaultdict(dict)
+    by_attempt: dict[int, dict[tuple[int, int], Path]] = defaultdict(dict)
     for file in root.glob("trace/attempt_*/*.json"):
         match = re.fullmatch(rf"attempt_(\d+)/({'|'.join(ROOMS)})_(\d+)\.json", f"{file.parent.name}/{file.name}")
         if match:
-            found[int(match[1])][ROOMS.index(match[2]), int(match[3])] = file
-    return {attempt: [found[attempt][place] for place in sorted(found[attempt])] for attempt in sorted(found)}
+            by_attempt[int(match[1])][ROOMS.index(match[2]), int(match[3])] = file
+    return {
+        attempt: [by_attempt[attempt][place] for place in sorted(by_attempt[attempt])] for attempt in sorted(by_attempt)
+    }
 
 
-def _outlived(found: Mapping[int, Sequence[Path]], attempt: int) -> list[Path]:
+def _outlived(by_attempt: Mapping[int, Sequence[Path]], attempt: int) -> list[Path]:
     """Returns the files of replicas that may continue in `attempt`, from an earlier one: a replica outlives the attempt
     in which it was started."""
-    names = {file.name for file in found[attempt]}
-    older = {file.name: file for earlier in found if earlier < attempt for file in found[earlier]}
+    names = {file.name for file in by_attempt[attempt]}
+    older = {file.name: file for earlier in by_attempt if earlier < attempt for file in by_attempt[earlier]}
     return [file for name, file in older.items() if name.startswith("inference_") and name not in names]
 
 
@@ -154,11 +156,11 @@ def _objects(lines: BinaryIO, most_bytes: int) -> Iterator[dict[str, Any]]:
 def export_trace(root: Path, out: Path) -> int | None:
     """Writes the events of all processes of the newest attempt as one file in Chrome's format. Returns its number; None
     if there is no trace, and no file then. Raises OSError."""
-    found = traces(root)
-    if not found:
+    by_attempt = traces(root)
+    if not by_attempt:
         return None
-    attempt = max(found)
-    files = [*found[attempt], *_outlived(found, attempt)]
+    attempt = max(by_attempt)
+    files = [*by_attempt[attempt], *_outlived(by_attempt, attempt)]
     with out.open("w") as joined:
         joined.write("[\n")
         joined.write(",\n".join(to_json(event) for file in files for event in json_lines(file)))
@@ -169,12 +171,12 @@ def export_trace(root: Path, out: Path) -> int | None:
 def timeline(root: Path, steps: int = NEWEST_STEPS, most_bytes: int = LIVE_BYTES) -> Timeline | None:
     """Reads the newest `steps` of the newest attempt, from at most `most_bytes` of its traces; None if there is no
     trace. Shows what came before them if they are the attempt's first ones, and all that came after them."""
-    found = traces(root)
-    if not found:
+    by_attempt = traces(root)
+    if not by_attempt:
         return None
-    attempt = max(found)
-    files = found[attempt]
-    outlived = _outlived(found, attempt)
+    attempt = max(by_attempt)
+    files = by_attempt[attempt]
+    outlived = _outlived(by_attempt, attempt)
     share = most_bytes // min(len(files) + len(outlived), MOST_PROCESSES)
     traced = _steps(files, share)
     shown = {step: traced[step] for step in sorted(traced)[-steps:]}
@@ -248,7 +250,7 @@ def _process(file: Path, since: int, most_bytes: int) -> Process:
                 full = True
     for unended in open_spans.values():
         keep(overlapping[unended["cat"]], unended, None)
-    tracks = [_packed(name, spans) for known in (nested, overlapping) for name, spans in known.items() if spans]
+    tracks = [_packed(name, spans) for by_track in (nested, overlapping) for name, spans in by_track.items() if spans]
     return Process(file.stem, tracks, {name: _thinned(points) for name, points in counters.items()}, full)
 
 
@@ -349,9 +351,9 @@ def _process_to_json(process: Process, seconds: Callable[[int | None], float]) -
 
 def _span_to_json(span: Span, track: str, seconds: Callable[[int | None], float]) -> tuple[float, float, str, str, str]:
     """Returns start and end, name, kind, and a text with all else."""
-    given = {**span.args, **({"step": shown_step(span.args)} if span.args.get("step") is not None else {})}
-    known = [f"{name} {value}" for name, value in given.items() if value is not None]
-    known += [f"{span.joined} spans drawn as one"] if span.joined > 1 else []
-    known += ["not over"] if span.end is None else []
+    args = {**span.args, **({"step": shown_step(span.args)} if span.args.get("step") is not None else {})}
+    details = [f"{name} {value}" for name, value in args.items() if value is not None]
+    details += [f"{span.joined} spans drawn as one"] if span.joined > 1 else []
+    details += ["not over"] if span.end is None else []
     kind = KINDS.get(span.name) or KINDS_OF_TRACKS.get(track, "other")
-    return seconds(span.start), seconds(span.end), span.name, kind, ", ".join(known)
+    return seconds(span.start), seconds(span.end), span.name, kind, ", ".join(details)

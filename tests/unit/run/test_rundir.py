@@ -77,7 +77,7 @@ def test_config_json_runs_again(tmp_path: Path) -> None:
     assert not again.clean  # running it again must not empty anything
     with open_run(config(tmp_path, "r", "--resume")) as run:
         again = load(["@", str(run.root / "config.json"), "--trust-config"], {}).config
-    assert not again.resume.wanted  # nor go on from where it once went on
+    assert not again.resume.requested  # nor go on from where it once went on
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", "/a", ".."])

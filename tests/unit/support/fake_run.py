@@ -20,7 +20,7 @@ def main() -> int:
         return 0
     root = Path(config.run.output_dir, str(config.run.name))
     with (root.parent / "starts.txt").open("a") as starts:
-        starts.write(f"{root.name} {'again' if config.resume.wanted else 'new'}\n")
+        starts.write(f"{root.name} {'again' if config.resume.requested else 'new'}\n")
     root.mkdir(exist_ok=True)
     (root / "config.json").write_text("{}")
     rate = config.trainer.learning_rate
@@ -28,7 +28,7 @@ def main() -> int:
     if rate == 3 and not (root.parent / "mended").exists():
         print("error: given: a rate of 3\n  expected: another")
         return 2
-    if rate == 4 and not config.resume.wanted:
+    if rate == 4 and not config.resume.requested:
         print("waiting", flush=True)
         (root / "ready").touch()
         return {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_SIGTERM}[
