@@ -100,7 +100,7 @@ class RenderedEnv(Env):
 
     async def step(self, action: Sequence[int]) -> StepResult:
         message, whole = self._renderer.parse_response(action, self._env.tools)
-        cut_off = not self._renderer.ended(action)
+        cut_off = not self._renderer.finished(action)
         env = self._env
         result = await (result_of(env.step, message) if whole else result_of(env.unreadable, message, cut_off))
         metrics = {"parse_error": float(not whole and not cut_off), **result.metrics}

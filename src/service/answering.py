@@ -209,7 +209,7 @@ class TurnAnswering:
             stopped_by = self.reader(request, params).read(tokens, True).stopped_by
         if answer.message.get("tool_calls"):
             return "tool_calls", stopped_by
-        ended = stopped_by or (not request.is_prompt and self.renderer.ended(tokens))
+        ended = stopped_by or (not request.is_prompt and self.renderer.finished(tokens))
         return "stop" if ended else answer.stop_reason, stopped_by
 
 

@@ -14,7 +14,7 @@ from run_support import ROOT, TINY, Ended, run_rl
 
 from trireme.checkpoint.store import CheckpointStore
 from trireme.core.errors import EXIT_LIMIT
-from trireme.core.own_packages import OWN
+from trireme.core.own_packages import OWN_PACKAGES
 
 REFUSED_IN_A_ROW = 3
 LAST = ALWAYS_FROM + REFUSED_IN_A_ROW - 1
@@ -66,7 +66,7 @@ sys.meta_path.insert(0, Finder)
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a user, in which the run is started."""
     directory = tmp_path_factory.mktemp("theirs")
-    for name in OWN:
+    for name in OWN_PACKAGES:
         (directory / f"{name}.py").write_text("raise RuntimeError('a module of the user')\n")
     (directory / "letters.py").write_text(LETTERS)
     (directory / "sitecustomize.py").write_text(HOOK)

@@ -130,7 +130,7 @@ class RewardProblem(EnvGroupBuilder):
             return {**answer, "text": text, "finished": context.tokenizer.eos_token_id in tokens, "parse_error": 0.0}
         message, whole = context.renderer.parse_response(tokens)
         answer["completions"] = [{"role": "assistant", "content": text}]
-        malformed = not whole and context.renderer.ended(tokens)
+        malformed = not whole and context.renderer.finished(tokens)
         return {**answer, "text": message["content"], "finished": whole, "parse_error": float(malformed)}
 
     def _waits(self, name: str) -> bool:

@@ -175,7 +175,7 @@ class TaskEnv(Env):
 
     async def step(self, action: Sequence[int]) -> StepResult:
         message, whole = self._renderer.parse_response(action)
-        cut_off = not self._renderer.ended(action)
+        cut_off = not self._renderer.finished(action)
         trace = make_trace(self._task, self._prompt, action, message, cut_off)
         limit_s = self._task.data.timeout.scoring or self._limit_s
         if self._scoring == "worker":

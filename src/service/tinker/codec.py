@@ -87,7 +87,7 @@ class ForwardBackwardCall:
         given = {name: float(value) for name, value in self.loss_fn_config.items()}
         refusals = list(loss_refusals(self.loss_fn, given))
         if refusals:
-            raise RequestRefused(" ".join(f"{each.given}; expected {each.expected}." for each in refusals))
+            raise RequestRefused(" ".join(f"{each.value}; expected {each.expected}." for each in refusals))
         return given
 
     @property

@@ -73,8 +73,8 @@ def planned(loaded: Loaded[Config], rooms: Sequence[PartKind], console: Console)
 
 
 def next_steps(root: Path, max_steps: int, seconds: float, first: Sequence[str], last: Sequence[str] = ()) -> str:
-    """Returns what a user may want to do with a finished run: lines of text, each followed by its command. `own` comes
-    before what all runs offer, `last` after it."""
+    """Returns what a user may want to do with a finished run: lines of text, each followed by its command. The lines
+    `first` come before what all runs offer, `last` after it."""
     return "\n".join(
         [
             f"\nstep {max_steps} reached after {seconds:.0f} s. What next:",
@@ -86,7 +86,7 @@ def next_steps(root: Path, max_steps: int, seconds: float, first: Sequence[str],
             "the same page as one file, to send to others:",
             f"  uv run --no-sync trireme report {root}",
             "the same run, for longer:",
-            f"  {resume_command(root, longer=2 * max_steps, own=True)}",
+            f"  {resume_command(root, longer=2 * max_steps, trusted=True)}",
             *last,
         ]
     )

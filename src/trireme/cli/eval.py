@@ -62,7 +62,7 @@ class Subject:
 
     @classmethod
     def of(cls, name: str, step: int | None) -> Subject:
-        """Returns what `given` names: a run (of which `step`, or the newest commit that verifies), a commit, a model.
+        """Returns what `name` means: a run (its commit `step`, or its newest that verifies), a commit, a model.
         Raises BadInput."""
         path = Path(name).expanduser().absolute()
         if (path / HEAD).exists():

@@ -93,7 +93,7 @@ def _next_steps(config: Config, root: Path, seconds: float) -> str:
     seed = config.seed + 1
     last = [
         "a new run with another seed:",
-        f"  {rerun_command(root, '--run.name', f'{root.name}-seed-{seed}', '--seed', str(seed), own=True)}",
+        f"  {rerun_command(root, '--run.name', f'{root.name}-seed-{seed}', '--seed', str(seed), trusted=True)}",
     ]
     return next_steps(root, config.max_steps, seconds, first, last)
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 else:
     TransportName = Literal[*TRANSPORTS]
 
-Temperature = Annotated[float, Field(ge=0.01, le=BOUNDS["temperature"].most)]
+Temperature = Annotated[float, Field(ge=0.01, le=BOUNDS["temperature"].largest)]
 """The trainer divides by it, and vLLM samples at 0.01 where less is asked for."""
 GIB = 2**30
 GPU_SEQUENCES = 256

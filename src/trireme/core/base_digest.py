@@ -48,13 +48,13 @@ def stored_shapes(name: str) -> dict[str, tuple[int, ...]] | None:
     about = _stored(name)
     if about is None:
         return None
-    return {tensor: tuple(each["shape"]) for tensor, each in about.items()}
+    return {tensor: tuple(entry["shape"]) for tensor, entry in about.items()}
 
 
 def stored_dtypes(name: str) -> set[str]:
     """Returns the dtypes of the stored tensors, such as BF16, from the headers of the files; empty without safetensors
     files. Raises BadInput for a model that lacks some of its files."""
-    return {each["dtype"] for each in (_stored(name) or {}).values()}
+    return {entry["dtype"] for entry in (_stored(name) or {}).values()}
 
 
 def _stored(name: str) -> dict[str, Any] | None:
@@ -91,8 +91,8 @@ def weight_files(name: str) -> list[Path]:
         names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
     else:
         names = [SINGLE]
-    found = {file: model_file(name, file) for file in names}
-    missing = [file for file, path in found.items() if path is None]
+    paths = {file: model_file(name, file) for file in names}
+    missing = [file for file, path in paths.items() if path is None]
     if missing and index is None:
         raise Refusal(
             f"model.name = {name}, which has neither {SINGLE} nor {INDEX}",
@@ -105,4 +105,4 @@ def weight_files(name: str) -> list[Path]:
             f"all files that its {INDEX} names",
             "fetch the model again",
         ).error()
-    return [path for path in found.values() if path is not None]
+    return [path for path in paths.values() if path is not None]

@@ -149,9 +149,9 @@ class BatchPart:
     def places(self, datums: Sequence[int]) -> Numbers:
         """Returns the places in `batch` of datums that are given by their numbers. Raises ValueError for one that is
         not here."""
-        wanted = np.asarray(datums, np.int64)
-        places = np.searchsorted(self.datums, wanted)
-        absent = wanted[self.datums[np.minimum(places, len(self.datums) - 1)] != wanted]
+        numbers = np.asarray(datums, np.int64)
+        places = np.searchsorted(self.datums, numbers)
+        absent = numbers[self.datums[np.minimum(places, len(self.datums) - 1)] != numbers]
         if len(absent):
             raise ValueError(
                 f"datum {absent[0]} belongs to another part of the batch; expected the parts to be cut by the plan of "
@@ -196,9 +196,9 @@ class StoredPart:
         else:
             stored = fetch(self.part, self.owner)
         part: BatchPart = stored.opened(lambda piece: fetch(piece, self.owner))
-        more = {name: fetch(column, self.owner) for name, column in self.columns}
-        if more:
-            batch = replace(part.batch, columns={**part.batch.columns, **more})
+        columns = {name: fetch(column, self.owner) for name, column in self.columns}
+        if columns:
+            batch = replace(part.batch, columns={**part.batch.columns, **columns})
         else:
             batch = part.batch
         for function in self.maps:
@@ -231,8 +231,8 @@ class StoredBatch:
         """
         shortest = int(np.argmin(lengths))
         parts_R = []
-        for own in assign(lengths):
-            datums = np.union1d(own, [shortest])
+        for assigned in assign(lengths):
+            datums = np.union1d(assigned, [shortest])
             pieces = tuple(put(lay_out(piece)) for piece in cut_pieces(datums, lengths))
             parts_R.append(StoredPart(put(PartPieces(lengths, datums, pieces)), owner))
         return cls(lengths, sequences, tuple(parts_R))

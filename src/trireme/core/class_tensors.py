@@ -62,7 +62,7 @@ def differences(model: PreTrainedModel, stored: Mapping[str, tuple[int, ...]]) -
     def short(name: str) -> str:
         return name.removeprefix(f"{model.base_model_prefix}.")
 
-    known = {short(name): shape for name, shape in stored.items()}
+    stored_by_name = {short(name): shape for name, shape in stored.items()}
     tied: dict[int, dict[str, Tensor]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         tied.setdefault(id(parameter), {})[name] = parameter
@@ -71,30 +71,30 @@ def differences(model: PreTrainedModel, stored: Mapping[str, tuple[int, ...]]) -
             aliases = {short(name): shape for name, shape in published(group).items()}
         else:
             aliases = {}
-        if aliases.keys() & known.keys():
-            known |= aliases
+        if aliases.keys() & stored_by_name.keys():
+            stored_by_name |= aliases
     shapes = published(saved_tensors(model))
     return Differences(
-        lacking=[name for name in shapes if short(name) not in known],
-        reshaped=[name for name, shape in shapes.items() if known.get(short(name), shape) != shape],
+        lacking=[name for name in shapes if short(name) not in stored_by_name],
+        reshaped=[name for name, shape in shapes.items() if stored_by_name.get(short(name), shape) != shape],
     )
 
 
-def refuse_kinds(what: str, model: PreTrainedModel, kinds: Mapping[str, Collection[str]], advice: str) -> None:
+def refuse_kinds(label: str, model: PreTrainedModel, kinds: Mapping[str, Collection[str]], advice: str) -> None:
     """Raises BadInput if any of `kinds` names a tensor: what `model`, or its files, have otherwise, and the tensors'
-    names. `what` says which files they are, and `advice` what to do."""
+    names. `label` says which files they are, and `advice` what to do."""
     wrong = [f"{kind} {len(names)}: {', '.join(sorted(names)[:NAMED])}" for kind, names in kinds.items() if names]
     if wrong:
         raise Refusal(
-            f"{what}, whose files differ from what {type(model).__name__} computes with and saves: of these tensors it "
-            f"{'; it '.join(wrong)}",
+            f"{label}, whose files differ from what {type(model).__name__} computes with and saves: of these tensors "
+            f"it {'; it '.join(wrong)}",
             "the tensors of its class, by name and shape; what is missing would be computed with initial values",
             advice,
         ).error()
 
 
-def refuse_other_tensors(name: str, what: str, advice: str) -> None:
-    """Raises BadInput, which names `what` and gives `advice`, unless the files of the model `name`, a directory or a
+def refuse_other_tensors(name: str, label: str, advice: str) -> None:
+    """Raises BadInput, which names `label` and gives `advice`, unless the files of the model `name`, a directory or a
     name on the hub, hold the tensors of its class by name and shape. Files other than safetensors are not looked into.
     """
     import torch
@@ -106,5 +106,5 @@ def refuse_other_tensors(name: str, what: str, advice: str) -> None:
     config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", trust_remote_code=False)
-    found = differences(model, stored)
-    refuse_kinds(what, model, {"lacks": found.lacking, "has in another shape": found.reshaped}, advice)
+    difference = differences(model, stored)
+    refuse_kinds(label, model, {"lacks": difference.lacking, "has in another shape": difference.reshaped}, advice)

@@ -118,10 +118,10 @@ def _cast(array: npt.NDArray[Any], dtype: TensorDtype) -> npt.NDArray[Any]:
     else:
         bounds = f"within the range of {dtype}"
     if of_numbers:
-        given = f"the number {array[wrong].flat[0]}"
+        problem = f"the number {array[wrong].flat[0]}"
     else:
-        given = f"{str(array.tolist())[:100]}"
-    raise ValueError(f"{given}; expected {'whole ' * whole}numbers {bounds}")
+        problem = f"{str(array.tolist())[:100]}"
+    raise ValueError(f"{problem}; expected {'whole ' * whole}numbers {bounds}")
 
 
 @dataclass(frozen=True, eq=False)

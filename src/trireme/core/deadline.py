@@ -14,16 +14,16 @@ class LearnedDeadline:
 
     def __init__(self, configured_s: float) -> None:
         self.configured_s = configured_s
-        self._seen = 0
+        self._count = 0
         self._slowest_s = 0.0
 
     def note(self, took_s: float) -> None:
         """Learns from one more, which took so many seconds."""
-        self._seen += 1
+        self._count += 1
         self._slowest_s = max(self._slowest_s, took_s)
 
     @property
     def seconds(self) -> float:
-        if self._seen < TAUGHT_BY:
+        if self._count < TAUGHT_BY:
             return self.configured_s
         return min(self.configured_s, max(LEAST_S, TIMES_SLOWEST * self._slowest_s))

@@ -14,7 +14,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 
-OWN = ("trireme", "trainer", "orchestrator", "inference", "service")
+OWN_PACKAGES = ("trireme", "trainer", "orchestrator", "inference", "service")
 """The packages of this project."""
 ENTRY = "_trireme_entry"
 """The package that a process imports first, because no user's module hides it."""
@@ -23,12 +23,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class OwnPackages(MetaPathFinder):
-    """Finds the packages OWN in ROOT, and nothing else."""
+    """Finds the packages OWN_PACKAGES in ROOT, and nothing else."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname in OWN:
+        if fullname in OWN_PACKAGES:
             return PathFinder.find_spec(fullname, [str(ROOT)])
         return None
 
@@ -50,7 +50,7 @@ def hidden_modules(directories: Sequence[str]) -> list[str]:
     return [
         f"{file} is hidden, as `import {name}` finds Trireme's package: to import yours, give it another name, or put "
         "it into a package of your own"
-        for name in OWN
+        for name in OWN_PACKAGES
         for place in places
         for file in (place / f"{name}.py", place / name / "__init__.py")
         if file.is_file()

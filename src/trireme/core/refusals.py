@@ -12,7 +12,7 @@ from trireme.core.errors import BadInput
 class Refusal:
     """Says why an input cannot be used."""
 
-    given: str
+    value: str
     """The input, and its value."""
     expected: str
     """The values that are accepted, and why."""
@@ -20,7 +20,7 @@ class Refusal:
     """The change that a user can make."""
 
     def __str__(self) -> str:
-        return f"given: {self.given}\n  expected: {self.expected}\n  to do: {self.do}"
+        return f"given: {self.value}\n  expected: {self.expected}\n  to do: {self.do}"
 
     def error(self) -> BadInput:
         """Returns the error to raise."""

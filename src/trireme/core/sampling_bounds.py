@@ -18,22 +18,22 @@ class Bound:
     """The least and the largest value of a number."""
 
     least: float
-    most: float
+    largest: float
     above: bool = False
     """A value must be above the least one."""
 
     def __contains__(self, value: float) -> bool:
-        return (self.least < value if self.above else self.least <= value) and value <= self.most
+        return (self.least < value if self.above else self.least <= value) and value <= self.largest
 
     def __str__(self) -> str:
-        return f"{'above' if self.above else 'at least'} {self.least:g}, at most {self.most:g}"
+        return f"{'above' if self.above else 'at least'} {self.least:g}, at most {self.largest:g}"
 
     @property
     def field(self) -> Any:
         """The bound as pydantic takes it in `Annotated`."""
         if self.above:
-            return Field(gt=self.least, le=self.most)
-        return Field(ge=self.least, le=self.most)
+            return Field(gt=self.least, le=self.largest)
+        return Field(ge=self.least, le=self.largest)
 
 
 BOUNDS: Mapping[str, Bound] = {

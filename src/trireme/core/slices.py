@@ -96,7 +96,7 @@ class _CopiesAsViews(TorchDispatchMode):
             except RuntimeError:  # only a real copy can have this form
                 return func(torch.empty_like(args[0], memory_format=torch.contiguous_format), *args[1:], **kwargs)
         if func._schema.is_mutable:
-            self.changed |= {_storage(each) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
+            self.changed |= {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         return func(*args, **kwargs)
 
 

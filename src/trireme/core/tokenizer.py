@@ -40,9 +40,9 @@ def load_tokenizer(name: str) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except ValueError as error:
-        given = f"tokenizer = {name}, which transformers cannot open: {str(error).strip().splitlines()[0]}"
+        problem = f"tokenizer = {name}, which transformers cannot open: {str(error).strip().splitlines()[0]}"
         expected = "a tokenizer of a class of transformers; code of its own never runs"
-        raise Refusal(given, expected, TOKENIZER_ADVICE).error() from None
+        raise Refusal(problem, expected, TOKENIZER_ADVICE).error() from None
     if len(tokenizer) <= len(tokenizer.get_added_vocab()):
         raise Refusal(f"tokenizer = {name}, which has no vocabulary", "a whole tokenizer", TOKENIZER_ADVICE).error()
     return tokenizer
@@ -59,8 +59,11 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
     of a file `tokenizer.json` it takes a third less time, since the place of each token in the text is not computed."""
     from transformers import PreTrainedTokenizerFast
 
-    own = type(tokenizer)
-    if own.encode is PreTrainedTokenizerFast.encode and own._encode_plus is PreTrainedTokenizerFast._encode_plus:
+    tokenizer_class = type(tokenizer)
+    if (
+        tokenizer_class.encode is PreTrainedTokenizerFast.encode
+        and tokenizer_class._encode_plus is PreTrainedTokenizerFast._encode_plus
+    ):
         raw = tokenizer.backend_tokenizer
         # `encode` sets these for each call, so they may be as another call has left them.
         if (raw.truncation, raw.padding, raw.encode_special_tokens) == (None, None, tokenizer.split_special_tokens):
@@ -75,8 +78,8 @@ def without_tokenizer(key: str, name: str) -> Iterator[Refusal]:
     if looks_like_path(name) and directory.is_dir():
         files = [file.name for file in directory.iterdir() if file.is_file()]
         if all(any(fnmatch(file, pattern) for pattern in HOLD_NO_TOKENIZER) for file in files):
-            given = f"{key} = {name}, a directory without a tokenizer ({', '.join(sorted(files)) or 'empty'})"
-            yield Refusal(given, "the files of a tokenizer too, such as tokenizer.json", TOKENIZER_ADVICE)
+            problem = f"{key} = {name}, a directory without a tokenizer ({', '.join(sorted(files)) or 'empty'})"
+            yield Refusal(problem, "the files of a tokenizer too, such as tokenizer.json", TOKENIZER_ADVICE)
 
 
 def looks_like_path(name: str) -> bool:

@@ -162,8 +162,8 @@ class Drift:
     @classmethod
     def worst(cls, drifts: Iterable[Drift]) -> Drift:
         """Returns the largest of both numbers of some drifts, at least one."""
-        found = list(drifts)
-        return cls(max(each.mean for each in found), max(each.largest for each in found))
+        measured = list(drifts)
+        return cls(max(drift.mean for drift in measured), max(drift.largest for drift in measured))
 
 
 EXACT = Drift(1e-4, 1e-4)
@@ -251,23 +251,23 @@ class UpdateReport:
 def check_received(
     manifest: WeightsManifest,
     buckets: Sequence[npt.NDArray[np.uint8]],
-    known: Mapping[TensorPlace, str] = MappingProxyType({}),
+    known_sums: Mapping[TensorPlace, str] = MappingProxyType({}),
     threads: int = 1,
 ) -> None:
-    """Raises WeightsRefused unless the bytes in `buckets` are those that the manifest's identity names. `known`: the
-    sums of what lies at some places, which need not be read again. `threads` read at the same time."""
+    """Raises WeightsRefused unless the bytes in `buckets` are those that the manifest's identity names. `known_sums`:
+    the sums at some places, which need not be read again. `threads` read at the same time."""
     version = manifest.identity.version
     digest = manifest.identity.digest
     if weights_digest(manifest.entries, manifest.adapter) != digest:
         raise WeightsRefused(f"the table of tensors of version {version} does not have digest {digest}")
-    unread = [entry for entry in manifest.entries if entry.place not in known]
+    unread = [entry for entry in manifest.entries if entry.place not in known_sums]
     pieces = [(entry, at) for entry in unread for at in range(0, max(entry.nbytes, 1), PIECE_BYTES)]
     sums = {entry.place: Sums() for entry in unread}
     with ThreadPoolExecutor(threads, "sums") as pool:  # the kernel does not hold Python's lock
-        for (entry, _), found in zip(pieces, pool.map(partial(_piece_sums, buckets), pieces), strict=True):
-            sums[entry.place] += found
+        for (entry, _), piece_sums in zip(pieces, pool.map(partial(_piece_sums, buckets), pieces), strict=True):
+            sums[entry.place] += piece_sums
     for entry in manifest.entries:
-        received = known.get(entry.place) or str(sums[entry.place])
+        received = known_sums.get(entry.place) or str(sums[entry.place])
         if received != entry.hash:
             raise WeightsRefused(
                 f"tensor {entry.name} of version {version} arrived with hash {received}, "

@@ -17,11 +17,11 @@ import xxhash
 
 from trireme.config.installed import package_versions
 from trireme.core.model_files import file_digests, model_directory
-from trireme.core.own_packages import ENTRY, OWN
+from trireme.core.own_packages import ENTRY, OWN_PACKAGES
 from trireme.process.device import DRIVER
 from trireme.process.machine import Node, this_machine
 
-ROOMS = (ENTRY, *OWN)
+ROOMS = (ENTRY, *OWN_PACKAGES)
 """This project's packages."""
 OBJECT_PACKAGES = ("numpy", "pydantic", "safetensors", "peft")
 """Packages whose objects travel between nodes, in addition to the packages of a plan."""

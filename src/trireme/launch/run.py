@@ -111,7 +111,7 @@ def launch(training: TrainingRun, console: Console) -> Path | None:
     with (
         RunDir.open(training.config, training.fixed) as opened,
         resume_hint(opened),
-        remote.kept(opened, note_store) if remote else nullcontext(opened) as run,
+        remote.mirrored(opened, note_store) if remote else nullcontext(opened) as run,
     ):
         for note in run.start.notes:
             say(note)
@@ -193,7 +193,7 @@ def resume_hint(run: RunDir) -> Iterator[None]:
                 newest = "There is no commit yet"
             if isinstance(error, LimitReached):
                 newest += ". As it is, the run would stop again: change what is said above first"
-            error.add_note(f"{newest}; resume the run with:\n  {resume_command(run.root, own=True)}")
+            error.add_note(f"{newest}; resume the run with:\n  {resume_command(run.root, trusted=True)}")
         raise
 
 

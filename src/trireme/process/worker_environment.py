@@ -27,7 +27,7 @@ from typing import Any
 from trireme.config import CommonConfig, Config
 from trireme.config.keys import keys_of
 from trireme.config.trust import named_code
-from trireme.core.own_packages import ENTRY, OWN, search
+from trireme.core.own_packages import ENTRY, OWN_PACKAGES, search
 from trireme.core.redaction import is_secret
 from trireme.core.refusals import Refusal
 
@@ -144,14 +144,14 @@ def modules_not_installed(names: Iterable[str]) -> tuple[Path, ...]:
     far as they are not among the installed packages: those are expected on every node."""
     installed = [Path(sysconfig.get_path(kind)).resolve() for kind in INSTALLED]
     found: dict[str, Path] = {}
-    left = [ENTRY, *OWN, *names]
+    left = [ENTRY, *OWN_PACKAGES, *names]
     while left:
         name = left.pop(0)
         for place in () if name in found else _places(name):
             if any(place.resolve().is_relative_to(path) for path in installed) or PACKAGES & {*place.resolve().parts}:
                 continue
             found[name] = place
-            left += [] if name in OWN else sorted(_imported(place))
+            left += [] if name in OWN_PACKAGES else sorted(_imported(place))
     return tuple(found.values())
 
 

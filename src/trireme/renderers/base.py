@@ -104,8 +104,8 @@ class TextRenderer(Renderer):
         prompt = self.encode(header.removesuffix(self.no_thinking) if sampled[0] in cut else header)
         for i, end in pairwise([*sampled, len(messages)]):
             after = self._around(messages[:end], i, tools, True)[1]
-            own = self._sampled_tokens(messages[i], i in cut)
-            prompt += self._followed_by(own, after.removesuffix(self.no_thinking) if end in cut else after)
+            answer = self._sampled_tokens(messages[i], i in cut)
+            prompt += self._followed_by(answer, after.removesuffix(self.no_thinking) if end in cut else after)
         return prompt
 
     def continuation(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int] | None:
@@ -126,19 +126,19 @@ class TextRenderer(Renderer):
     def _cut_turns(self, messages: Sequence[Message]) -> list[int]:
         """Returns the places of the sampled messages whose thinking the next prompt leaves out, or the empty block
         before them."""
-        seen = messages[: self._boundary(messages)]
-        return [i for i, m in enumerate(seen) if "tokens" in m and (self.no_thinking or "thinking" in m)]
+        earlier = messages[: self._boundary(messages)]
+        return [i for i, m in enumerate(earlier) if "tokens" in m and (self.no_thinking or "thinking" in m)]
 
     def _sampled_tokens(self, message: Message, cut: bool) -> list[int]:
         if not cut or "thinking" not in message:
             return list(message["tokens"])
         return without_thinking(self._tokenizer, list(message["tokens"]), self._think_end, self.thinking_is_open)
 
-    def _followed_by(self, own: list[int], after: str) -> list[int]:
-        """Joins a sampled message, shown as the tokens `own`, and the text after it, without repeating its end."""
+    def _followed_by(self, sampled: list[int], after: str) -> list[int]:
+        """Joins a sampled message, shown as the tokens `sampled`, and the text after it, without repeating its end."""
         tokens = self.encode(after)
-        ends_itself = own and own[-1] in self._stop and tokens[:1] == own[-1:]
-        return own + (tokens[1:] if ends_itself else tokens)
+        ends_itself = sampled and sampled[-1] in self._stop and tokens[:1] == sampled[-1:]
+        return sampled + (tokens[1:] if ends_itself else tokens)
 
     def text_behind(self, messages: Sequence[Message], i: int, tools: Sequence[ToolSpec]) -> str:
         """Returns the text of a prompt behind the content of message `i`. A format that writes its messages one by one
@@ -150,8 +150,8 @@ class TextRenderer(Renderer):
     ) -> tuple[str, str]:
         """Returns the text before and after the content of message `i`."""
         marked: Message = {"role": messages[i]["role"], "content": MARK}
-        before, found, after = self.text([*messages[:i], marked, *messages[i + 1 :]], tools, generate).partition(MARK)
-        if not found:
+        before, mark, after = self.text([*messages[:i], marked, *messages[i + 1 :]], tools, generate).partition(MARK)
+        if not mark:
             raise ValueError(
                 f"the chat template shows nothing of message {i} of role {messages[i]['role']!r}; expected a template "
                 "that shows each message's content: use a renderer other than chat_template"
@@ -172,18 +172,18 @@ class TextRenderer(Renderer):
         cut = self._cut_turns(messages[:last])
         tokens_T: list[int] = []
         weights_T: list[float] = []
-        done = 0
+        position = 0
         for i in sorted({*trained, *(i for i, m in enumerate(messages) if "tokens" in m)}):
             start, end = self._span(full, messages, i, tools)
             if "tokens" in messages[i]:
-                own = self.closed(self._sampled_tokens(messages[i], i in cut))
+                message_tokens = self.closed(self._sampled_tokens(messages[i], i in cut))
             else:
-                own = self.encode(full[start:end])
-            header = self.encode(full[done:start])
-            tokens_T += header + own
-            weights_T += [0.0] * len(header) + [float(i in trained)] * len(own)
-            done = end
-        rest = self.encode(full[done:])
+                message_tokens = self.encode(full[start:end])
+            header = self.encode(full[position:start])
+            tokens_T += header + message_tokens
+            weights_T += [0.0] * len(header) + [float(i in trained)] * len(message_tokens)
+            position = end
+        rest = self.encode(full[position:])
         return np.asarray(tokens_T + rest, np.int32), np.asarray(weights_T + [0.0] * len(rest), np.float32)
 
     def _span(self, full: str, messages: Sequence[Message], i: int, tools: Sequence[ToolSpec]) -> tuple[int, int]:
@@ -208,17 +208,17 @@ class TextRenderer(Renderer):
 
     def parse_response(self, tokens: Sequence[int], tools: Sequence[ToolSpec] = ()) -> tuple[Message, bool]:
         tokens = [int(token) for token in tokens]
-        text, ended = self._read(tokens)
+        text, finished = self._read(tokens)
         message, whole = self.parse_text(THINK + text if self.thinking_is_open else text)
         message["tokens"] = tokens
-        return message, ended and whole
+        return message, finished and whole
 
-    def ended(self, tokens: Sequence[int]) -> bool:
-        return super().ended(tokens) or (bool(self.stop_strings) and self._read(tokens)[1])
+    def finished(self, tokens: Sequence[int]) -> bool:
+        return super().finished(tokens) or (bool(self.stop_strings) and self._read(tokens)[1])
 
     def _read(self, tokens: Sequence[int]) -> tuple[str, bool]:
         """Returns the text of a message up to what ended it, and True if anything did."""
-        by_token = super().ended(tokens)
+        by_token = super().finished(tokens)
         text = str(self._tokenizer.decode(tokens[:-1] if by_token else tokens))
         place = first_of(self.stop_strings, text)
         return text[:place], by_token or place is not None

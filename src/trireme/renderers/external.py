@@ -46,8 +46,8 @@ class PackageRenderer(Renderer):
         self._package = _open(tokenizer, strip, enable_thinking, name)
         self._stop = tuple(self._package.get_stop_token_ids())
         self._special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
-        self._asked = self.generation_prompt([{"role": "user", "content": QUESTION}])
-        if QUESTION not in tokenizer.decode(self._asked):
+        self._question_tokens = self.generation_prompt([{"role": "user", "content": QUESTION}])
+        if QUESTION not in tokenizer.decode(self._question_tokens):
             raise BadInput(f"renderer.name = {PACKAGE}:{name}, whose tokens are not those of this tokenizer")
 
     def __reduce__(self) -> Any:
@@ -95,10 +95,10 @@ class PackageRenderer(Renderer):
     ) -> tuple[list[int], list[int], list[bool]]:
         """Returns the conversation's tokens, the place of the message that each belongs to (-1: none), and True for
         each that is content or was sampled."""
-        made = self._package.render(_for_package(messages), tools=_schemas(tools), add_generation_prompt=generate)
-        tokens = list(made.token_ids)
-        owners = list(made.message_indices)
-        masks = [mask for mask in (made.sampled_mask, made.is_content) if len(mask) == len(tokens)]
+        rendered = self._package.render(_for_package(messages), tools=_schemas(tools), add_generation_prompt=generate)
+        tokens = list(rendered.token_ids)
+        owners = list(rendered.message_indices)
+        masks = [mask for mask in (rendered.sampled_mask, rendered.is_content) if len(mask) == len(tokens)]
         if masks:
             says = [any(values) for values in zip(*masks, strict=True)]
         else:
@@ -111,28 +111,28 @@ class PackageRenderer(Renderer):
                 raise ValueError(f"the format {self.name} shows nothing of the sampled message {i}")
             start = places[0]
             end = places[-1] + 1
-            own = self._as_shown(list(message["tokens"]), tokens[start:end])
-            tokens[start:end], owners[start:end], says[start:end] = own, [i] * len(own), [True] * len(own)
+            sampled = self._as_shown(list(message["tokens"]), tokens[start:end])
+            tokens[start:end], owners[start:end], says[start:end] = sampled, [i] * len(sampled), [True] * len(sampled)
         return tokens, owners, says
 
-    def _as_shown(self, own: list[int], shown: list[int]) -> list[int]:
-        """Returns the sampled tokens `own`, without their thinking where `shown`, the message as the package renders
+    def _as_shown(self, sampled: list[int], shown: list[int]) -> list[int]:
+        """Returns the tokens `sampled`, without their thinking where `shown`, the message as the package renders
         it, leaves it out, and with the end of `shown` if the message was cut off.
 
         The cut is at a special token. Where none leaves the text of `shown`, all tokens stay.
         """
-        cuts = sorted(n + after for n, token in enumerate(own) if token in self._special for after in (0, 1))
+        cuts = sorted(n + after for n, token in enumerate(sampled) if token in self._special for after in (0, 1))
         text = self._text(shown)
         if self._strips:
-            cut = max((n for n in cuts if self._text(own[n:]) == text), default=0)
+            cut = max((n for n in cuts if self._text(sampled[n:]) == text), default=0)
         else:
             cut = 0
-        kept = own[cut:]
-        while cut and kept and not self._tokenizer.decode(kept[:1]).strip():
-            kept = kept[1:]
-        if self.ended(kept) or not self.ended(shown):
-            return kept
-        return [*kept, shown[-1]]
+        remaining = sampled[cut:]
+        while cut and remaining and not self._tokenizer.decode(remaining[:1]).strip():
+            remaining = remaining[1:]
+        if self.finished(remaining) or not self.finished(shown):
+            return remaining
+        return [*remaining, shown[-1]]
 
     def _text(self, tokens: list[int]) -> str:
         """Returns the text of a message without white space, which formats write differently within tool calls."""
@@ -140,13 +140,13 @@ class PackageRenderer(Renderer):
 
     def _decoded(self, tokens: list[int]) -> str:
         """Returns the text of a message without what ends it."""
-        return str(self._tokenizer.decode(tokens[:-1] if self.ended(tokens) else tokens))
+        return str(self._tokenizer.decode(tokens[:-1] if self.finished(tokens) else tokens))
 
     # ---- answers
 
     def parse_response(self, tokens: Sequence[int], tools: Sequence[ToolSpec] = ()) -> tuple[Message, bool]:
         tokens = [int(token) for token in tokens]
-        parsed = self._package.parse_response(tokens, tools=_schemas(tools), prompt_ids=self._asked)
+        parsed = self._package.parse_response(tokens, tools=_schemas(tools), prompt_ids=self._question_tokens)
         calls = [call for call in map(_call, parsed.tool_calls) if call is not None]
         message: Message = {"role": "assistant", "content": parsed.content, "tokens": tokens}
         if parsed.reasoning_content is not None:
@@ -156,7 +156,7 @@ class PackageRenderer(Renderer):
             return message, False
         if calls:
             message["tool_calls"] = calls
-        return message, self.ended(tokens) and parsed.reasoning_complete is not False
+        return message, self.finished(tokens) and parsed.reasoning_complete is not False
 
 
 def suitable(tokenizer: Any, strip: bool, enable_thinking: bool | None = None) -> PackageRenderer:
@@ -164,12 +164,12 @@ def suitable(tokenizer: Any, strip: bool, enable_thinking: bool | None = None) -
     tokenizer's chat template does. Raises BadInput if there is none."""
     if tokenizer.chat_template is None and Path(tokenizer.name_or_path).is_dir():
         raise BadInput(f"{tokenizer.name_or_path} has no chat template to compare a format with")
-    known = require(f"{PACKAGE}.base", extra=PACKAGE, what_for="the chat format of a model").MODEL_RENDERER_MAP
-    named = known.get(tokenizer.name_or_path)
+    formats = require(f"{PACKAGE}.base", extra=PACKAGE, what_for="the chat format of a model").MODEL_RENDERER_MAP
+    named = formats.get(tokenizer.name_or_path)
     if named:
         return PackageRenderer(tokenizer, strip, enable_thinking, name=named)
     vocabulary = tokenizer.get_added_vocab()
-    for name in dict.fromkeys(known.values()) if tokenizer.chat_template else ():
+    for name in dict.fromkeys(formats.values()) if tokenizer.chat_template else ():
         if name == "gpt-oss" and "<|channel|>" not in vocabulary:
             continue  # to open this format may take a download, whatever the tokenizer
         with suppress(BadInput):
@@ -199,8 +199,8 @@ def _writes_template(renderer: PackageRenderer, tokenizer: Any, enable_thinking:
             )
         if text is None and n > PLAIN:
             continue  # the template has no tools
-        own = renderer._render(PROBE[:n], tools, generate)[0]
-        if text is None or own != tokenizer.encode(str(text), add_special_tokens=False):
+        written = renderer._render(PROBE[:n], tools, generate)[0]
+        if text is None or written != tokenizer.encode(str(text), add_special_tokens=False):
             return False
         compared += 1
     return compared > 0
@@ -228,7 +228,7 @@ def _for_package(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Returns messages in the package's form. Calls of tools are numbered, and their answers name them in order."""
     numbers = count()
     waiting = list[tuple[str, str]]()
-    made = []
+    converted = []
     for message in messages:
         shown: dict[str, Any] = {key: message[key] for key in ("role", "content", "name") if key in message}
         if "thinking" in message:
@@ -243,8 +243,8 @@ def _for_package(messages: Sequence[Message]) -> list[dict[str, Any]]:
         if message["role"] == "tool" and waiting:
             identity, name = waiting.pop(0)
             shown = {"name": name, **shown, "tool_call_id": identity}
-        made.append(shown)
-    return made
+        converted.append(shown)
+    return converted
 
 
 def _schemas(tools: Sequence[ToolSpec]) -> list[dict[str, Any]] | None:

@@ -44,10 +44,10 @@ def make_renderer(
 
 def unknown_renderer(name: str) -> str | None:
     """Returns the names that are expected instead of `name`; None if it can be a renderer's."""
-    known = ["auto", *_built_in(), external.PACKAGE]
-    if name in known or re.fullmatch(r"[\w.]+:[\w.-]+", name):
+    names = ["auto", *_built_in(), external.PACKAGE]
+    if name in names or re.fullmatch(r"[\w.]+:[\w.-]+", name):
         return None
-    return f"one of {', '.join(known)}, {external.PACKAGE}:FORMAT, or package.module:Class"
+    return f"one of {', '.join(names)}, {external.PACKAGE}:FORMAT, or package.module:Class"
 
 
 def _built_in() -> list[str]:
@@ -64,10 +64,10 @@ def _class_of(name: str) -> Callable[..., Renderer]:
         module = f"{kinds.__name__}.{name}"
         member = "RENDERER"
     try:
-        made: Callable[..., Renderer] = getattr(importlib.import_module(module), member)
+        renderer_class: Callable[..., Renderer] = getattr(importlib.import_module(module), member)
     except (ImportError, AttributeError) as error:
         raise BadInput(f"renderer.name = {name!r}, which cannot be imported: {error}; expected a class") from None
-    return made
+    return renderer_class
 
 
 def _suitable(tokenizer: Any, strip: bool, enable_thinking: bool | None) -> Renderer:
@@ -82,21 +82,21 @@ def _suitable(tokenizer: Any, strip: bool, enable_thinking: bool | None) -> Rend
             if name not in ("chat_template", "role_colon") and _writes_alike(name, tokenizer, enable_thinking):
                 return _class_of(name)(tokenizer, strip, enable_thinking)
     try:
-        made = external.suitable(tokenizer, strip, enable_thinking)
+        renderer = external.suitable(tokenizer, strip, enable_thinking)
     except BadInput as error:
         if tokenizer.chat_template is not None:
             _log.warning("renderer.name = auto is the tokenizer's chat template. No other format: %s", error)
         return template
-    _log.warning("renderer.name = auto is the format %s of the package %s", made.name, external.PACKAGE)
-    return made
+    _log.warning("renderer.name = auto is the format %s of the package %s", renderer.name, external.PACKAGE)
+    return renderer
 
 
 def _writes_alike(name: str, tokenizer: Any, enable_thinking: bool | None) -> bool:
     """Returns True if the renderer `name` writes the probe as the chat template does."""
     try:
-        both: list[Any] = [_class_of(each)(tokenizer, True, enable_thinking) for each in ("chat_template", name)]
+        both: list[Any] = [_class_of(kind)(tokenizer, True, enable_thinking) for kind in ("chat_template", name)]
     except BadInput:
         return False
     cases = product(range(2, len(PROBE) + 1), (False, True))
-    texts = ({each.text(PROBE[:n], [PROBE_TOOL], generate) for each in both} for n, generate in cases)
+    texts = ({renderer.text(PROBE[:n], [PROBE_TOOL], generate) for renderer in both} for n, generate in cases)
     return all(len(written) == 1 for written in texts)

@@ -77,7 +77,7 @@ class Renderer(Protocol):
         appear."""
         return self.stop_tokens()
 
-    def ended(self, tokens: Sequence[int]) -> bool:
+    def finished(self, tokens: Sequence[int]) -> bool:
         """Returns True if a stop token or string ended the message sampled as `tokens`, False if it was cut off."""
         return len(tokens) > 0 and tokens[-1] in self.stop_tokens()
 

@@ -88,8 +88,9 @@ class CommitDraft:
 
 
 class Commits:
-    """Takes the commits of one attempt. `fixed` is what a resume must find unchanged; `others` have a part in each
-    commit beside the trainer's, by its name; `note` records an incident; `far` has the parts of other nodes, if any."""
+    """Makes the commits of one attempt. `fixed` is what a resume must find unchanged; `other_rooms` have a part in each
+    commit alongside the trainer, by its name; `note` records an incident; `far` has the parts
+    of other nodes, if any."""
 
     def __init__(
         self,
@@ -97,7 +98,7 @@ class Commits:
         run: RunDir,
         fixed: Mapping[str, Any],
         trainer: StatefulTrainer,
-        others: Mapping[str, Stateful],
+        other_rooms: Mapping[str, Stateful],
         note: Callable[[str], None],
         far: FarParts | None = None,
     ) -> None:
@@ -107,7 +108,7 @@ class Commits:
         self._note = note
         self._far = far
         self._trainer = trainer
-        self._others = others
+        self._other_rooms = other_rooms
         manifest = run.start.manifest
         self._parent = CommitRef(manifest.lineage, manifest.step) if manifest else None  # the newest commit
         if manifest:
@@ -202,7 +203,7 @@ class Commits:
             return
         self._has_room = False
         parts = {
-            **{name: other.save_state(path_in(path, name)) for name, other in self._others.items()},
+            **{name: other.save_state(path_in(path, name)) for name, other in self._other_rooms.items()},
             "trainer": self._trainer.save_state(path / "trainer"),
             "inference": self._trainer.save_weights(path / "inference", weights),
         }
@@ -293,12 +294,12 @@ class Commits:
         else:
             deleted = []
         if deleted:
-            made = f"; deleted {', '.join(deleted)}, and from now on only the newest commit is kept"
+            pruned = f"; deleted {', '.join(deleted)}, and from now on only the newest commit is kept"
         else:
-            made = ""
+            pruned = ""
         limit = self._config.checkpoint.max_missed
         self._note(
-            f"commit missed ({self._missed} in a row; up to checkpoint.max_missed = {limit} may be): {error}{made}"
+            f"commit missed ({self._missed} in a row; up to checkpoint.max_missed = {limit} may be): {error}{pruned}"
         )
         if not deleted and (self._is_last or self._missed > limit):
             raise error
@@ -332,11 +333,11 @@ class Commits:
 
 def _check_loaded(published: WeightIdentity, commit: Manifest) -> None:
     """Raises WeightsRefused if a resumed trainer published other weights than those of the commit."""
-    own = commit.identity.digest
-    if published.digest != own:
+    expected = commit.identity.digest
+    if published.digest != expected:
         raise WeightsRefused(
             f"the trainer loaded step {commit.step} and published weights with digest {published.digest}; the commit "
-            f"was made of {own}"
+            f"was made of {expected}"
         )
 
 

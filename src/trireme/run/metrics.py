@@ -165,10 +165,10 @@ def evaluation_text(row: Mapping[str, Any]) -> Iterator[str]:
         version, n, failed = (int(row[place + name]) for name in ("version", "n", "failed"))
         kinds = (f"{place}avg@", f"{place}pass@")
         means = [name for name in row if name.startswith(kinds) and not name.endswith("/ci95")]
-        said = [f"{name.removeprefix(place)} {row[name]:.3f} +- {row.get(f'{name}/ci95', 0.0):.3f}" for name in means]
+        parts = [f"{name.removeprefix(place)} {row[name]:.3f} +- {row.get(f'{name}/ci95', 0.0):.3f}" for name in means]
         if failed:
-            said.append(f"{failed} rollouts failed ({failed / (n + failed):.0%}) and count nowhere")
-        yield f"  evaluation of version {version} on {place.split('/', 1)[1][:-1]}: {', '.join(said)}"
+            parts.append(f"{failed} rollouts failed ({failed / (n + failed):.0%}) and count nowhere")
+        yield f"  evaluation of version {version} on {place.split('/', 1)[1][:-1]}: {', '.join(parts)}"
         all_bad, all_good = (row.get(f"{place}by_group/frac_all_{kind}", 0.0) for kind in ("bad", "good"))
         if version == 0 and (all_bad == 1 or all_good > TOO_EASY):
             yield (
@@ -232,9 +232,9 @@ class TensorboardSink:
                 self._writer.add_scalar(name, value, shown_step(row))
         if records:
             rows = [
-                dict(zip(TABLE_COLUMNS, each, strict=True)) for each in table_rows([json.loads(r) for r in records])
+                dict(zip(TABLE_COLUMNS, record, strict=True)) for record in table_rows([json.loads(r) for r in records])
             ]
-            texts = [f"reward {each['reward']:g}\n\n{each['prompt']}{each['conversation']}" for each in rows]
+            texts = [f"reward {record['reward']:g}\n\n{record['prompt']}{record['conversation']}" for record in rows]
             self._writer.add_text("rollouts", "\n\n---\n\n".join(texts), shown_step(row))
         self._writer.flush()
 
@@ -286,8 +286,8 @@ class WandbSink:
 
     def alert(self, roster: Roster, incident: Incident | None) -> None:
         if incident:  # W&B drops equal titles within a minute
-            said = f"{incident.part}: {incident.what}"
-            self._run.alert(said[:LONGEST_TITLE], f"{said}\n\nat step {incident.step}", level="WARN")
+            message = f"{incident.part}: {incident.what}"
+            self._run.alert(message[:LONGEST_TITLE], f"{message}\n\nat step {incident.step}", level="WARN")
 
     def close(self) -> None:
         """Ends the run and W&B's own process; else W&B reports that this was killed with the cluster."""

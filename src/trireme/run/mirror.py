@@ -84,7 +84,7 @@ class Mirror:
         self._note = note
         self._stored = stored
         self._tag = tag
-        self._seen: set[str] = set()  # commits that the directory held at some time, by path
+        self._observed: set[str] = set()  # commits that the directory held at some time, by path
         self._looked_at: set[str] = set()  # commits that the directory held at the last success, by name
         self._stats: dict[str, tuple[int, int, int]] = {}  # of the files whose parts `_stored` has
         self._swept = 0  # the attempt that last deleted what was left in the store
@@ -103,7 +103,7 @@ class Mirror:
         if self._lost:
             raise self._lost
         if self._failed and len(self._waiting) > self._options.max_missed:
-            raise StorageFailed(self._said(self._failed))
+            raise StorageFailed(self._failure_text(self._failed))
 
     def draft_key(self, manifest: Manifest) -> str:
         """Returns the key that a commit will have in the store."""
@@ -115,13 +115,13 @@ class Mirror:
         checksum = xxhash.xxh3_128_hexdigest((commit / MANIFEST).read_bytes())
         deadline = time.monotonic() + limit_s
         while True:
-            there = self._stored.commits.get(str(commit.relative_to(self._root)))
-            if there and there.manifest == checksum:
-                return there.key
+            stored = self._stored.commits.get(str(commit.relative_to(self._root)))
+            if stored and stored.manifest == checksum:
+                return stored.key
             self.check()
             if time.monotonic() > deadline:
-                why = f": {self._failed}" if self._failed else ""
-                raise StorageFailed(f"waited {limit_s:g} s until {self.bucket.url} has {commit.name}{why}")
+                reason = f": {self._failed}" if self._failed else ""
+                raise StorageFailed(f"waited {limit_s:g} s until {self.bucket.url} has {commit.name}{reason}")
             time.sleep(LOOK_S)
 
     def close(self, limit_s: float) -> None:
@@ -133,9 +133,9 @@ class Mirror:
             raise self._lost
         if self._thread.is_alive() or self._failed:
             late = StorageFailed(f"waited {limit_s:g} s for {self.bucket.url}")
-            raise StorageFailed(self._said(self._failed or late)) from self._failed
+            raise StorageFailed(self._failure_text(self._failed or late)) from self._failed
 
-    def _said(self, error: Exception) -> str:
+    def _failure_text(self, error: Exception) -> str:
         return (
             f"{self.bucket.url} lacks what is new in {self._root}, {len(self._waiting)} commits among it "
             f"(checkpoint.max_missed = {self._options.max_missed}): {error}"
@@ -175,7 +175,7 @@ class Mirror:
                 pass
         except (StorageFailed, CheckpointInvalid, OSError) as error:
             if not self._failed:
-                self._note(f"{self._said(error)}; tried again every {RETRY_S:g} s")
+                self._note(f"{self._failure_text(error)}; tried again every {RETRY_S:g} s")
             self._failed = error
         except Exception as error:  # LockLost, or an error of this program, which ends the run
             self._lost = error
@@ -195,7 +195,7 @@ class Mirror:
         if shape is None:
             return True  # the directory was emptied for a start that has not come to an end
         commits = self._bring_commits(deadline)
-        self._seen |= commits.keys()
+        self._observed |= commits.keys()
         fault_point("store.commits")
         stats: dict[str, tuple[int, int, int]] = {}
         files = {}
@@ -207,13 +207,13 @@ class Mirror:
         # What is newer in the store than all that arrived stays: those here may have been deleted on their way.
         newest = max(replace(self._stored, commits=commits).of_branch(), default=-1)
         newer = {path for step, path in self._stored.of_branch().items() if step > newest}
-        gone = self._seen - commits.keys() - newer
-        known = replace(
-            self._stored, commits={path: each for path, each in self._stored.commits.items() if path not in gone}
+        deleted = self._observed - commits.keys() - newer
+        remaining = replace(
+            self._stored, commits={path: commit for path, commit in self._stored.commits.items() if path not in deleted}
         )
         keep_last = self._options.keep_last
         keep_every = self._options.keep_every
-        commits |= elsewhere(known, shape.head, commits, keep_last, keep_every)
+        commits |= elsewhere(remaining, shape.head, commits, keep_last, keep_every)
         new = replace(self._stored, head=shape.head, commits=commits, files=files)
         if new == self._stored:
             if self.bucket.tag(HEAD) != self._tag:
@@ -234,29 +234,29 @@ class Mirror:
 
     def _bring_commits(self, deadline: float) -> dict[str, StoredCommit]:
         """Brings the commits of the directory, the newest first. Returns those that are whole in the store."""
-        known = {commit.manifest: commit for commit in self._stored.commits.values()}
+        by_checksum = {commit.manifest: commit for commit in self._stored.commits.values()}
         brought = {}
         for commit in [*reversed(CheckpointStore(self._root).commits()), *_parked(self._root)]:
             try:
                 text = (commit / MANIFEST).read_bytes()
                 checksum = xxhash.xxh3_128_hexdigest(text)
-                there = known.get(checksum) or self._bring_commit(commit, text, checksum, deadline)
+                stored = by_checksum.get(checksum) or self._bring_commit(commit, text, checksum, deadline)
             except (CheckpointInvalid, FileNotFoundError):
                 continue  # damaged, or deleted just now
             path = str(commit.relative_to(self._root))
-            brought[path] = replace(there, kept=(commit / KEEP).exists())
+            brought[path] = replace(stored, kept=(commit / KEEP).exists())
         return brought
 
     def _bring_commit(self, commit: Path, text: bytes, checksum: str, deadline: float) -> StoredCommit:
         manifest = Manifest.verified(commit, contents=False)
         key = commit_key(self._stored.driver, manifest)
-        there = self.bucket.keys(key)  # after a failure, or as the parts of other nodes (`trireme.checkpoint.parts`)
+        present = self.bucket.keys(key)  # after a failure, or as the parts of other nodes (`trireme.checkpoint.parts`)
         paths = {f"{key}/{record.path}": record.path for record in manifest.files}
-        left = {file_key: path for file_key, path in paths.items() if file_key not in there}
+        remaining = {file_key: path for file_key, path in paths.items() if file_key not in present}
         with ExitStack() as ending, trace.span("upload", "store", version=manifest.step, bytes=manifest.size):
             # Opened first: the commit may be deleted here before all of it has arrived.
             files = {
-                file_key: ending.enter_context(path_in(commit, path).open("rb")) for file_key, path in left.items()
+                file_key: ending.enter_context(path_in(commit, path).open("rb")) for file_key, path in remaining.items()
             }
             for file_key, file in files.items():
                 self._in_time(deadline, file_key)
@@ -271,27 +271,27 @@ class Mirror:
     ) -> tuple[FilePart, ...]:
         """Brings the new parts of a file. Returns all of its parts, and adds to `stats` what the file was then."""
         file = self._root / path
-        known = self._stored.files.get(path, ())
+        stored_parts = self._stored.files.get(path, ())
         stat = file.stat()
         stats[path] = now = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
         if self._stats.get(path) == now and path in self._stored.files:
-            return known
+            return stored_parts
         parts: list[FilePart] = []
         with file.open("rb") as stream:
             while block := stream.read(PART_BYTES):
                 number = len(parts)
-                part = part_of(block, driver, known[number] if number < len(known) else None)
-                if number >= len(known) or part is not known[number]:
+                part = part_of(block, driver, stored_parts[number] if number < len(stored_parts) else None)
+                if number >= len(stored_parts) or part is not stored_parts[number]:
                     self._in_time(deadline, path)
                     self.bucket.put(part_key(path, number, part), block)
                     fault_point("store.part")
                 parts.append(part)
         return tuple(parts)
 
-    def _in_time(self, deadline: float, what: str) -> None:
+    def _in_time(self, deadline: float, label: str) -> None:
         if time.monotonic() > deadline:
             raise StorageFailed(
-                f"after {self._limit_s:g} s (timeouts.checkpoint_s) {what} and what comes after it were not there"
+                f"after {self._limit_s:g} s (timeouts.checkpoint_s) {label} and what comes after it were not there"
             )
 
     def _put_head(self, new: StoredRun) -> None:
@@ -311,14 +311,14 @@ class Mirror:
     def _settle(self) -> StoredRun:
         """Reads HEAD again: a put may have been taken although its answer was lost. Returns it if it is this driver's.
         Raises LockLost if it is another one's."""
-        found = self.bucket.read(HEAD)
-        there = StoredRun.from_json(found[0]) if found else None
-        if there and found and there.token == self._stored.token:
-            self._stored = there
-            self._tag = found[1]
-            return there
-        if there:
-            by = f"{there.holder}, attempt {there.head.attempt} of run {there.head.run_id}"
+        head_object = self.bucket.read(HEAD)
+        stored = StoredRun.from_json(head_object[0]) if head_object else None
+        if stored and head_object and stored.token == self._stored.token:
+            self._stored = stored
+            self._tag = head_object[1]
+            return stored
+        if stored:
+            by = f"{stored.holder}, attempt {stored.head.attempt} of run {stored.head.run_id}"
         else:
             by = "no driver"
         refusal = Refusal(

@@ -49,7 +49,7 @@ class RemoteRun:
         self._say = say
         Bucket(url).try_conditions()
         self._bucket: Bucket | None = None
-        self._found: StoredRun | None = None
+        self._in_store: StoredRun | None = None
         self._tag: str | None = None
         root = named_root(config)
         if root:
@@ -59,11 +59,11 @@ class RemoteRun:
     def _look(self, name: str) -> Bucket:
         """Reads HEAD of the run with this name."""
         self._bucket = bucket = Bucket(f"{self._url}/{name}")
-        found = bucket.read(HEAD)
-        if found:
+        head_object = bucket.read(HEAD)
+        if head_object:
             try:
-                self._found = StoredRun.from_json(found[0])
-                self._tag = found[1]
+                self._in_store = StoredRun.from_json(head_object[0])
+                self._tag = head_object[1]
             except CheckpointInvalid as error:
                 raise CheckpointInvalid(f"{bucket.url}: {error}") from None
         return bucket
@@ -71,36 +71,36 @@ class RemoteRun:
     def _prepare(self, root: Path) -> None:
         """Makes `root` what the start needs: nothing, this machine's own directory, or what was brought."""
         resume = self._config.resume
-        found = self._found
-        if found is None:
+        stored = self._in_store
+        if stored is None:
             return
         if not resume.requested or (resume.dir is not None and resume.latest != "auto"):
             if not self._config.clean:
                 raise Refusal(
-                    f"the run {self._url}/{root.name}, which is in use (step {max(found.of_branch(), default=0)})",
+                    f"the run {self._url}/{root.name}, which is in use (step {max(stored.of_branch(), default=0)})",
                     "a new run, or --resume",
                     "choose another --run.name, continue it by --resume, or delete what it holds with --clean",
                 ).error()
             return
-        only_there = resume.step in found.of_branch() and not CheckpointStore(root).commit(resume.step or 0).exists()
-        if _is_up_to_date(root, found) and not only_there:
+        only_there = resume.step in stored.of_branch() and not CheckpointStore(root).commit(resume.step or 0).exists()
+        if _is_up_to_date(root, stored) and not only_there:
             return
         arriving = root.with_name(root.name + ARRIVING)
         with storage_errors(root):
-            moved = _set_aside(root, found.driver)
+            moved = _set_aside(root, stored.driver)
             if moved:
                 if only_there:
-                    what = "lacks the commit to resume from"
+                    state = "lacks the commit to resume from"
                 else:
-                    what = "is older"
-                self._say(f"{root} {what}, or is another run than {self._url}/{root.name}: it is now {moved}")
+                    state = "is older"
+                self._say(f"{root} {state}, or is another run than {self._url}/{root.name}: it is now {moved}")
             make_directory(arriving)
             with locked(arriving):  # another start on this machine may bring it too
-                notes = self._bring(root, arriving, found)
+                notes = self._bring(root, arriving, stored)
         for note in notes:
             self._say(note)
 
-    def _bring(self, root: Path, arriving: Path, found: StoredRun) -> list[str]:
+    def _bring(self, root: Path, arriving: Path, stored: StoredRun) -> list[str]:
         """Makes the run directory `root`, with one commit, in `arriving`. Returns notes for people."""
         bucket = self._bucket
         assert bucket
@@ -109,7 +109,7 @@ class RemoteRun:
                 shutil.rmtree(entry)
             elif entry.name != LOCK:
                 entry.unlink()
-        for path, parts in found.files.items():
+        for path, parts in stored.files.items():
             file = path_in(arriving, path)
             make_directory(file.parent)
             with HashingWriter(file) as writer:
@@ -121,37 +121,38 @@ class RemoteRun:
                             "if a driver of this run is alive it has put another HEAD meanwhile: try again"
                         )
                     writer.write(contents[0])
-        commit, notes = self._bring_commit(arriving, found)
+        commit, notes = self._bring_commit(arriving, stored)
         if commit is None and notes:
             raise Refusal(
                 f"the run {bucket.url}, none of whose commits verifies: {'; '.join(notes)}",
                 "a commit that is whole",
                 "restore one from a backup, or start a new run under another --run.name",
             ).error()
-        found.head.write(arriving / HEAD)
-        _record(arriving, found.token)
+        stored.head.write(arriving / HEAD)
+        _record(arriving, stored.token)
         arriving.rename(root)
         fsync_directory(root.parent)
         return [*notes, f"{root} was brought from {bucket.url}, with {commit or 'no commit: there is none yet'}"]
 
-    def _bring_commit(self, root: Path, found: StoredRun) -> tuple[str | None, list[str]]:
+    def _bring_commit(self, root: Path, stored: StoredRun) -> tuple[str | None, list[str]]:
         """Brings the commit to resume from. Returns its name, None without one, and a note for each newer one that does
         not verify."""
-        steps = found.of_branch()
-        wanted = self._config.resume.step
+        steps = stored.of_branch()
+        requested = self._config.resume.step
         notes: list[str] = []
-        if wanted is not None and wanted >= 0:
-            if wanted not in steps:
+        if requested is not None and requested >= 0:
+            if requested not in steps:
                 raise Refusal(
-                    f"--resume.step {wanted}, of which {self._url}/{root.name.removesuffix(ARRIVING)} holds no commit",
+                    f"--resume.step {requested}, of which {self._url}/{root.name.removesuffix(ARRIVING)} holds "
+                    "no commit",
                     f"a step that was committed and not superseded; there are: {', '.join(map(str, steps)) or 'none'}",
                     "choose one of these, or the newest with --resume alone",
                 ).error()
-            steps = {wanted: steps[wanted]}
+            steps = {requested: steps[requested]}
         for path in reversed(steps.values()):
             place = path_in(root, path)
             try:
-                self._bring_files(place, found.commits[path])
+                self._bring_files(place, stored.commits[path])
                 return place.name, notes
             except (StorageFailed, CheckpointInvalid) as error:
                 notes.append(f"passed over {path} in the store: {error}")
@@ -175,12 +176,12 @@ class RemoteRun:
         """Takes over HEAD in the store for `run`. Returns what brings it there. Raises BadInput if another driver was
         faster, StorageFailed."""
         bucket = self._bucket or self._look(run.root.name)
-        if self._found and self._found.head.run_id == run.start.run_id:
-            before = self._found
+        if self._in_store and self._in_store.head.run_id == run.start.run_id:
+            before = self._in_store
         else:
             before = None
         mine = StoredRun(
-            driver=self._found.driver + 1 if self._found else 1,
+            driver=self._in_store.driver + 1 if self._in_store else 1,
             token=secrets.token_hex(8),
             holder=f"pid {os.getpid()} on {os.uname().nodename}",
             head=run.head,
@@ -199,7 +200,7 @@ class RemoteRun:
         return Mirror(bucket, run.root, mine, tag, options, limit_s, note)
 
     @contextmanager
-    def kept(self, run: RunDir, note: Callable[[str], None]) -> Iterator[RunDir]:
+    def mirrored(self, run: RunDir, note: Callable[[str], None]) -> Iterator[RunDir]:
         """Takes over HEAD in the store for `run`, which is brought there during the block and once more at its end.
         Yields the run, whose right to write ends with the right to that HEAD. Raises BadInput if another driver was
         faster; LockLost, and StorageFailed where the end of the run has not arrived."""
@@ -219,9 +220,9 @@ class RemoteRun:
 
 def _own_tag(bucket: Bucket, mine: StoredRun) -> str:
     """Returns the tag of HEAD if it is this driver's: its put was taken, and only the answer lost. Raises BadInput."""
-    there = bucket.read(HEAD)
-    if there and there[0] == mine.to_json():
-        return there[1]
+    head_object = bucket.read(HEAD)
+    if head_object and head_object[0] == mine.to_json():
+        return head_object[1]
     raise Refusal(
         f"the run {bucket.url}, whose HEAD another driver has put since this one began",
         "one driver for a run",
@@ -233,13 +234,13 @@ def _record(root: Path, *tokens: str) -> None:
     replace_file(root / RECORD, to_json(tokens).encode())
 
 
-def _is_up_to_date(root: Path, found: StoredRun) -> bool:
-    """Returns True if `root` has everything that `found` names: its driver, or who brought it, worked there."""
+def _is_up_to_date(root: Path, stored: StoredRun) -> bool:
+    """Returns True if `root` has everything that `stored` names: its driver, or who brought it, worked there."""
     if not (root / RECORD).exists() or not (root / HEAD).exists():
         return False
     head = CheckpointStore(root).head()
     tokens: list[str] = json.loads((root / RECORD).read_bytes())
-    return head is not None and head.run_id == found.head.run_id and found.token in tokens
+    return head is not None and head.run_id == stored.head.run_id and stored.token in tokens
 
 
 def _set_aside(root: Path, driver: int) -> Path | None:

@@ -52,16 +52,16 @@ def command_of(root: Path) -> str:
     return "rl"
 
 
-def rerun_command(root: Path, *flags: str, own: bool = False) -> str:
-    """Returns the command that runs the configuration of the run in `root` again, with more flags. `own`: this user has
-    just run it, so it is trusted, and runs where that run found its modules, models and devices."""
+def rerun_command(root: Path, *flags: str, trusted: bool = False) -> str:
+    """Returns the command that runs the configuration of the run in `root` again, with more flags. `trusted`: this
+    user has just run it, so it runs where that run found its modules, models and devices."""
     config = json.loads((root / CONFIG).read_bytes())
-    if own:
+    if trusted:
         places = config.pop(WRITTEN_BY, {}).get("environment", {})
     else:
         places = {}
     schema = SftConfig if command_of(root) == "sft" else Config
-    if own and named_code(config, keys_of(schema)):
+    if trusted and named_code(config, keys_of(schema)):
         trust = [FLAG]
     else:
         trust = []
@@ -69,13 +69,13 @@ def rerun_command(root: Path, *flags: str, own: bool = False) -> str:
     return " ".join([*(f"{name}={shlex.quote(places[name])}" for name in PLACES if name in places), shlex.join(words)])
 
 
-def resume_command(root: Path, longer: int | None = None, *, own: bool = False) -> str:
-    """Returns the command that resumes the run in `root`, up to step `longer` if that is given; `own` as above."""
+def resume_command(root: Path, longer: int | None = None, *, trusted: bool = False) -> str:
+    """Returns the command that resumes the run in `root`, up to step `longer` if that is given; `trusted` as above."""
     steps = ["--max-steps", str(longer)] if longer else []
-    given = json.loads((root / CONFIG).read_bytes()).get("run", {}).get("output_dir", "")
-    directory = ("--run.local-dir" if is_url(given) else "--run.output-dir", str(root.parent))
+    output_dir = json.loads((root / CONFIG).read_bytes()).get("run", {}).get("output_dir", "")
+    directory = ("--run.local-dir" if is_url(output_dir) else "--run.output-dir", str(root.parent))
     place = (*directory, "--run.name", root.name)
-    return rerun_command(root, *place, "--resume", *steps, own=own)
+    return rerun_command(root, *place, "--resume", *steps, trusted=trusted)
 
 
 def _written_by() -> dict[str, Any]:
@@ -121,7 +121,7 @@ class RunDir:
         written, for nothing to resume, and for a commit that does not verify or fit; StorageFailed and
         CheckpointInvalid if the commit of a fork cannot be made.
         """
-        root, found = _root(config)
+        root, root_notes = _root(config)
         config = config.model_copy(update={"resume": config.resume.settled(begun=(root / HEAD).exists())})
         source = _source(config, fixed)
         with ExitStack() as ending, _writable(root):
@@ -131,7 +131,7 @@ class RunDir:
             start = _start(config, root, fixed, source)
             run = cls(root, lock, start)
             left_out = run._record_inputs()
-            run = replace(run, start=replace(start, notes=(*found, *start.notes, *left_out)))
+            run = replace(run, start=replace(start, notes=(*root_notes, *start.notes, *left_out)))
             ending.pop_all()
         return run
 
@@ -225,14 +225,14 @@ def _latest_run(output_dir: Path, prefix: str) -> Path:
     """Returns the run directory with a default name that was started last. (Only here does the clock matter: nothing
     else orders different runs.)"""
     name = re.compile(re.escape(prefix) + "[0-9a-f]{8}")
-    found = [file for file in output_dir.glob(f"*/{CONFIG}") if name.fullmatch(file.parent.name)]
-    if not found:
+    configs = [file for file in output_dir.glob(f"*/{CONFIG}") if name.fullmatch(file.parent.name)]
+    if not configs:
         raise Refusal(
             f"--resume without --run.name, and no run {prefix}<8 hex digits> in {output_dir}",
             "a run of this environment and model to continue",
             "say which with --run.name and --run.output-dir, or start a new one without --resume",
         ).error()
-    return max(found, key=lambda file: file.stat().st_mtime_ns).parent
+    return max(configs, key=lambda file: file.stat().st_mtime_ns).parent
 
 
 def _start(config: CommonConfig, root: Path, fixed: Mapping[str, Any], source: VerifiedCommit | None) -> Start:
@@ -280,13 +280,13 @@ def _claim(config: CommonConfig, store: CheckpointStore, head: Head) -> Head:
     # Without `clean` and `resume`: to run it again must not delete anything.
     resolved = config.model_dump(mode="json", exclude={"clean", "resume"}) | {WRITTEN_BY: _written_by()}
     replace_file(store.root / CONFIG, (to_json(redact_values(resolved), indent=2) + "\n").encode())
-    while not _made(_logs(store.root, head.attempt)):
+    while not _created(_logs(store.root, head.attempt)):
         head = replace(head, attempt=head.attempt + 1)
     store.write_head(head)
     return head
 
 
-def _made(directory: Path) -> bool:
+def _created(directory: Path) -> bool:
     """Makes `directory`; False if another process was faster. Raises OSError."""
     directory.parent.mkdir(exist_ok=True)
     with suppress(FileExistsError):
@@ -300,13 +300,13 @@ def _begun(store: CheckpointStore) -> Head | None:
     something to resume (an interrupted fork has rows before it has a HEAD)."""
     try:
         head = store.head()
-        what = f"{store.root / HEAD} is missing"
+        problem = f"{store.root / HEAD} is missing"
         if head or not (store.commits() or (store.root / METRICS).exists()):
             return head
     except CheckpointInvalid as error:
-        what = str(error)
+        problem = str(error)
     raise Refusal(
-        f"a run to resume, of which {what}",
+        f"a run to resume, of which {problem}",
         "the HEAD of a run; where a fork was interrupted there is none yet",
         f"repeat the fork with its --resume.dir, or fork this run: --resume.dir {store.root} with another --run.name",
     ).error()
@@ -316,8 +316,8 @@ def _fork(config: CommonConfig, store: CheckpointStore, source: VerifiedCommit) 
     """Starts a new run from another run's commit. Reuses what an interrupted fork of the same commit left."""
     step = source.manifest.step
     attempt = source.manifest.attempt + 1
-    others = [commit for commit in store.commits() if commit != store.commit(step)]
-    if others or (store.root / HEAD).exists():
+    other_commits = [commit for commit in store.commits() if commit != store.commit(step)]
+    if other_commits or (store.root / HEAD).exists():
         raise _in_use(store.root, "continue it by --resume, without --resume.dir")
     forked, note = fork(source, store, attempt)
     head = _claim(config, store, Head.new(attempt, CommitRef(forked.manifest.lineage, step)))
@@ -353,9 +353,9 @@ def _contents(root: Path) -> list[Path]:
 
 
 def _in_use(root: Path, other_way: str) -> BadInput:
-    given = f"the run directory {root}, which is in use ({len(_contents(root))} entries)"
+    problem = f"the run directory {root}, which is in use ({len(_contents(root))} entries)"
     do = f"choose another --run.name (without one a new name is made), or {other_way}"
-    return Refusal(given, "a new or an empty directory", do).error()
+    return Refusal(problem, "a new or an empty directory", do).error()
 
 
 def _refuse_foreign(root: Path, config: CommonConfig) -> None:

@@ -84,8 +84,8 @@ class _Deadline:
         self._end = time.monotonic() + timeout_s
 
     def until(self, poll: Callable[[], T | None], describe: Callable[[], str]) -> T:
-        """Returns the value of `found` once it is not None. `what` describes what is waited for; `say` gets it when it
-        changes. Raises RoomFailed."""
+        """Returns the value of `poll` once it is not None. `describe` says what is waited for; `say` gets that text
+        when it changes. Raises RoomFailed."""
         message = ""
         patient_until = time.monotonic() + PATIENCE_S
         while (value := poll()) is None:
@@ -117,7 +117,7 @@ def _replicas(root: Path) -> list[RunPart]:
 
 
 def standing(root: Path, target: int) -> str:
-    """Says how many of the `wanted` replicas serve, and what the others do.
+    """Says how many of the `target` replicas serve, and what the others do.
 
     2 of 4 replicas serve; inference_2 catching up, inference_3 starting (it waits for a place in the cluster)
     """

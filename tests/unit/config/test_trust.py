@@ -79,10 +79,10 @@ def test_code_of_a_recorded_configuration_is_listed(write: Any, key: str, capfd:
 @pytest.mark.parametrize("key", HOSTILE)
 def test_the_command_that_continues_a_run_of_ones_own_runs(write: Any, key: str) -> None:
     root = Path(write(HOSTILE[key])[1]).parent
-    assert "--trust-config" in resume_command(root, own=True)
+    assert "--trust-config" in resume_command(root, trusted=True)
     assert "--trust-config" not in resume_command(root), "what is printed of a stranger's run does not consent"
     write({"written_by": {"environment": {"PYTHONPATH": "/evil"}}})
-    assert "--trust-config" not in resume_command(root, own=True)
+    assert "--trust-config" not in resume_command(root, trusted=True)
     assert "PYTHONPATH" not in resume_command(root), "where a stranger's modules are"
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trireme.core.own_packages import ENTRY, OWN, ROOT, hidden_modules, search
+from trireme.core.own_packages import ENTRY, OWN_PACKAGES, ROOT, hidden_modules, search
 
 REPOSITORY = ROOT.parent
 MODEL = ["@", str(REPOSITORY / "configs/quickstart.toml"), "--model.name", str(REPOSITORY / "assets/sort-base")]
@@ -18,7 +18,7 @@ LETTERS = "from orchestrator.envs.sort import SortDataset\n\n\nclass Letters(Sor
 @pytest.fixture
 def theirs(tmp_path: Path) -> Path:
     """A directory with an environment, and with modules that no process may import."""
-    for name in OWN:
+    for name in OWN_PACKAGES:
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('a module of the user')\n")
     (tmp_path / "letters.py").write_text(LETTERS)
     return tmp_path
@@ -72,7 +72,7 @@ def test_what_is_hidden_is_named(theirs: Path) -> None:
     (theirs / "service" / "__init__.py").touch()
     named = hidden_modules([str(theirs), str(ROOT), str(theirs)])
     assert [line.split(" is hidden")[0] for line in named] == [
-        *(str(theirs / f"{name}.py") for name in OWN),
+        *(str(theirs / f"{name}.py") for name in OWN_PACKAGES),
         str(theirs / "service/__init__.py"),
     ]
 

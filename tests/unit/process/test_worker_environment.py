@@ -12,7 +12,7 @@ import trireme
 from trireme.config import Config
 from trireme.config.run import RunConfig
 from trireme.core.errors import BadInput
-from trireme.process.worker_environment import ENTRY, OWN, WorkerEnvironment, modules_not_installed
+from trireme.process.worker_environment import ENTRY, OWN_PACKAGES, WorkerEnvironment, modules_not_installed
 
 TOKEN = "not-in-the-format-of-any-service"
 
@@ -112,7 +112,7 @@ class TestVariables:
 class TestCode:
     def test_this_project_travels_as_it_lies_outside_of_the_installed_packages(self) -> None:
         names = [path.name for path in modules_not_installed([])]
-        assert names == [ENTRY, *OWN]
+        assert names == [ENTRY, *OWN_PACKAGES]
         assert modules_not_installed([])[1] == Path(trireme.__file__).parent
 
     def test_what_the_configuration_names_and_what_that_imports(self, directory: Path) -> None:

@@ -128,8 +128,8 @@ def test_an_answer_is_read_back_with_what_ended_it(form: str) -> None:
     message, whole = renderer.parse_response(tokens)
     assert (message["content"], message["tokens"], whole) == ("It is 4", tokens, True)
     assert message.get("thinking") == ("Let me think." if form in THINKING else None)
-    assert renderer.ended(tokens)
-    assert not renderer.ended(tokens[:-1])
+    assert renderer.finished(tokens)
+    assert not renderer.finished(tokens[:-1])
     assert not renderer.parse_response(tokens[:-1])[1], "it was cut off"
     assert renderer.closed(tokens) == tokens
 

@@ -387,7 +387,7 @@ def test_in_role_colon_a_message_ends_where_another_begins(text: str, eos: bool,
     tokens = [*characters().encode(text), *[1] * eos]
     message, whole = renderer.parse_response(tokens)
     assert (message["content"], message["tokens"], whole) == (content, tokens, ended)
-    assert renderer.ended(tokens) is ended
+    assert renderer.finished(tokens) is ended
     assert renderer.stop_condition() == (1, "\n\nUser:", "\n\nSystem:", "\n\nTool:")
 
 

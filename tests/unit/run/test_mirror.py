@@ -40,7 +40,7 @@ def prune(driver: Driver, keep_last: int = 3, keep_every: int | None = None) -> 
 def test_a_commit_is_brought_when_it_is_there(url: str, tmp_path: Path) -> None:
     driver = Driver(url, tmp_path)
     notes: list[str] = []
-    with driver.remote.kept(driver.run, notes.append) as run:
+    with driver.remote.mirrored(driver.run, notes.append) as run:
         assert run.mirror
         run.checkout()
         driver.step(1, committed=True)
@@ -205,7 +205,7 @@ def test_a_new_attempt_is_not_half_there(url: str, tmp_path: Path, monkeypatch: 
 def test_a_failed_upload_is_an_incident_and_tried_again(url: str, server: Double, tmp_path: Path) -> None:
     driver = Driver(url, tmp_path)
     notes: list[str] = []
-    with driver.remote.kept(driver.run, notes.append) as run:
+    with driver.remote.mirrored(driver.run, notes.append) as run:
         run.checkout()
         server.refuses = lambda request: request.startswith("PUT") and "commits" in request
         driver.step(1, committed=True)
@@ -222,7 +222,7 @@ def test_a_failed_upload_is_an_incident_and_tried_again(url: str, server: Double
 
 def kept(driver: Driver, work: Callable[[RunDir], None]) -> None:
     """Does `work` as a run that is kept in the store."""
-    with driver.remote.kept(driver.run, driver.notes.append) as run:
+    with driver.remote.mirrored(driver.run, driver.notes.append) as run:
         run.checkout()
         work(run)
 

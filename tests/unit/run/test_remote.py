@@ -331,6 +331,6 @@ def test_the_claim_counts_if_only_its_answer_is_lost(url: str, tmp_path: Path, m
 
 def test_the_command_that_resumes_names_both_places(url: str, tmp_path: Path) -> None:
     driver = Driver(url, tmp_path)
-    words = shlex.split(resume_command(driver.run.root, own=True))
+    words = shlex.split(resume_command(driver.run.root, trusted=True))
     given = load(words[words.index("@") :], {}).config
     assert (given.run, given.resume.latest) == (driver.config.run, True)

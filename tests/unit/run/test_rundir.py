@@ -173,7 +173,7 @@ def test_the_resume_command_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("PYTHONPATH", raising=False)
     given = config(tmp_path / "with space")
     with open_run(given) as run:
-        words = shlex.split(resume_command(run.root, own=True))
+        words = shlex.split(resume_command(run.root, trusted=True))
     assert words[:3] == ["uv", "run", "rl"]
     with open_run(load(words[3:], {}).config) as again:
         assert (again.root, again.start.attempt) == (run.root, 2)
@@ -186,7 +186,7 @@ def test_the_resume_command_has_the_variables_of_the_run(tmp_path: Path, monkeyp
     monkeypatch.setenv("ANSWERER_KEY", "secret")
     with open_run(config(tmp_path)) as run:
         monkeypatch.delenv("PYTHONPATH")
-        command = resume_command(run.root, longer=300, own=True)
+        command = resume_command(run.root, longer=300, trusted=True)
     assert shlex.split(command)[0] == f"PYTHONPATH={tmp_path}{os.pathsep}{tmp_path}/my envs"
     assert command.endswith("--resume --max-steps 300")
     assert "secret" not in (run.root / "config.json").read_text()

@@ -14,8 +14,8 @@ from trireme.renderers.types import Message, ToolSpec
 SWITCH = "enable_thinking"
 NO_THINKING = re.compile(rf"(?:{THINK}\s*{THINK_END}\s*)?\Z")
 """The empty block at the end of a prompt that asks for an answer without thinking, if the template writes one."""
-ASKED: Message = {"role": "user", "content": "?"}
-ANSWERED: Message = {"role": "assistant", "content": MARK}
+QUESTION: Message = {"role": "user", "content": "?"}
+ANSWER: Message = {"role": "assistant", "content": MARK}
 
 
 class ChatTemplateRenderer(TextRenderer):
@@ -45,19 +45,19 @@ class ChatTemplateRenderer(TextRenderer):
         self._writes_thinking = "reasoning_content" in template
         self._reads_calls = CALL in template
         super().__init__(tokenizer, (), strip)
-        after = self.encode(self.text([ASKED, ANSWERED], (), False).partition(MARK)[2])
+        after = self.encode(self.text([QUESTION, ANSWER], (), False).partition(MARK)[2])
         special = set(tokenizer.get_added_vocab().values())
-        found = [*(token for token in after[:1] if token in special), tokenizer.eos_token_id]
-        self._stop = tuple(dict.fromkeys(token for token in found if token is not None))
+        candidates = [*(token for token in after[:1] if token in special), tokenizer.eos_token_id]
+        self._stop = tuple(dict.fromkeys(token for token in candidates if token is not None))
         if not self._stop:
             raise BadInput(
                 "renderer.name = chat_template with a tokenizer that has no end-of-sequence token, and a template that "
                 "puts no special token after the assistant's message; expected either: nothing else can end an answer"
             )
-        asked = self.text([ASKED], (), True)
-        self.thinking_is_open = asked.rstrip().endswith(THINK)
+        prompt = self.text([QUESTION], (), True)
+        self.thinking_is_open = prompt.rstrip().endswith(THINK)
         if enable_thinking is False:
-            self.no_thinking = "".join(NO_THINKING.findall(asked))
+            self.no_thinking = "".join(NO_THINKING.findall(prompt))
 
     def text(self, messages: Sequence[Message], tools: Sequence[ToolSpec], generate: bool) -> str:
         if self._writes_thinking:

@@ -28,14 +28,18 @@ class Qwen3Renderer(TextRenderer):
     """Writes Qwen3's format. Raises BadInput for a tokenizer that lacks one of its tokens."""
 
     def __init__(self, tokenizer: Any, strip: bool, enable_thinking: bool | None = None) -> None:
-        known = tokenizer.get_added_vocab()
-        missing = [token for token in (START, END) if token not in known]
+        vocabulary = tokenizer.get_added_vocab()
+        missing = [token for token in (START, END) if token not in vocabulary]
         if missing:
             raise BadInput(
                 f"renderer.name = qwen3 with a tokenizer that has no token {' and no '.join(missing)}; expected the "
                 "tokenizer of a Qwen3 model: set --renderer.name to chat_template or role_colon, or leave it out"
             )
-        ends = [known[END], tokenizer.eos_token_id, known.get(END_OF_TEXT)]  # these models also stop at the last one
+        ends = [
+            vocabulary[END],
+            tokenizer.eos_token_id,
+            vocabulary.get(END_OF_TEXT),
+        ]  # these models also stop at the last one
         super().__init__(tokenizer, [end for end in ends if end is not None], strip)
         if enable_thinking is False:
             self.no_thinking = thinking_block("")
@@ -70,12 +74,12 @@ class Qwen3Renderer(TextRenderer):
 def _opening(messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
     """Writes the system's message, which also lists the tools."""
     if messages[0]["role"] == "system":
-        said = [messages[0]["content"]]
+        parts = [messages[0]["content"]]
     else:
-        said = []
-    said += [describe_tools(tools)] if tools else []
-    if said:
-        return f"{START}system\n" + "\n\n".join(said) + f"{END}\n"
+        parts = []
+    parts += [describe_tools(tools)] if tools else []
+    if parts:
+        return f"{START}system\n" + "\n\n".join(parts) + f"{END}\n"
     return ""
 
 

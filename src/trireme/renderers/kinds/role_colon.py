@@ -12,7 +12,7 @@ from trireme.renderers.base import TextRenderer
 from trireme.renderers.qwen_tags import describe_tools, thinking_block, with_tool_calls
 from trireme.renderers.types import Message, ToolSpec
 
-OTHERS = ("User", "System", "Tool")
+OTHER_SPEAKERS = ("User", "System", "Tool")
 
 
 class RoleColonRenderer(TextRenderer):
@@ -25,7 +25,7 @@ class RoleColonRenderer(TextRenderer):
     sequence, and for `enable_thinking`.
     """
 
-    stop_strings = tuple(f"\n\n{speaker}:" for speaker in OTHERS)
+    stop_strings = tuple(f"\n\n{speaker}:" for speaker in OTHER_SPEAKERS)
 
     def __init__(self, tokenizer: Any, strip: bool, enable_thinking: bool | None = None) -> None:
         if enable_thinking is not None:
@@ -43,12 +43,12 @@ class RoleColonRenderer(TextRenderer):
 
     def text(self, messages: Sequence[Message], tools: Sequence[ToolSpec], generate: bool) -> str:
         boundary = self.thinking_from(messages, generate)
-        said = [self._said(message, i >= boundary) for i, message in enumerate(messages)]
+        parts = [self._message_text(message, i >= boundary) for i, message in enumerate(messages)]
         if tools:
-            said.insert(0, f"System: {describe_tools(tools)}")
-        return "\n\n".join([*said, "Assistant:"] if generate else said)
+            parts.insert(0, f"System: {describe_tools(tools)}")
+        return "\n\n".join([*parts, "Assistant:"] if generate else parts)
 
-    def _said(self, message: Message, shows_thinking: bool) -> str:
+    def _message_text(self, message: Message, shows_thinking: bool) -> str:
         speaker = message["role"].capitalize()
         if speaker != "Assistant":
             return f"{speaker}: {message['content']}"
@@ -60,16 +60,16 @@ class RoleColonRenderer(TextRenderer):
         calls = with_tool_calls(message["content"], message.get("tool_calls", ()))
         return f"{speaker}: {block}{calls}{self._end}"
 
-    def _followed_by(self, own: list[int], after: str) -> list[int]:
-        begun = self._next_speaker(own)
+    def _followed_by(self, sampled: list[int], after: str) -> list[int]:
+        begun = self._next_speaker(sampled)
         rest = after.removeprefix(self._end)
         if begun and rest.startswith(begun):
-            return own + self.encode(rest.removeprefix(begun))
-        return super()._followed_by(self.closed(own), after)
+            return sampled + self.encode(rest.removeprefix(begun))
+        return super()._followed_by(self.closed(sampled), after)
 
-    def _next_speaker(self, own: list[int]) -> str:
+    def _next_speaker(self, sampled: list[int]) -> str:
         """Returns the text of a sampled message from the string on that ended it."""
-        text = str(self._tokenizer.decode(own))
+        text = str(self._tokenizer.decode(sampled))
         place = first_of(self.stop_strings, text)
         if place is None:
             return ""
@@ -78,13 +78,13 @@ class RoleColonRenderer(TextRenderer):
     def closed(self, tokens: Sequence[int]) -> list[int]:
         """See `Renderer`. A token that holds the end of the message and the beginning of the string stays whole, since
         splitting it would tokenise sampled text again."""
-        own = list(tokens)
-        begun = self._next_speaker(own)
+        sampled = list(tokens)
+        begun = self._next_speaker(sampled)
         if not begun:
-            return own
-        length = len(self._tokenizer.decode(own)) - len(begun)
-        kept = bisect_left(range(len(own)), length, key=lambda n: len(self._tokenizer.decode(own[:n])))
-        return [*own[:kept], self._tokenizer.eos_token_id]
+            return sampled
+        length = len(self._tokenizer.decode(sampled)) - len(begun)
+        cut = bisect_left(range(len(sampled)), length, key=lambda n: len(self._tokenizer.decode(sampled[:n])))
+        return [*sampled[:cut], self._tokenizer.eos_token_id]
 
     def parse_text(self, text: str) -> tuple[Message, bool]:
         """Reads a message without the space after the colon."""
