@@ -111,7 +111,7 @@ def play(client: Any, model: Path, shape: Shape, groups: int) -> OverRay:
     from trireme.process import waits
 
     def used() -> tuple[float, int, int]:
-        usage: tuple[float, int, int] = waits.get(client.handle.used.remote(), who="the replica", timeout_s=START_S)
+        usage: tuple[float, int, int] = waits.get(client.handle.used.remote(), owner="the replica", timeout_s=START_S)
         return usage
 
     pipeline = make_pipeline(client, model, shape, groups)

@@ -110,7 +110,7 @@ def trainer(model: Path, temp_dir: Path) -> Iterator[TrainerHandle]:
     )
     group = TrainerHandle.start(config, [{"num_cpus": 1}] * SHARDS, None)
     refs, names = group.ready_refs()
-    waits.get_all(refs, who=names, timeout_s=DEADLINE_S)
+    waits.get_all(refs, owners=names, timeout_s=DEADLINE_S)
     yield group
     group.stop()
     ray.shutdown()

@@ -232,7 +232,7 @@ def ray_replica() -> Iterator[Any]:
     with tempfile.TemporaryDirectory(prefix="bench-") as directory:
         ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, _temp_dir=directory)
         actor = ray.remote(ReadyActor).options(max_concurrency=MAX_CALLS, num_cpus=0).remote()
-        waits.get(actor.abort.remote([]), who="the replica", timeout_s=START_S)
+        waits.get(actor.abort.remote([]), owner="the replica", timeout_s=START_S)
         pin({ORCHESTRATOR_CORE})
         yield RayReplica(actor, ReadyAnswers.name, None, START_S, START_S, gathers=True)
         ray.shutdown()

@@ -115,7 +115,7 @@ def rooms(cfg: Config, directory: Path) -> Iterator[tuple[TrainerHandle, Inferen
     try:
         for group in (shards, replicas):
             refs, names = group.ready_refs()
-            waits.get_all(refs, who=names, timeout_s=DEADLINE_S)
+            waits.get_all(refs, owners=names, timeout_s=DEADLINE_S)
         yield shards, replicas
     finally:
         replicas.stop()

@@ -258,7 +258,7 @@ def until_ready(group: Any, started: float, then: Callable[[], object]) -> float
     from trireme.process import waits
 
     refs, names = group.ready_refs()
-    waits.get_all(refs, who=names, timeout_s=DEADLINE_S)
+    waits.get_all(refs, owners=names, timeout_s=DEADLINE_S)
     then()
     seconds = time.monotonic() - started
     group.stop()

@@ -100,7 +100,7 @@ class RayReplica:
 
     async def _get(self, awaitable: Awaitable[Value], doing: str, timeout_s: float | None = None) -> Value:
         limit = self.update_s if timeout_s is None else timeout_s
-        return await get_async(awaitable, who=f"{self.name}, {doing}", timeout_s=limit, log=self.log)
+        return await get_async(awaitable, owner=f"{self.name}, {doing}", timeout_s=limit, log=self.log)
 
 
 class InferenceHandle:
@@ -249,7 +249,7 @@ class InferenceHandle:
             ray.kill(handle)  # its engine process, if it has one, dies with it
         stopping = [handle.stop.remote() for handle in started.values()]
         with suppress(RoomFailed):  # dead or hanging ones are killed below
-            get_all(stopping, who=[self.name(index) for index in started], timeout_s=STOP_S, log=self.log_dir)
+            get_all(stopping, owners=[self.name(index) for index in started], timeout_s=STOP_S, log=self.log_dir)
         for handle in started.values():
             ray.kill(handle)
 

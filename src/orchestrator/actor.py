@@ -87,7 +87,7 @@ class OrchestratorActor:
         from trireme.process.waits import get_async  # here, because code that only builds a pipeline needs no Ray
 
         limit_s = self._config.update_deadline_s
-        reports = get_async(update[0], who=f"replica set (the update to version {version})", timeout_s=limit_s)
+        reports = get_async(update[0], owner=f"replica set (the update to version {version})", timeout_s=limit_s)
         await self._pipeline.begin_version(version, reports)
 
     async def next_minibatch(self, step: int, substep: int) -> Minibatch:

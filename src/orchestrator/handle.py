@@ -136,7 +136,7 @@ class OrchestratorHandle:
         if waits.ready({self._started: "orchestrator"}, 0):
             with suppress(TriremeError):  # it is dead or hangs already
                 limit_s = STOP_S + end_deadline_s(self._config)
-                waits.get(self._actor.stop.remote(), who="orchestrator (its end)", timeout_s=limit_s, log=self._log)
+                waits.get(self._actor.stop.remote(), owner="orchestrator (its end)", timeout_s=limit_s, log=self._log)
         ray.kill(self._actor)
 
     def _wait(
@@ -156,4 +156,4 @@ class OrchestratorHandle:
 
         who = [f"orchestrator ({what})"]
         limit_s = timeout_s + ANSWER_S
-        return waits.get_all([ref], who=who, timeout_s=limit_s, log=self._log, on_tick=tick)[0]
+        return waits.get_all([ref], owners=who, timeout_s=limit_s, log=self._log, on_tick=tick)[0]

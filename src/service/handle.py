@@ -130,13 +130,13 @@ class ServiceHandle:
         when it is lost."""
         limit_s = self._config.timeouts.start_s
         self._roster.set(PART, PartHealth.STARTING, pids=(), successor=again)
-        url = waits.get(self._actor.start.remote(), who=WHO, timeout_s=limit_s, log=self._log)
+        url = waits.get(self._actor.start.remote(), owner=WHO, timeout_s=limit_s, log=self._log)
         with self._lock:
             if again and self._source:
                 self._actor.follow.remote(self._source)
         self._say(f"{WHO} answers at {url}")
         while True:
-            beat = waits.get(self._actor.heartbeat.remote(), who=WHO, timeout_s=ANSWER_S, log=self._log)
+            beat = waits.get(self._actor.heartbeat.remote(), owner=WHO, timeout_s=ANSWER_S, log=self._log)
             self._roster.set(PART, PartHealth.HEALTHY, pids=beat.pids, node=beat.node)
             if self._ending.wait(LOOK_S):
                 return
@@ -152,6 +152,6 @@ class ServiceHandle:
         with self._lock:  # from now on there is no other one
             actor = self._actor
         with suppress(TriremeError):  # it is dead or hangs already
-            waits.get(actor.stop.remote(), who=WHO, timeout_s=STOP_S, log=self._log)
+            waits.get(actor.stop.remote(), owner=WHO, timeout_s=STOP_S, log=self._log)
         ray.kill(actor)
         self._thread.join(LOOK_S + ANSWER_S)

@@ -110,7 +110,7 @@ class ShardActor:
     def _fetch(self, reference: Any, owner: str) -> Any:
         who = f"{owner} (a part of a batch)"
         with trace.span("fetch_part"):
-            return waits.get(reference, who=who, timeout_s=self._config.timeouts.step_s)
+            return waits.get(reference, owner=who, timeout_s=self._config.timeouts.step_s)
 
     @ray.method(concurrency_group="save")
     def finish_save(self, path: Path, _begun: None) -> list[FileRecord]:
@@ -129,7 +129,7 @@ class ShardActor:
         try:
             with trace.span("save_weights", "saving weights"):
                 opening = transport.make_receiver().open(published.source)
-                buckets = asyncio.run(waits.get_async(opening, who=who, timeout_s=timeout_s))
+                buckets = asyncio.run(waits.get_async(opening, owner=who, timeout_s=timeout_s))
                 manifest = published.manifest
                 return self._shard.save_weights(path, manifest.entries, buckets, manifest.adapter)
         finally:

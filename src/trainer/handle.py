@@ -189,7 +189,7 @@ class TrainerHandle:
         return StoredBatch.store(batch.lengths, batch.sequences, batch.take, self._assign)
 
     def _fetch(self, reference: Any, owner: str) -> Any:
-        return waits.get(reference, who=f"{owner} (a part of a batch)", timeout_s=self._timeouts.step_s)
+        return waits.get(reference, owner=f"{owner} (a part of a batch)", timeout_s=self._timeouts.step_s)
 
     def update_reference(self) -> None:
         """Copies the policy to the reference; see `trainer.kl.reference.update_every`."""
@@ -300,7 +300,9 @@ class TrainerHandle:
     def _wait(self, verb: str, refs_R: Sequence[Any], timeout_s: float | None = None) -> list[Any]:
         said = waits.LongWait(verb.replace("_", " "), PROGRESS_S)
         try:
-            return waits.get_all(refs_R, who=self._names_R, timeout_s=timeout_s or self._timeouts.step_s, on_tick=said)
+            return waits.get_all(
+                refs_R, owners=self._names_R, timeout_s=timeout_s or self._timeouts.step_s, on_tick=said
+            )
         except RoomFailed as error:
             raise self._inquest(verb, error, refs_R) from error.__cause__
 
@@ -337,7 +339,7 @@ class TrainerHandle:
         deadline = time.monotonic() + INQUEST_S
         for rank, ref in refs.items():
             try:
-                yield rank, waits.get(ref, who=self._names_R[rank], timeout_s=max(deadline - time.monotonic(), 0.1))
+                yield rank, waits.get(ref, owner=self._names_R[rank], timeout_s=max(deadline - time.monotonic(), 0.1))
             except RoomFailed as error:
                 yield rank, error
 

@@ -179,7 +179,7 @@ def start_rooms(
     rooms = {}
     for name, group in groups.items():
         references, who = group.ready_refs()
-        (health,) = get_all(references, who=who, timeout_s=START_S, log=directory / "logs" / name)
+        (health,) = get_all(references, owners=who, timeout_s=START_S, log=directory / "logs" / name)
         rooms[name] = Room(*kinds[name], group, group.router_factory(group.replica_set())(), health.engine_pid)
     return rooms
 
@@ -195,7 +195,7 @@ def start_pair(directory: Path) -> tuple[InferenceHandle, dict[str, Room]]:
     replicas = {i: actor.remote(config, i, directory / "logs" / "pair") for i, config in enumerate(configs.values())}
     group = InferenceHandle(configs["drain"], replicas, directory / "logs" / "pair", dict.fromkeys(replicas, options))
     references, who = group.ready_refs()
-    pids = [health.engine_pid for health in get_all(references, who=who, timeout_s=START_S)]
+    pids = [health.engine_pid for health in get_all(references, owners=who, timeout_s=START_S)]
     clients = {i: RayReplica(handle, f"replica {i}", None, 120, 60, gathers=True) for i, handle in replicas.items()}
     members = {"keep_kv": [0], "drain": [1], "both": [0, 1]}
     routers = {name: router_of({i: clients[i] for i in chosen}) for name, chosen in members.items()}
@@ -217,7 +217,7 @@ def make_config(model: Path, deterministic: bool, **inference: Any) -> Config:
 
 
 def health(room: Room) -> Any:
-    return get(room.group.replicas[0].health.remote(), who="replica", timeout_s=60)
+    return get(room.group.replicas[0].health.remote(), owner="replica", timeout_s=60)
 
 
 def asked_of(room: Room, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list[SampleRequest]]:

@@ -31,7 +31,7 @@ STAY = AdamParams(learning_rate=0.0)
 
 
 def fetch(reference: Any, owner: str) -> Any:
-    return waits.get(reference, who=owner, timeout_s=30)
+    return waits.get(reference, owner=owner, timeout_s=30)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def rooms(tmp_path_factory: pytest.TempPathFactory, ray_cluster: str) -> Iterato
     )
     started = [room.ready_refs() for room in (trainer, orchestrator)]
     refs, names = ([item for room in started for item in room[part]] for part in (0, 1))
-    waits.get_all(refs, who=names, timeout_s=240)
+    waits.get_all(refs, owners=names, timeout_s=240)
     update(orchestrator, 0)
     yield trainer, orchestrator
     trainer.stop()

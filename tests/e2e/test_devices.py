@@ -50,7 +50,7 @@ def test_an_actor_sees_the_gpus_that_it_has_and_no_others(actor: Callable[..., A
     }
     actors = [actor(*kind) for kind in kinds.values()]
     seen = [each.__ray_call__.remote(lambda _self: os.environ.get(VISIBLE)) for each in actors]
-    found = dict(zip(kinds, get_all(seen, who=list(kinds), timeout_s=START_S), strict=True))
+    found = dict(zip(kinds, get_all(seen, owners=list(kinds), timeout_s=START_S), strict=True))
     assert [found[name] for name in ("replica", "orchestrator")] == ["", ""]
     given = f"{found['replica on GPUs']},{found['shard on a GPU']}".split(",")
     assert len(set(given)) == 3
@@ -63,7 +63,7 @@ def test_a_replica_that_is_to_compute_on_a_gpu_computes_nowhere_else(actor: Call
     on_gpus = config.model_copy(update={"cluster": config.cluster.model_copy(update={"device": "gpu"})})
     replica = actor(ReplicaActor, 1, on_gpus, 0, None)
     with pytest.raises(BadInput, match=r"in inference replica 0 on .*CUDA_VISIBLE_DEVICES is '\d'; torch\.cuda says"):
-        get(replica.start.remote(), who="the replica", timeout_s=START_S)
+        get(replica.start.remote(), owner="the replica", timeout_s=START_S)
 
 
 def test_shards_that_are_to_compute_on_gpus_compute_nowhere_else(ray_cluster: str, tmp_path: Path) -> None:

@@ -255,7 +255,7 @@ async def test_a_replica_answers_whoever_asks_however_many_requests_it_has(pair:
         running += begin(room, [request(f"call {i}", prompt_of(5), 1000)])
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-    await asyncio.to_thread(get, room.group.heartbeat_ref(1), who="the replica", timeout_s=60)
+    await asyncio.to_thread(get, room.group.heartbeat_ref(1), owner="the replica", timeout_s=60)
     assert sum(task.done() for task in running) < 100
     for task in running:
         task.cancel()
@@ -493,8 +493,8 @@ def test_what_a_lost_replica_has_begun_is_finished_by_the_other(
         assert told[1:-1] in ([], [(newest, True)]), "on the keys and values of the version before"
 
     async def is_drained() -> list[Any]:
-        successor = get(group.replace(0, same_actor=True), who="the successor", timeout_s=START_S)
-        pids = get(group.heartbeat_ref(0), who="the successor", timeout_s=60).pids
+        successor = get(group.replace(0, same_actor=True), owner="the successor", timeout_s=START_S)
+        pids = get(group.heartbeat_ref(0), owner="the successor", timeout_s=60).pids
         assert pids == (actor, successor.engine_pid), "the same actor has another engine"
         assert successor.engine_pid != room.engine_pid
         await router.source.join(0, group.client(0))
@@ -513,7 +513,7 @@ def test_what_a_lost_replica_has_begun_is_finished_by_the_other(
         running = begin(room, [request(f"actor {i}", prompt, 900, seed=i) for i, prompt in enumerate(prompts)])
         await asyncio.gather(*(some_tokens_later(room, f"probe actor {i}") for i in range(2)))
         await asyncio.sleep(0.3)
-        heartbeat = get(group.heartbeat_ref(1), who="the other replica", timeout_s=60)
+        heartbeat = get(group.heartbeat_ref(1), owner="the other replica", timeout_s=60)
         assert heartbeat.behind_s < 30
         os.kill(heartbeat.pids[0], signal.SIGKILL)
         return await asyncio.gather(*running)

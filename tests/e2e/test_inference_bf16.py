@@ -41,13 +41,13 @@ class Rounded:
         config = config.model_copy(update={"model": of_model})
         self.group = InferenceHandle.start(config, [options], directory / "logs")
         references, who = self.group.ready_refs()
-        get_all(references, who=who, timeout_s=START_S, log=directory / "logs")
+        get_all(references, owners=who, timeout_s=START_S, log=directory / "logs")
         self.begin_again()
 
     def begin_again(self) -> None:
         """Begins a run on the same engine, whatever it refused before: its next update is the first."""
         replica = self.group.replicas[0]
-        get(replica.__ray_call__.remote(lambda self: setattr(self, "broken", None)), who="replica", timeout_s=60)
+        get(replica.__ray_call__.remote(lambda self: setattr(self, "broken", None)), owner="replica", timeout_s=60)
         self.router = self.group.router_factory(self.group.replica_set())()
 
     def next_model(self) -> Any:
@@ -94,7 +94,7 @@ class Rounded:
             if not compared:
                 replica.proof.check = lambda manifest, answers: None
 
-        get(self.group.replicas[0].__ray_call__.remote(change), who="replica", timeout_s=60)
+        get(self.group.replicas[0].__ray_call__.remote(change), owner="replica", timeout_s=60)
 
 
 @pytest.mark.long  # in float32: test_loaded.py; updates in bfloat16: test_transports.py

@@ -114,7 +114,7 @@ def start_rooms(kinds: dict[str, Any], directory: Path, ranks: int = 1) -> dict[
     for name, group in groups.items():
         family, tied, _, lora = kinds[name]
         references, who = group.ready_refs()
-        (ready,) = get_all(references, who=who, timeout_s=START_S, log=directory / "logs" / name)
+        (ready,) = get_all(references, owners=who, timeout_s=START_S, log=directory / "logs" / name)
         options_of = LoraConfig.model_validate(lora)
         router = group.router_factory(group.replica_set())()
         started[name] = AdapterRoom(
@@ -264,7 +264,7 @@ async def test_an_adapter_that_changes_after_it_was_loaded_is_refused_by_its_ten
     with pytest.raises(WeightsRefused, match=r"other values than were published of \S+down_proj.lora_B\S+ \(rank 0\)"):
         await room.update()
     replica = room.group.replicas[0]
-    get(replica.__ray_call__.remote(lambda self: setattr(self, "broken", None)), who="replica", timeout_s=60)
+    get(replica.__ray_call__.remote(lambda self: setattr(self, "broken", None)), owner="replica", timeout_s=60)
     room.router = room.group.router_factory(room.group.replica_set())()
 
 

@@ -110,7 +110,7 @@ def prepare(room: Room, at_first: bool, compared: bool) -> None:
         if not compared:
             replica.proof.check = lambda manifest, answers: None
 
-    get(room.group.replicas[0].__ray_call__.remote(forget), who="replica", timeout_s=60)
+    get(room.group.replicas[0].__ray_call__.remote(forget), owner="replica", timeout_s=60)
 
 
 async def outcomes(room: Room, kind: str, tries: Tries) -> dict[tuple[Fault, bool, bool], str]:

@@ -56,7 +56,7 @@ def start(
 
 def wait_ready(handle: OrchestratorHandle) -> None:
     refs, names = handle.ready_refs()
-    waits.get_all(refs, who=names, timeout_s=60)
+    waits.get_all(refs, owners=names, timeout_s=60)
 
 
 @pytest.fixture(scope="module")

@@ -74,7 +74,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[], ReplicaSetHandle]]:
     def start() -> ReplicaSetHandle:
         started.append(ReplicaSetHandle(small(), tmp_path))
         refs, who = started[-1].ready_refs()
-        waits.get_all(refs, who=who, timeout_s=WAIT_S)
+        waits.get_all(refs, owners=who, timeout_s=WAIT_S)
         return started[-1]
 
     yield start
@@ -85,7 +85,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[], ReplicaSetHandle]]:
 
 
 async def answer(ref: Any) -> Any:
-    return await waits.get_async(ref, who="the replica set", timeout_s=WAIT_S)
+    return await waits.get_async(ref, owner="the replica set", timeout_s=WAIT_S)
 
 
 async def sampled_by(router: Router, name: str) -> int:

@@ -36,7 +36,7 @@ def replica(family: str, directory: Path) -> Iterator[Room]:
     options = {"num_cpus": RANKS, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}}}
     group = InferenceHandle.start(config, [options], directory / "logs")
     references, who = group.ready_refs()
-    (info,) = get_all(references, who=who, timeout_s=START_S, log=directory / "logs")
+    (info,) = get_all(references, owners=who, timeout_s=START_S, log=directory / "logs")
     try:
         assert not {name for name in set(os.listdir("/dev/shm")) - shared_memory if name.startswith("psm_")}
         yield Room(
@@ -53,7 +53,7 @@ def replica(family: str, directory: Path) -> Iterator[Room]:
 
 def processes(room: Room) -> tuple[int, ...]:
     """The actor, the engine, the ranks."""
-    pids: tuple[int, ...] = get(room.group.heartbeat_ref(0), who="the replica", timeout_s=60).pids
+    pids: tuple[int, ...] = get(room.group.heartbeat_ref(0), owner="the replica", timeout_s=60).pids
     assert len(set(pids)) == 2 + RANKS
     return pids
 
@@ -64,7 +64,7 @@ def assert_gone(pids: Sequence[int]) -> None:
 
 
 def replace(room: Room) -> tuple[int, ...]:
-    get(room.group.replace(0, same_actor=True), who="the successor", timeout_s=START_S)
+    get(room.group.replace(0, same_actor=True), owner="the successor", timeout_s=START_S)
     return processes(room)
 
 

@@ -41,13 +41,13 @@ def models(tmp_path_factory):
 
 def ready(group):
     refs, names = group.ready_refs()
-    waits.get_all(refs, who=names, timeout_s=START_S)
+    waits.get_all(refs, owners=names, timeout_s=START_S)
     return group
 
 
 def state(weights):
     """The published tensors, by name, after the receiver's check."""
-    buckets = [waits.get(ref, who="a bucket", timeout_s=30) for ref in weights.source]
+    buckets = [waits.get(ref, owner="a bucket", timeout_s=30) for ref in weights.source]
     check_received(weights.manifest, buckets)
     return {
         e.name: torch.from_numpy(buckets[e.bucket][e.offset : e.offset + e.nbytes].copy())
@@ -328,7 +328,7 @@ def arm(group, rank, faults):
     """Arms fault points in the process of one shard."""
     environment = {"TRIREME_FAULTS": faults}
     call = group._actors_R[rank].__ray_call__.remote(lambda self: (os.environ.update(environment), os.getpid())[1])
-    return waits.get(call, who="the shard to be armed", timeout_s=30)
+    return waits.get(call, owner="the shard to be armed", timeout_s=30)
 
 
 # The four that follow end the groups they use: they stay last.
@@ -369,7 +369,7 @@ def test_a_shard_that_others_wait_for_in_a_collective_is_named_before_the_deadli
     group._timeouts = group._timeouts.model_copy(update={"step_s": 60.0, "collective_s": 2.0})
     for rank in (0, 2):
         limited = group._actors_R[rank].__ray_call__.remote(lambda self: self._shard._mesh.limit_collectives(2.0))
-        waits.get(limited, who=f"shard {rank}, with another limit", timeout_s=30)
+        waits.get(limited, owner=f"shard {rank}, with another limit", timeout_s=30)
     stopped = arm(group, 1, "")
     os.kill(stopped, signal.SIGSTOP)
     with pytest.raises(RoomFailed, match=r"forward_backward: a collective exceeded timeouts.collective_s = 2") as hung:

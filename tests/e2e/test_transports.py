@@ -119,7 +119,7 @@ class Rooms:
     def in_shards(self, function: Callable[[Any], Any]) -> list[Any]:
         """Returns what `function` returns for the actor of each shard."""
         asked = [actor.__ray_call__.remote(function) for actor in self.trainer._actors_R]
-        return get_all(asked, who=["a shard"] * len(asked), timeout_s=60)
+        return get_all(asked, owners=["a shard"] * len(asked), timeout_s=60)
 
     async def run(self, updates: int, *, joins_at: int | None = None) -> None:
         """Trains and publishes, and replaces what is lost; then a shard dies in the middle of a version."""
@@ -173,7 +173,7 @@ class Rooms:
         return sent
 
     async def _join(self, index: int, who: str) -> None:
-        await asyncio.to_thread(get, self.replicas.ready_ref(index), who=who, timeout_s=START_S)
+        await asyncio.to_thread(get, self.replicas.ready_ref(index), owner=who, timeout_s=START_S)
         await self.router.source.join(index, self.replicas.client(index))
 
     async def _lose_a_shard(self, version: int) -> None:
@@ -185,7 +185,7 @@ class Rooms:
             assert now - before <= 1, "of the last group"
         assert self._wires() <= Counter((server, replica) for replica, server in self.servers.items())
         last = self.trainer._actors_R[-1]
-        get(last.__ray_call__.remote(die_in_between), who="a shard", timeout_s=60)
+        get(last.__ray_call__.remote(die_in_between), owner="a shard", timeout_s=60)
         with pytest.raises(RoomFailed, match=f"trainer shard {len(self.trainer._actors_R) - 1}"):
             await asyncio.to_thread(self.trainer.publish_weights, version)
         requests = [request(f"r{i}", prompt_of(6, i), 8) for i in range(4 * len(self.replicas.indices))]
@@ -211,12 +211,12 @@ class Rooms:
 
     def pids(self, index: int) -> Sequence[int]:
         """Returns the processes of a replica, its actor's first."""
-        return list(get(self.replicas.heartbeat_ref(index), who="a replica", timeout_s=60).pids)
+        return list(get(self.replicas.heartbeat_ref(index), owner="a replica", timeout_s=60).pids)
 
 
 def await_start(rooms: TrainerHandle | InferenceHandle) -> None:
     references, who = rooms.ready_refs()
-    get_all(references, who=who, timeout_s=START_S)
+    get_all(references, owners=who, timeout_s=START_S)
 
 
 def listening(pids: Collection[int]) -> set[int]:

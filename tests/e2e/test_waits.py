@@ -40,20 +40,20 @@ class Room:
 def test_a_hanging_room_is_named_at_the_deadline() -> None:
     room = Room.remote()
     with pytest.raises(RoomFailed, match=r"waited 1 s for trainer shard 0.*its log: logs/x"):
-        waits.get(room.hang.remote(), who="trainer shard 0", timeout_s=1, log=Path("logs/x"))
+        waits.get(room.hang.remote(), owner="trainer shard 0", timeout_s=1, log=Path("logs/x"))
     ray.kill(room)
 
 
 def test_a_raising_room_shows_its_traceback() -> None:
     room = Room.remote()
     with pytest.raises(RoomFailed, match=r"(?s)shard 1 raised ValueError: a wrong value.*in crash"):
-        waits.get(room.crash.remote(), who="shard 1", timeout_s=60)
+        waits.get(room.crash.remote(), owner="shard 1", timeout_s=60)
 
 
 def test_errors_of_ours_cross_unchanged() -> None:
     room = Room.remote()
     with pytest.raises(LimitReached, match="enough"):
-        waits.get(room.stop_by_limit.remote(), who="orchestrator", timeout_s=60)
+        waits.get(room.stop_by_limit.remote(), owner="orchestrator", timeout_s=60)
 
 
 @pytest.mark.parametrize(
@@ -62,18 +62,18 @@ def test_errors_of_ours_cross_unchanged() -> None:
 )
 def test_a_room_that_says_itself_what_failed_is_shown_with_its_log(why: str, expected: str) -> None:
     with pytest.raises(RoomFailed) as raised:
-        waits.get(Room.remote().fail.remote(why), who="replica 0", timeout_s=60, log=Path("logs/x"))
+        waits.get(Room.remote().fail.remote(why), owner="replica 0", timeout_s=60, log=Path("logs/x"))
     assert str(raised.value) == expected
 
 
 def test_one_dead_room_ends_the_wait_for_the_others() -> None:
     """The others may hang in a collective for ever: the first failure is the answer."""
     healthy, dying = Room.remote(), Room.remote()
-    pid = waits.get(dying.pid.remote(), who="dying", timeout_s=60)
+    pid = waits.get(dying.pid.remote(), owner="dying", timeout_s=60)
     refs = [healthy.hang.remote(), dying.hang.remote()]
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(RoomFailed, match=f"^shard 1 died: process {pid} was killed or crashed, or ran out of memory$"):
-        waits.get_all(refs, who=["shard 0", "shard 1"], timeout_s=60)
+        waits.get_all(refs, owners=["shard 0", "shard 1"], timeout_s=60)
     ray.kill(healthy)
 
 
@@ -89,7 +89,7 @@ class Unmade:
 def test_an_actor_whose_making_raises_has_not_died() -> None:
     """Making it again would raise the same again."""
     with pytest.raises(RoomFailed, match="ValueError: no such file") as raised:
-        waits.get(Unmade.remote().pid.remote(), who="shard 0", timeout_s=60)
+        waits.get(Unmade.remote().pid.remote(), owner="shard 0", timeout_s=60)
     assert not waits.died(raised.value)
     assert "\x1b" not in str(raised.value)
 
@@ -99,7 +99,7 @@ def test_ray_would_print_a_page_for_a_process_that_was_killed(tmp_path: Path, mo
     printed: Queue[dict[str, Any]] = Queue()
     monkeypatch.setattr(ray._private.worker, "print_to_stdstream", lambda data, ignore_prefix: printed.put(data))
     room = Room.remote()
-    pid = waits.get(room.pid.remote(), who="room", timeout_s=60)
+    pid = waits.get(room.pid.remote(), owner="room", timeout_s=60)
     room.hang.remote(tmp_path / "at work")
     while not (tmp_path / "at work").exists():  # Ray prints of those only that are
         time.sleep(0.05)

@@ -51,7 +51,7 @@ class RemoteSet:
     async def table(self, after: Number, wait_s: float) -> Table:
         """Returns the newest table (`ReplicaSet.table`), within `wait_s` and ANSWER_S seconds."""
         answer = self.actor.table.remote(after, wait_s)
-        table: Table = await waits.get_async(answer, who=f"{WHO} (its table)", timeout_s=wait_s + ANSWER_S)
+        table: Table = await waits.get_async(answer, owner=f"{WHO} (its table)", timeout_s=wait_s + ANSWER_S)
         return table
 
     async def _read(self, take: Callable[[Table], object]) -> None:
@@ -114,7 +114,7 @@ class ReplicaSetHandle:
         who = f"{WHO} (which replicas are ready for new weights)"
         limit_s = offer.ready_s + ANSWER_S
         try:
-            answer: Session = waits.get(self.actor.offer.remote(offer), who=who, timeout_s=limit_s, log=self._log)
+            answer: Session = waits.get(self.actor.offer.remote(offer), owner=who, timeout_s=limit_s, log=self._log)
         except RoomFailed as failure:
             if failure.__cause__ and not waits.died(failure):
                 raise

@@ -76,7 +76,7 @@ class Bucket:
             ).error() from None
 
     @contextmanager
-    def _asked(self, key: str) -> Iterator[None]:
+    def _storage_errors(self, key: str) -> Iterator[None]:
         """Turns an error of the block into StorageFailed, but for a refused condition."""
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
@@ -94,10 +94,10 @@ class Bucket:
         """Returns the contents of an object and its tag; None if there is none."""
         import obstore
 
-        with self._asked(key):
+        with self._storage_errors(key):
             try:
-                found = obstore.get(self._store, key)
-                return bytes(found.bytes()), str(found.meta["e_tag"])
+                result = obstore.get(self._store, key)
+                return bytes(result.bytes()), str(result.meta["e_tag"])
             except FileNotFoundError:
                 return None
 
@@ -105,7 +105,7 @@ class Bucket:
         """Returns the tag of an object, which changes with its contents; None if there is none."""
         import obstore
 
-        with self._asked(key):
+        with self._storage_errors(key):
             try:
                 return str(obstore.head(self._store, key)["e_tag"])
             except FileNotFoundError:
@@ -115,7 +115,7 @@ class Bucket:
         """Puts an object, whole or not at all; a file travels in parts."""
         import obstore
 
-        with self._asked(key):
+        with self._storage_errors(key):
             obstore.put(self._store, key, contents, chunk_size=PIECE_BYTES)
 
     def swap(self, key: str, contents: bytes, tag: str | None) -> str:
@@ -123,7 +123,7 @@ class Bucket:
         another one by now."""
         import obstore
 
-        with self._asked(key):
+        with self._storage_errors(key):
             put = obstore.put(
                 self._store, key, contents, mode="create" if tag is None else {"e_tag": tag}, use_multipart=False
             )
@@ -136,7 +136,7 @@ class Bucket:
         import obstore
 
         file = path_in(directory, record.path)
-        with self._asked(key):
+        with self._storage_errors(key):
             size = int(obstore.head(self._store, key)["size"])
         if size != record.size:
             raise StorageFailed(f"{self.url}/{key} has {size} bytes, it was written with {record.size}")
@@ -167,15 +167,15 @@ class Bucket:
     def _piece(self, key: str, offset: int, size: int) -> memoryview:
         import obstore
 
-        with self._asked(key):
+        with self._storage_errors(key):
             return memoryview(obstore.get_range(self._store, key, start=offset, length=size))
 
     def keys(self, prefix: str) -> list[str]:
         """Returns the keys that begin with `prefix`, a whole part of a path."""
         import obstore
 
-        with self._asked(prefix):
-            return [str(found["path"]) for page in obstore.list(self._store, prefix) for found in page]
+        with self._storage_errors(prefix):
+            return [str(entry["path"]) for page in obstore.list(self._store, prefix) for entry in page]
 
     def delete(self, keys: Iterable[str]) -> None:
         """Deletes objects; those that are not there count as deleted."""
@@ -185,7 +185,7 @@ class Bucket:
         while rest:
             now = rest[:DELETED_AT_ONCE]
             rest = rest[DELETED_AT_ONCE:]
-            with self._asked(now[0]), suppress(FileNotFoundError):
+            with self._storage_errors(now[0]), suppress(FileNotFoundError):
                 obstore.delete(self._store, now)
 
     def try_conditions(self) -> None:

@@ -59,8 +59,8 @@ def storage_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        there = next((p for p in (path, *path.parents) if p.exists()), Path("/"))
-        free = f"{shutil.disk_usage(there).free / 2**20:,.1f} MiB free"
+        existing = next((p for p in (path, *path.parents) if p.exists()), Path("/"))
+        free = f"{shutil.disk_usage(existing).free / 2**20:,.1f} MiB free"
         failed = DiskFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else StorageFailed
         raise failed(
             f"cannot write {path}: {error.strerror or error} ({free}); make room there, or correct its permissions"
@@ -139,7 +139,7 @@ class HashingWriter:
         self._writers: ThreadPoolExecutor | None = None
         self._writing: deque[Future[None]] = deque()
         self._full = 0  # blocks that were handed over
-        self._held = 0
+        self._filled = 0
         self._direct = False
         self._hash = xxhash.xxh3_128()
         self._size = 0
@@ -157,15 +157,15 @@ class HashingWriter:
     def _take(self, rest: memoryview) -> None:
         source = np.frombuffer(rest, np.uint8)
         while len(source):
-            part = source[: min(CACHED_BYTES, BLOCK_BYTES - self._held)]
+            part = source[: min(CACHED_BYTES, BLOCK_BYTES - self._filled)]
             block = self._blocks[self._full % len(self._blocks)]
-            taken = block[self._held : self._held + len(part)]
+            taken = block[self._filled : self._filled + len(part)]
             self._copy(taken, part)
             self._hash.update(taken.data)
-            self._held += len(part)
+            self._filled += len(part)
             self._size += len(part)
             source = source[len(part) :]
-            if self._held == BLOCK_BYTES:
+            if self._filled == BLOCK_BYTES:
                 self._hand_over()
 
     def tell(self) -> int:
@@ -196,7 +196,7 @@ class HashingWriter:
             self._writing.popleft().result()
         _set_direct(self.fileno(), False)
         self._direct = False
-        self._write(self._blocks[self._full % len(self._blocks)][: self._held], self._full * BLOCK_BYTES)
+        self._write(self._blocks[self._full % len(self._blocks)][: self._filled], self._full * BLOCK_BYTES)
         os.fsync(self.fileno())
 
     def _end_writers(self) -> None:
@@ -210,7 +210,7 @@ class HashingWriter:
         at = self._full * BLOCK_BYTES
         block = self._blocks[self._full % len(self._blocks)]
         self._full += 1
-        self._held = 0
+        self._filled = 0
         if len(self._blocks) == 1:
             self._write(block, at)
             return

@@ -32,14 +32,16 @@ def choose(
     """
     if step is not None and step >= 0:
         return _of_step(store, step, flag, newest)
-    found, passed_over = store.newest()
-    if found:
-        return replace(found, notes=tuple(f"passed over {commit}: {why}" for commit, why in passed_over.items()))
+    verified, passed_over = store.newest()
+    if verified:
+        return replace(
+            verified, notes=tuple(f"passed over {commit}: {reason}" for commit, reason in passed_over.items())
+        )
     if not passed_over:
         return None
     raise Refusal(
         f"the run in {store.root}, none of whose commits verifies: "
-        + "; ".join(f"{commit.name}: {why}" for commit, why in passed_over.items()),
+        + "; ".join(f"{commit.name}: {reason}" for commit, reason in passed_over.items()),
         "a commit that is whole",
         "restore one from a backup, or start a new run under another --run.name",
     ).error()
@@ -47,7 +49,7 @@ def choose(
 
 def _of_step(store: CheckpointStore, step: int, flag: str, newest: str) -> VerifiedCommit:
     commit = store.commit(step)
-    steps = ", ".join(str(step_of(each.name)) for each in store.commits()) or "none"
+    steps = ", ".join(str(step_of(entry.name)) for entry in store.commits()) or "none"
     try:
         return VerifiedCommit(commit, Manifest.verified(commit))
     except CheckpointInvalid as error:

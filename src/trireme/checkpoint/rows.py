@@ -72,9 +72,9 @@ def move_rows(file: Path, leaves: Callable[[StepRow], bool], branch_file: Path) 
     leaving = [row for row in rows if leaves(row)]
     if leaving:
         make_directory(branch_file.parent)
-        there, _ = read_rows(branch_file)
-        lines = {row.line for row in there}
-        write_rows(branch_file, [*there, *(row for row in leaving if row.line not in lines)])
+        existing, _ = read_rows(branch_file)
+        lines = {row.line for row in existing}
+        write_rows(branch_file, [*existing, *(row for row in leaving if row.line not in lines)])
     if file.exists():
         write_rows(file, [row for row in rows if not leaves(row)])
     return len(leaving), torn

@@ -141,8 +141,8 @@ class CheckpointStore:
     def lineages(self) -> list[Head]:
         """Returns the last HEAD of each lineage that was left, and the current HEAD last; `base` names the commit that
         a lineage descends from. Raises CheckpointInvalid for a damaged one."""
-        left = [Head.read(file) for file in sorted(self.root.glob(f"branches/*/{HEAD}"))]
-        return [head for head in (*left, self.head()) if head]
+        earlier = [Head.read(file) for file in sorted(self.root.glob(f"branches/*/{HEAD}"))]
+        return [head for head in (*earlier, self.head()) if head]
 
     def commits(self) -> list[Path]:
         """Returns the commits of HEAD's branch in order of step, verified or not."""
@@ -266,7 +266,7 @@ class CheckpointStore:
         old = [commit for commit in list(whole)[:-keep_last] if not (commit / KEEP).exists()]
         if keep_every:
             old = [commit for commit in old if _step(commit) % keep_every]
-        if old and not any(self._read.get(each) == whole[each] for each in list(whole)[-keep_last:]):
+        if old and not any(self._read.get(recent) == whole[recent] for recent in list(whole)[-keep_last:]):
             newest, _ = self.newest()
             old = [commit for commit in old if newest is not None and commit != newest.path]
         for commit in old:
@@ -295,9 +295,9 @@ class CheckpointStore:
                 with suppress(FileNotFoundError):  # its driver has just published it: it is parked below
                     shutil.rmtree(_rename_away(leftover))
             branch = self.branch(head.lineage)
-            done = self._park(step, branch)
+            changes = self._park(step, branch)
             fault_point("checkout.parked")
-            done += self._cut_rows(step, branch)
+            changes += self._cut_rows(step, branch)
             fault_point("checkout.rows")
             self.record_commits()
             if branch.exists():
@@ -309,10 +309,10 @@ class CheckpointStore:
                     base = None
                 self.check_owner()
                 self.write_head(replace(head, lineage=secrets.token_hex(4), base=base))
-        return done
+        return changes
 
     def _park(self, step: int, branch: Path) -> list[str]:
-        done = []
+        changes = []
         whole = self._whole()
         for commit in reversed(self.commits()):
             if _step(commit) <= step and commit in whole:
@@ -322,8 +322,8 @@ class CheckpointStore:
             commit.rename(parked)
             fsync_directory(parked.parent)
             fsync_directory(self.checkpoints)
-            done.append(f"{commit.name} is now {parked}")
-        return done
+            changes.append(f"{commit.name} is now {parked}")
+        return changes
 
     def _cut_rows(self, step: int, branch: Path) -> list[str]:
         parked = {entry.name for entry in (branch / CHECKPOINTS).glob("*")}
@@ -338,5 +338,5 @@ class CheckpointStore:
             if recorded >= step:
                 (branch / ROLLOUTS).mkdir(parents=True, exist_ok=True)
                 file.rename(path_in(branch / ROLLOUTS, file.name))
-        done = [f"{moved} rows of {name} are now in {branch}" for name, (moved, _) in cuts.items() if moved]
-        return done + [f"{torn} torn lines of {name} were dropped" for name, (_, torn) in cuts.items() if torn]
+        changes = [f"{moved} rows of {name} are now in {branch}" for name, (moved, _) in cuts.items() if moved]
+        return changes + [f"{torn} torn lines of {name} were dropped" for name, (_, torn) in cuts.items() if torn]

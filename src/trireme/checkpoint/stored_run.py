@@ -98,7 +98,7 @@ class StoredRun:
                 **{
                     **values,
                     "head": Head(**{**head, "base": base}),
-                    "commits": {path: StoredCommit(**each) for path, each in values["commits"].items()},
+                    "commits": {path: StoredCommit(**fields) for path, fields in values["commits"].items()},
                     "files": {
                         path: tuple(FilePart(*part) for part in parts) for path, parts in values["files"].items()
                     },
@@ -149,40 +149,40 @@ def writer_of(key: str) -> tuple[int, int] | None:
     return None
 
 
-def part_of(block: bytes, driver: int, known: FilePart | None) -> FilePart:
-    """Returns the part with these contents: the `known` one if it has them, else a new one of `driver`."""
+def part_of(block: bytes, driver: int, previous: FilePart | None) -> FilePart:
+    """Returns the part with these contents: `previous` if it has them, else a new one of `driver`."""
     part = FilePart(driver, len(block), xxhash.xxh3_128_hexdigest(block))
-    if known and (known.size, known.checksum) == (part.size, part.checksum):
-        return known
+    if previous and (previous.size, previous.checksum) == (part.size, part.checksum):
+        return previous
     return part
 
 
 def elsewhere(
-    stored: StoredRun, head: Head, here: Mapping[str, StoredCommit], keep_last: int, keep_every: int | None
+    stored: StoredRun, head: Head, local: Mapping[str, StoredCommit], keep_last: int, keep_every: int | None
 ) -> dict[str, StoredCommit]:
-    """Returns the commits of `stored` that are in object storage alone, and stay there: `here` are those that the run
+    """Returns the commits of `stored` that are in object storage alone, and stay there: `local` are those that the run
     directory holds. They are kept as long as they would be in the directory (`CheckpointStore.prune`), and belong to
     the branch that was left when the run has gone back behind them."""
     alone: dict[str, StoredCommit] = {}
     on_branch: dict[int, str] = {}
-    held = {commit.manifest for commit in here.values()}
+    checksums = {commit.manifest for commit in local.values()}
     steps = {path: n for n, path in stored.of_branch().items()}
-    left = head.lineage != stored.head.lineage
+    has_left = head.lineage != stored.head.lineage
     base = head.base.step if head.base else -1
     for path, commit in stored.commits.items():
         step = steps.get(path)
-        if commit.manifest in held:
+        if commit.manifest in checksums:
             continue
         if step is None:
             alone[path] = commit
-        elif left and step > base:
+        elif has_left and step > base:
             alone[f"branches/{stored.head.lineage}/{path}"] = commit
-        elif path not in here:
+        elif path not in local:
             alone[path] = commit
             on_branch[step] = path
-    known = sorted({*on_branch, *replace(stored, commits=here).of_branch()})
+    all_steps = sorted({*on_branch, *replace(stored, commits=local).of_branch()})
     for step, path in on_branch.items():
-        is_old = step not in known[-keep_last:] and not (keep_every and step % keep_every == 0)
+        is_old = step not in all_steps[-keep_last:] and not (keep_every and step % keep_every == 0)
         if is_old and not alone[path].kept:
             del alone[path]
     return alone

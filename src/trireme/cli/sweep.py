@@ -162,7 +162,7 @@ def run_all(sweep: Sweep) -> int:
     say(f"{sweep.root}: {len(sweep.runs)} runs, {len(sweep.runs) - len(waiting)} done")
     with Stop(STOP_S) as stop:
         while active or waiting:
-            if stop.asked() and not is_stopping:
+            if stop.requested() and not is_stopping:
                 is_stopping = True
                 waiting.clear()
                 for process, _ in active.values():

@@ -37,9 +37,9 @@ class Examiner:
         choices = [(), ports, ports[::-1]] if ports else [()]
         return Report(collect(questions), [self._listener.add(host, choice) for choice in choices])
 
-    def reach(self, others: Mapping[str, Sequence[Endpoint]]) -> list[Link]:
+    def reach(self, by_node: Mapping[str, Sequence[Endpoint]]) -> list[Link]:
         """Connects to all endpoints of other nodes, {name: endpoints}, side by side."""
-        pairs = [(name, endpoint) for name, endpoints in others.items() for endpoint in endpoints]
+        pairs = [(name, endpoint) for name, endpoints in by_node.items() for endpoint in endpoints]
         with ThreadPoolExecutor(PARALLEL_CONNECTIONS) as threads:
             errors = threads.map(lambda pair: reach(pair[1], self._token), pairs)
         return [Link(self._name, name, at, error) for (name, at), error in zip(pairs, errors, strict=True)]

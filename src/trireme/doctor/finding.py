@@ -29,14 +29,14 @@ class Finding:
 
     def refusal(self) -> Refusal:
         """Returns the finding as the reason why a run is refused."""
-        return Refusal(f"{self._where}: {self.actual}", self.expected, self.do)
+        return Refusal(f"{self._place}: {self.actual}", self.expected, self.do)
 
     def line(self) -> str:
         """Returns the finding as a sentence, for a warning."""
-        return f"{self._where}: {self.actual}; expected: {self.expected}; to do: {self.do}"
+        return f"{self._place}: {self.actual}; expected: {self.expected}; to do: {self.do}"
 
     @property
-    def _where(self) -> str:
+    def _place(self) -> str:
         if self.node == CLUSTER:
             return self.node
         return f"node {self.node}"

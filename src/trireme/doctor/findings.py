@@ -126,23 +126,23 @@ def _shm(node: Declared, facts: NodeFacts, expected: Expected) -> Iterator[Findi
 
 def _versions(name: str, facts: NodeFacts, driver: NodeFacts, expected: Expected) -> Iterator[Finding]:
     for package in sorted({*facts.versions, *driver.versions}):
-        wanted = driver.versions.get(package, "")
+        required = driver.versions.get(package, "")
         actual = facts.versions.get(package, "")
         if package == "driver":
-            if wanted and actual and wanted != actual:  # a head often has no GPU
+            if required and actual and required != actual:  # a head often has no GPU
                 do = f"on {name}: install the driver of the other nodes"
-                yield Finding(name, "driver", f"driver is {actual}", f"{wanted}, as on the driver's node", do, False)
-        elif wanted != actual:
+                yield Finding(name, "driver", f"driver is {actual}", f"{required}, as on the driver's node", do, False)
+        elif required != actual:
             if package == "source":
                 subject = "its copy of this project"
             else:
                 subject = package
-            is_patch = package == "python" and wanted.split(".")[:2] == actual.split(".")[:2]
+            is_patch = package == "python" and required.split(".")[:2] == actual.split(".")[:2]
             yield Finding(
                 name,
                 "code" if package == "source" else "package",
                 f"{subject} is {actual or 'not there'}",
-                f"{wanted or 'none'}, as where the command runs",
+                f"{required or 'none'}, as where the command runs",
                 f"on {name}: the same commit of this project and `uv sync`, and start its Ray again: "
                 f"`uv run --no-sync ray start --address={expected.head}`",
                 fatal=package not in HARMLESS and not is_patch,
@@ -153,12 +153,12 @@ def _model(name: str, facts: NodeFacts, driver: NodeFacts, expected: Expected) -
     if facts.model == driver.model:
         return
     copy = f"on {name}: copy it (`rsync -a`), or for a model of the hub `hf download {expected.model}`"
-    wanted = f"the files of model.name = {expected.model} where the command runs"
+    required = f"the files of model.name = {expected.model} where the command runs"
     is_directory = expected.model.startswith(("/", ".", "~"))
     if facts.model is None:
         # The node downloads a model of the hub by itself, but not a directory.
         fatal = is_directory or facts.offline
-        yield Finding(name, "model", f"it has no model {expected.model}", wanted, copy, fatal=fatal)
+        yield Finding(name, "model", f"it has no model {expected.model}", required, copy, fatal=fatal)
     elif driver.model is not None:
         # A node downloads the files that it lacks of a model of the hub.
         if is_directory:
@@ -171,7 +171,7 @@ def _model(name: str, facts: NodeFacts, driver: NodeFacts, expected: Expected) -
         listed = ", ".join(differing[:MAX_NAMES])
         if len(differing) > MAX_NAMES:
             listed += f" and {len(differing) - MAX_NAMES} more"
-        yield Finding(name, "model", f"files of the model differ: {listed}", wanted, copy)
+        yield Finding(name, "model", f"files of the model differ: {listed}", required, copy)
 
 
 def _run_directory(name: str, facts: NodeFacts, expected: Expected) -> Iterator[Finding]:

@@ -60,8 +60,8 @@ class StartProgress:
             self._tell(name)
         if waited_s >= self._next_s:
             self._next_s = waited_s + PROGRESS_EVERY_S
-            said = ", ".join(": ".join(filter(None, (name, self._stage(name)))) for name in names)
-            self._console.print(f"waiting for {said} ({waited_s:.0f} s)")
+            text = ", ".join(": ".join(filter(None, (name, self._stage(name)))) for name in names)
+            self._console.print(f"waiting for {text} ({waited_s:.0f} s)")
 
     def _tell(self, name: str) -> None:
         assert self._roster is not None
@@ -83,7 +83,7 @@ class StartProgress:
 
 def _part_of(name: str) -> str:
     """Returns the name of an actor's log and in the roster; "" for other names."""
-    found = ACTOR.match(name)
-    if found:
-        return f"{found['room']}_{found['number'] or 0}"
+    match = ACTOR.match(name)
+    if match:
+        return f"{match['room']}_{match['number'] or 0}"
     return ""

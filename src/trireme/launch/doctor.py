@@ -118,7 +118,7 @@ def examine(config: CommonConfig | None, among: Collection[str] = (), trainer: s
             driver=collect(questions),
             facts={name: report.facts for name, report in reports.items()},
             silent=calls.silent,
-            links=[link for each in links.values() for link in each],
+            links=[link for node_links in links.values() for link in node_links],
             sender=sender,
             rates=rates.get(sender, {}),
         )

@@ -34,27 +34,29 @@ def checked_environments(config: Config) -> Iterator[Callable[[float], bool]]:
     """Starts the check, and ends it with the block. Yields a function that waits for it, up to so many seconds, returns
     False if it has not ended by then, and raises BadInput if the environments cannot be made, or their first problems
     cannot be built."""
-    with tempfile.TemporaryFile("w+") as given, tempfile.TemporaryFile("w+") as said:
-        given.write(config.model_dump_json())
-        given.seek(0)
+    with tempfile.TemporaryFile("w+") as config_file, tempfile.TemporaryFile("w+") as output:
+        config_file.write(config.model_dump_json())
+        config_file.seek(0)
         command = [sys.executable, "-m", ENTRY, __name__]  # which searches the working directory, as Ray's workers do
-        process = subprocess.Popen(command, stdin=given, stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdin=config_file, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
 
         def wait(timeout_s: float) -> bool:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout_s)
-            said.seek(0)
-            told = said.read()
+            output.seek(0)
+            text = output.read()
             if process.returncode == EXIT_BAD_INPUT:
-                raise BadInput(told.rpartition(MARK)[2].strip())
+                raise BadInput(text.rpartition(MARK)[2].strip())
             if process.returncode:
                 raise BadInput(
                     f"the environments cannot be made: the process that tried ended with code {process.returncode}: "
-                    f"...{told[-LAST_WORDS:].strip()}"
+                    f"...{text[-LAST_WORDS:].strip()}"
                 )
             if process.returncode is None:
                 return False
-            for line in told.splitlines():
+            for line in text.splitlines():
                 if line.startswith(WARNING):
                     print(line, file=sys.stderr, flush=True)
             return True
@@ -93,20 +95,20 @@ async def _try_first_problems(config: Config, datasets: Sequence[RLDataset], lim
 async def try_first_problem(env: EnvConfig, dataset: RLDataset, limits: RolloutLimits, tries: int) -> None:
     """Builds the first problem of a dataset, up to its first prompt, and closes it. An agent is not asked to play.
     Raises BadInput if it fails `tries` times."""
-    for left in reversed(range(tries)):
+    for remaining in reversed(range(tries)):
         try:
             await _build_first(env.id, dataset, limits)
             return
         except TriremeError:
             raise
         except Exception as error:
-            if not left:
+            if not remaining:
                 if isinstance(error, RolloutError):
-                    why = str(error)
+                    reason = str(error)
                 else:
-                    why = in_short(error)
+                    reason = in_short(error)
                 raise BadInput(
-                    f"env.id = {env.id!r}: its first problem cannot be built: {why}; expected "
+                    f"env.id = {env.id!r}: its first problem cannot be built: {reason}; expected "
                     "get_batch(0), make_env(0) and initial_observation() without an error, and from the last a prompt "
                     "and what ends its answer: correct the environment"
                 ) from error

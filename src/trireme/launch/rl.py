@@ -119,7 +119,7 @@ class RlRun(TrainingRun):
     def train(self, core: Core, attempt: Attempt, journal: Journal) -> None:
         train(
             self.config,
-            Rooms(core.trainer, core.others["orchestrator"], core.replica_set.update.remote),
+            Rooms(core.trainer, core.other_rooms["orchestrator"], core.replica_set.update.remote),
             attempt,
             journal,
         )
@@ -147,5 +147,5 @@ def evaluation_rooms(
     ending.callback(orchestrator.stop)
     await_ready([inference, replicas, orchestrator], plan, log_dir, progress)
     joined = {replicas.actor.join.remote(i, inference.client(i)): inference.name(i) for i in inference.indices}
-    waits.get_all(list(joined), who=list(joined.values()), timeout_s=config.timeouts.update_s, log=log_dir)
+    waits.get_all(list(joined), owners=list(joined.values()), timeout_s=config.timeouts.update_s, log=log_dir)
     return orchestrator

@@ -48,7 +48,7 @@ class Core:
     """The rooms of an attempt, and the state that is loaded from its commit."""
 
     trainer: TrainerHandle
-    others: Mapping[str, Any]
+    other_rooms: Mapping[str, Any]
     """The others with a part in each commit, by its name: each has `save_state`, and `load_state`, which returns what
     is to be said of it, if anything."""
     rooms: Sequence[Any]
@@ -147,7 +147,7 @@ def in_cluster(training: TrainingRun, newest: Newest, roster: Roster, console: C
         if not newest.rebuilt:
             console.print(training.plan.render(whole=training.plan.verbose))
         with (
-            supervised(training, run, roster, console) as (supervisor, where),
+            supervised(training, run, roster, console) as (supervisor, place),
             trackers(config, run.head.run_id, run.root, roster) as tracked,
         ):
             for tracker in tracked:
@@ -157,7 +157,7 @@ def in_cluster(training: TrainingRun, newest: Newest, roster: Roster, console: C
                 roster.note(CLUSTER, f"Ray was started again; attempt {start.attempt} begins at step {start.step}")
 
             def work(run: RunDir) -> None:
-                with attempt(training, run, supervisor, where, console) as core:
+                with attempt(training, run, supervisor, place, console) as core:
                     train_and_commit(training, run, core, supervisor, tracked, console)
 
             attempts(training, newest, supervisor, work, console.print)
@@ -232,7 +232,7 @@ def attempts(
 
 
 @contextmanager
-def attempt(training: TrainingRun, run: RunDir, supervisor: Supervisor, where: str, console: Console) -> Iterator[Core]:
+def attempt(training: TrainingRun, run: RunDir, supervisor: Supervisor, place: str, console: Console) -> Iterator[Core]:
     """Starts the rooms of an attempt, which load what it starts from, and waits for replicas: all of them in the first
     attempt of the command and in deterministic mode, else one. However the block ends, the rooms are stopped."""
     started = time.monotonic()
@@ -264,16 +264,16 @@ def attempt(training: TrainingRun, run: RunDir, supervisor: Supervisor, where: s
         if why_rows:
             supervisor.roster.note("trainer_0", f"rows are padded, not packed: {why_rows}")
         supervisor.await_replicas(log_dir, progress)
-        kept: list[str] = []
+        unfinished: list[str] = []
         if start.commit and start.manifest:
             if training.far:
                 source = training.far.source(start.commit, start.manifest)
             else:
                 source = None
-            kept = load(core, start.commit, start.manifest, source, supervisor.roster, console)
+            unfinished = load(core, start.commit, start.manifest, source, supervisor.roster, console)
         run.checkout()
-        console.print(f"rooms on {where} ready after {time.monotonic() - started:.1f} s")
-        supervisor.goes_on(*kept)
+        console.print(f"rooms on {place} ready after {time.monotonic() - started:.1f} s")
+        supervisor.goes_on(*unfinished)
         yield core
 
 
@@ -297,16 +297,16 @@ def load(
 ) -> list[str]:
     """Has all rooms load their parts of a commit, from `source` where its directory is not seen. Returns what the rooms
     other than the trainer say that it has of unfinished work."""
-    kept = []
-    said = core.trainer.load_state(commit / "trainer", manifest.identities, source)
-    if said:
-        roster.note("trainer_0", said)
-    for name, other in core.others.items():
-        said = other.load_state(commit / name, source)
-        if said:
-            console.print(f"{name}: {said}")
-            kept.append(said)
-    return kept
+    unfinished = []
+    message = core.trainer.load_state(commit / "trainer", manifest.identities, source)
+    if message:
+        roster.note("trainer_0", message)
+    for name, other in core.other_rooms.items():
+        message = other.load_state(commit / name, source)
+        if message:
+            console.print(f"{name}: {message}")
+            unfinished.append(message)
+    return unfinished
 
 
 def train_and_commit(
@@ -320,7 +320,7 @@ def train_and_commit(
         trace.start(run.logs, "driver_0", config.trace.max_mb)
         ending.callback(trace.stop)
         note = partial(supervisor.roster.note, "commits")
-        commits = Commits(config, run, training.fixed, core.trainer, core.others, note, training.far)
+        commits = Commits(config, run, training.fixed, core.trainer, core.other_rooms, note, training.far)
         journal = ending.enter_context(closing(Journal(run.root, training.step_line, sys.stdout, tracked, commits)))
         stop = ending.enter_context(signals.Stop(config.checkpoint.grace_s))
         ending.enter_context(commits)

@@ -41,15 +41,15 @@ def joined(plan: Plan) -> Iterator[Plan]:
         yield plan
 
 
-def check_replicas(plan: Plan, wanted: int, added: int) -> None:
-    """Raises BadInput where the machines that there are now cannot hold `wanted` replicas, or what is free there the
+def check_replicas(plan: Plan, target: int, added: int) -> None:
+    """Raises BadInput where the machines that there are now cannot hold `target` replicas, or what is free there the
     `added` ones; RoomFailed for nodes of a cluster that do not say what they have."""
     joined = cluster_address(plan.config) is not None
     if joined:
         now = cluster_resources(NODES_S)
     else:
         now = Resources.of_this_machine()
-    replace(plan, resources=now).check_replicas(wanted, added)
+    replace(plan, resources=now).check_replicas(target, added)
 
 
 @dataclass(frozen=True)
@@ -87,4 +87,4 @@ def await_ready(rooms: Sequence[Any], plan: Plan, log_dir: Path, on_tick: Progre
     """Waits for the starts of rooms, as long as the plan gives them. Raises RoomFailed, which names what is late."""
     started = [room.ready_refs() for room in rooms]
     refs, names = ([item for room in started for item in room[part]] for part in (0, 1))
-    waits.get_all(refs, who=names, timeout_s=plan.start_s, log=log_dir, on_tick=on_tick, limit=plan.start_text)
+    waits.get_all(refs, owners=names, timeout_s=plan.start_s, log=log_dir, on_tick=on_tick, limit=plan.start_text)

@@ -72,15 +72,15 @@ def serve_clients(
     commits = OwnCommits(directory / COMMITS)
     offer = TinkerOffer(served, config.tokenizer_name, options.tinker, lora, places, slots)
     server = TinkerServer(offer, catalog, store, commits)
-    said = server.begin()
-    if said:
-        say(said)
+    message = server.begin()
+    if message:
+        say(message)
     listener = TinkerListener(server, ServiceKeys(keys), Limits.of(options), options.host, options.port or 0)
     listener.start()
     restarts = Restarts(config.cluster.max_restarts, config.cluster.restart_window_s)
     try:
         _await_address(listener)
-        said = f"TINKER_BASE_URL={listener.address} serves {names[0]}; Ctrl-C ends it"
+        message = f"TINKER_BASE_URL={listener.address} serves {names[0]}; Ctrl-C ends it"
         while True:
             base = Path(tempfile.mkdtemp(prefix=BASE, dir=directory))
             try:
@@ -88,10 +88,10 @@ def serve_clients(
                     worker = TrainingWorker(
                         trainer, catalog, names, base / "state", config.timeouts.checkpoint_s, max_len, lora
                     )
-                    _work(listener, worker, sampler, partial(say, said))
+                    _work(listener, worker, sampler, partial(say, message))
             except RoomFailed as error:
                 restarts.take("the rooms", error, died=False, step=server.done, now=time.monotonic())
-                said = "the rooms serve again"
+                message = "the rooms serve again"
                 say(f"! {error}\nThe rooms are started again, and do again what was done since their last commit.")
             finally:
                 shutil.rmtree(base, ignore_errors=True)
@@ -110,16 +110,16 @@ def _await_address(listener: TinkerListener) -> None:
 def _work(listener: TinkerListener, worker: TrainingWorker, sampler: SamplerVerbs, begun: Callable[[], None]) -> None:
     """Has the server work with these rooms until that ends. `begun` is called once it does. Raises what ended it."""
     working = listener.work(worker, sampler)
-    said = False
+    announced = False
     try:
         while True:
             signals.check()
             listener.check()
             if working.done():
                 working.result()
-            if listener.serves and not said:
+            if listener.serves and not announced:
                 begun()
-                said = True
+                announced = True
             time.sleep(TICK_S)
     finally:
         working.cancel()  # before the rooms end, else what they work on would be told to have failed

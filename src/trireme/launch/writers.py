@@ -55,10 +55,10 @@ def look(mark: Path, text: str, url: str | None, limit_s: float) -> Sight:
     """Looks for the file `mark` with the contents `text` on this node for `limit_s` seconds. Without them it tries the
     store of the run, and deletes drafts of killed attempts from the disk. Raises StoreSilent."""
     deadline = time.monotonic() + limit_s
-    while not (seen := sees(mark, text)) and time.monotonic() < deadline:
+    while not (visible := sees(mark, text)) and time.monotonic() < deadline:
         time.sleep(TICK_S)
     problem = ""
-    if not seen and url:
+    if not visible and url:
         for draft in mark.parents[2].glob("checkpoints/*.partial-*"):
             shutil.rmtree(draft, ignore_errors=True)
         try:
@@ -73,7 +73,7 @@ def look(mark: Path, text: str, url: str | None, limit_s: float) -> Sight:
             ) from None
         except TriremeError as error:
             problem = str(error)
-    return Sight(os.uname().nodename, seen, problem)
+    return Sight(os.uname().nodename, visible, problem)
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,8 @@ class FarNodes:
         task = ray.remote(num_cpus=0, max_retries=0)(put_parts)
         url = self.mirror.bucket.url
         refs = [task.options(scheduling_strategy=on_node(node)).remote(url, key, draft, files) for node in self.nodes]
-        who = [f"{name}, which puts its parts of {draft.name} into {url}" for name in self.nodes.values()]
-        return list(filter(None, waits.get_all(refs, who=who, timeout_s=self.timeout_s)))
+        owners = [f"{name}, which puts its parts of {draft.name} into {url}" for name in self.nodes.values()]
+        return list(filter(None, waits.get_all(refs, owners=owners, timeout_s=self.timeout_s)))
 
     def source(self, commit: Path, manifest: Manifest) -> CommitSource:
         """Returns from where the other nodes load a commit, once the store has it. Raises StorageFailed, LockLost."""
@@ -146,16 +146,16 @@ def check_writers(
     Raises BadInput with the names of the nodes that do not see the file if the run is not stored in object storage, or
     cannot read that; StoreSilent where it does not answer them; RoomFailed for a node that does not answer.
     """
-    writers = {node: [room for room in there if room in writing] for node, there in rooms.items()}
-    writers = {node: there for node, there in writers.items() if there}
+    writers = {node: [room for room in local_rooms if room in writing] for node, local_rooms in rooms.items()}
+    writers = {node: local_rooms for node, local_rooms in writers.items() if local_rooms}
     task = ray.remote(num_cpus=0, max_retries=0)(look)
     mark = run.nonce
     text = mark.read_text()
     url = run.mirror and run.mirror.bucket.url
     limit_s = STORED_SEEN_S if url else SEEN_S
     refs = [task.options(scheduling_strategy=on_node(node)).remote(mark, text, url, limit_s) for node in writers]
-    who = [f"node {node[:8]}, which looks for {mark}" for node in writers]
-    sights = waits.get_all(refs, who=who, timeout_s=timeout_s + SEEN_S, on_tick=on_tick)
+    owners = [f"node {node[:8]}, which looks for {mark}" for node in writers]
+    sights = waits.get_all(refs, owners=owners, timeout_s=timeout_s + SEEN_S, on_tick=on_tick)
     blind = {node: sight for node, sight in zip(writers, sights, strict=True) if not sight.sees}
     names = {node: f"{sight.host} ({', '.join(writers[node])})" for node, sight in blind.items()}
     if blind and run.mirror is None:

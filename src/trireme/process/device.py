@@ -22,24 +22,24 @@ DRIVER = Path("/proc/driver/nvidia/version")
 """Names the version of NVIDIA's driver, once that is loaded."""
 
 
-def choose_device(wanted: Literal["auto", "cpu", "gpu"], gpus: int, *, deterministic: bool = False) -> Device:
-    """Returns the device that `cluster.device` = `wanted` means where there are so many GPUs."""
-    if wanted == "auto":
+def choose_device(option: Literal["auto", "cpu", "gpu"], gpus: int, *, deterministic: bool = False) -> Device:
+    """Returns the device that `cluster.device` = `option` means where there are `gpus` GPUs."""
+    if option == "auto":
         if gpus and not deterministic:
             return "gpu"
         return "cpu"
-    return wanted
+    return option
 
 
-def find_device(config: CommonConfig, who: str) -> Device:
+def find_device(config: CommonConfig, process: str) -> Device:
     """Returns the device of `cluster.device`, for which the plan has chosen cpu or gpu if it was auto.
 
-    Raises BadInput, which says what was found, when it is a GPU and PyTorch can use none in this process, `who`.
+    Raises BadInput, which says what was found, when it is a GPU and PyTorch can use none in this process, `process`.
     """
     device = config.cluster.device
     assert device != "auto", "see trireme.plan.base.Plan.resolved"
     if device == "gpu":
-        require_gpu(who)
+        require_gpu(process)
     return device
 
 
@@ -50,23 +50,23 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def require_gpu(who: str, key: str = "cluster.device") -> None:
-    """Raises BadInput, which says what was found, when PyTorch can use no GPU in this process, `who`. `key`: the
+def require_gpu(process: str, key: str = "cluster.device") -> None:
+    """Raises BadInput, which says what was found, when PyTorch can use no GPU in this process, `process`. `key`: the
     option that wants one."""
     import torch
 
     if has_gpu():
         return
     raise Refusal(
-        f"{key} = gpu, where PyTorch {torch.__version__} finds no GPU that it can use in {who} on "
-        f"{os.uname().nodename}: {_found()}",
+        f"{key} = gpu, where PyTorch {torch.__version__} finds no GPU that it can use in {process} on "
+        f"{os.uname().nodename}: {_gpu_facts()}",
         "PyTorch's CUDA build, an NVIDIA driver that is recent enough for its CUDA, and a GPU for each such process",
         f"run `{INSTALL_GPU}`, look at `nvidia-smi` on that node and renew a driver that is too old; or compute on "
         f"CPUs with --{key} cpu",
     ).error()
 
 
-def _found() -> str:
+def _gpu_facts() -> str:
     """Says what matters to a process that cannot use a GPU."""
     import torch
 
@@ -79,9 +79,9 @@ def _found() -> str:
     else:
         built = "without CUDA"
     visible = os.environ.get(VISIBLE)
-    found = [driver, f"PyTorch is built {built}", f"{VISIBLE} is {'not set' if visible is None else repr(visible)}"]
+    facts = [driver, f"PyTorch is built {built}", f"{VISIBLE} is {'not set' if visible is None else repr(visible)}"]
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:  # what PyTorch raises with CUDA, and without
-        found.append(f"torch.cuda says: {' '.join(str(error).split())}")
-    return "; ".join(found)
+        facts.append(f"torch.cuda says: {' '.join(str(error).split())}")
+    return "; ".join(facts)

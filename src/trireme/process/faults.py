@@ -51,10 +51,10 @@ class ArmedFault:
     @classmethod
     @cache
     def parse(cls, item: str) -> ArmedFault:
-        found = _ITEM.fullmatch(item)
-        if not found:
+        match = _ITEM.fullmatch(item)
+        if not match:
             raise ValueError(f"TRIREME_FAULTS: {item!r} is not `name=action`, `name@passage=action` or with [number]")
-        return cls(item, found["name"], found["number"], int(found["passage"] or 1), bool(found["on"]), found["action"])
+        return cls(item, match["name"], match["number"], int(match["passage"] or 1), bool(match["on"]), match["action"])
 
     def claim(self) -> bool:
         """Returns True if this process is to act: no other has."""
@@ -95,10 +95,10 @@ def fault_point(name: str) -> str | None:
         return None
     faults = map(ArmedFault.parse, filter(None, spec.split(",")))
     numbers = (None, os.environ.get(_NUMBER))
-    armed = [each for each in faults if each.name == name and each.number in numbers]
+    armed = [fault for fault in faults if fault.name == name and fault.number in numbers]
     _passed[name] += bool(armed)
-    for each in armed:
-        is_due = _passed[name] == each.passage or (each.on and _passed[name] > each.passage)
-        if is_due and each.claim():
-            return each.act()
+    for fault in armed:
+        is_due = _passed[name] == fault.passage or (fault.on and _passed[name] > fault.passage)
+        if is_due and fault.claim():
+            return fault.act()
     return None

@@ -37,12 +37,12 @@ def interface_towards(host: str) -> str:
             probe.connect((host, 9))  # of UDP: chooses the route, sends nothing
         except OSError as error:
             raise RoomFailed(f"this node has no route to {host}, where a trainer shard is: {error}") from error
-        own = probe.getsockname()[0]
-    found = {name: [a.address for a in addresses] for name, addresses in psutil.net_if_addrs().items()}
-    names = [name for name, addresses in found.items() if own in addresses]
+        address = probe.getsockname()[0]
+    by_interface = {name: [a.address for a in addresses] for name, addresses in psutil.net_if_addrs().items()}
+    names = [name for name, addresses in by_interface.items() if address in addresses]
     if not names:
         raise RoomFailed(
-            f"this node reaches {host}, where a trainer shard is, from {own}, an address of none of {found}"
+            f"this node reaches {host}, where a trainer shard is, from {address}, an address of none of {by_interface}"
         )
     return names[0]
 
@@ -51,16 +51,16 @@ def listen(host: str, ports: Sequence[int] = ()) -> socket.socket:
     """Opens a socket that listens at an address of this node, at the first free one of `ports` (`cluster.ports`), or at
     any free port if there are none. Raises RoomFailed."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    why = ""
+    reason = ""
     for port in ports or (0,):
         try:
             return socket.create_server((host, port), family=family)
         except OSError as error:
-            why = str(error)
+            reason = str(error)
             if error.errno != errno.EADDRINUSE:
                 break
     if ports:
-        where = f"a port of {min(ports)}-{max(ports)} (cluster.ports)"
+        place = f"a port of {min(ports)}-{max(ports)} (cluster.ports)"
     else:
-        where = "a free port"
-    raise RoomFailed(f"this node cannot listen at {host}, at {where}: {why}")
+        place = "a free port"
+    raise RoomFailed(f"this node cannot listen at {host}, at {place}: {reason}")

@@ -85,7 +85,7 @@ def this_machine() -> Node:
         cpus=len(os.sched_getaffinity(0)),
         num_gpus=count,
         memory_bytes=memory,
-        free_bytes=max(0, min([system.available, *(left for _, left in groups)])),
+        free_bytes=max(0, min([system.available, *(remaining for _, remaining in groups)])),
         shm_bytes=shm,
         store_bytes=min(int(STORE_SHARE * memory), STORE_BYTES, max(STORE_ON_DISK, int(0.95 * shm))),
         gpus=gpus[:count],
@@ -104,13 +104,13 @@ def _ask_driver(visible: str | None) -> tuple[Gpu, ...]:
     except (OSError, subprocess.SubprocessError):
         return ()
     lines = [[part.strip() for part in line.split(",")] for line in answer.splitlines() if line.count(",") == 3]
-    wanted = None if visible is None else _chosen(visible)
-    found = []
+    chosen_names = None if visible is None else _chosen(visible)
+    gpus = []
     for index, uuid, total, free in lines:
-        chosen = wanted is None or any(index == name or uuid.startswith(name) for name in wanted)
+        chosen = chosen_names is None or any(index == name or uuid.startswith(name) for name in chosen_names)
         if chosen and total.isdigit() and free.isdigit():  # "[N/A]" where GPU and host share their memory
-            found.append(Gpu(int(total) * MIB, int(free) * MIB))
-    return tuple(found)
+            gpus.append(Gpu(int(total) * MIB, int(free) * MIB))
+    return tuple(gpus)
 
 
 def _group_memory(
@@ -126,19 +126,19 @@ def _group_memory(
     for number, controllers, path in (line.split(":", 2) for line in lines):
         if number == "0" and not controllers:
             base = mount
-            most = "memory.max"
+            limit_file = "memory.max"
             used = "memory.current"
             pages = ("active_file", "inactive_file")
         elif "memory" in controllers.split(","):
             base = mount / "memory"
-            most = "memory.limit_in_bytes"
+            limit_file = "memory.limit_in_bytes"
             used = "memory.usage_in_bytes"
             pages = ("total_active_file", "total_inactive_file")
         else:
             continue
         inner = base / path.lstrip("/")
         for directory in (inner, *inner.parents):
-            if directory.is_relative_to(base) and (limit := _read(directory / most).strip()).isdigit():
+            if directory.is_relative_to(base) and (limit := _read(directory / limit_file).strip()).isdigit():
                 counts = dict(line.split() for line in _read(directory / "memory.stat").splitlines())
                 taken = int(_read(directory / used) or 0) - sum(int(counts.get(name, 0)) for name in pages)
                 yield int(limit), int(limit) - taken

@@ -59,14 +59,14 @@ def _without_obituaries() -> None:
 
 
 @contextmanager
-def ray_cluster(config: CommonConfig, here: Resources) -> Iterator[Resources]:
-    """Connects to the cluster at `cluster_address`, or starts one on the resources of this machine, `here`, that leaves
-    nothing behind. Yields the resources of the cluster."""
+def ray_cluster(config: CommonConfig, local: Resources) -> Iterator[Resources]:
+    """Connects to the cluster at `cluster_address`, or starts one on this machine, with its resources `local`, that
+    leaves nothing behind. Yields the resources of the cluster."""
     address = cluster_address(config)
     if address is None:
         _without_obituaries()
-        with _local_cluster(here.cpus):
-            yield here
+        with _local_cluster(local.cpus):
+            yield local
         return
     with connected(address, config):
         yield cluster_resources(config.timeouts.start_s)
@@ -103,8 +103,8 @@ def _nodes(timeout_s: float) -> tuple[Node, ...]:
         ray.remote(num_cpus=0, scheduling_strategy=on_node(node["NodeID"]))(this_machine).remote() for node in alive
     ]
     names = [f"node {node['NodeManagerAddress']}" for node in alive]
-    who = [f"{name}, asked what it has" for name in names]
-    told = waits.get_all(asking, who=who, timeout_s=timeout_s)
+    owners = [f"{name}, asked what it has" for name in names]
+    machines = waits.get_all(asking, owners=owners, timeout_s=timeout_s)
     return tuple(
         replace(
             machine,
@@ -115,7 +115,7 @@ def _nodes(timeout_s: float) -> tuple[Node, ...]:
             gpus=tuple(sorted(machine.gpus, key=lambda gpu: -gpu.free_bytes))[: int(node["Resources"].get("GPU", 0))],
             id=node["NodeID"],
         )
-        for name, node, machine in zip(names, alive, told, strict=True)
+        for name, node, machine in zip(names, alive, machines, strict=True)
     )
 
 
@@ -137,10 +137,10 @@ def _refuse_unless_reachable(address: str) -> None:
 def check_services() -> None:
     """Raises ServicesLost if Ray's services have ended that this process has started. In a cluster of others it has
     started none."""
-    ended = _ended_services()
-    if ended:
-        said = " and ".join(f"{kind} (exit code {code})" for kind, code in ended.items())
-        raise ServicesLost(f"Ray's services on this machine have ended, and all actors with them: {said}")
+    exit_codes = _ended_services()
+    if exit_codes:
+        text = " and ".join(f"{kind} (exit code {code})" for kind, code in exit_codes.items())
+        raise ServicesLost(f"Ray's services on this machine have ended, and all actors with them: {text}")
 
 
 def _services() -> dict[str, Any]:
@@ -251,8 +251,8 @@ def reserve(
             _refuse_unless_a_node_has(bundle, "trainer.gpus_per_node" if size > 1 else "inference.tensor_parallel")
     group = placement_group(bundles, strategy="PACK")
     ending.callback(_remove, group)
-    who = [f"Ray to place {len(resources)} actors ({bundles})"]
-    waits.get_all([group.ready()], who=who, timeout_s=timeout_s, on_tick=progress)
+    owners = [f"Ray to place {len(resources)} actors ({bundles})"]
+    waits.get_all([group.ready()], owners=owners, timeout_s=timeout_s, on_tick=progress)
     places = [n for n, size in enumerate(blocks) for _ in range(size)]
     strategies = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=n) for n in places]
     return group, [{**r, "scheduling_strategy": s} for r, s in zip(resources, strategies, strict=True)]
@@ -266,7 +266,7 @@ class PlacePool:
     def __init__(self, resources: Mapping[str, float], ending: ExitStack) -> None:
         self._resources = resources
         self._groups: list[PlacementGroup] = []
-        self._kept: list[dict[str, Any]] = []
+        self._free: list[dict[str, Any]] = []
         ending.callback(self._end)
 
     def _end(self) -> None:
@@ -275,8 +275,8 @@ class PlacePool:
 
     def take(self) -> dict[str, Any]:
         """Returns Ray's options of one more actor, which waits until there is a place."""
-        if self._kept:
-            return self._kept.pop()
+        if self._free:
+            return self._free.pop()
         group = placement_group([_bundle(self._resources) or {"CPU": 0.001}])
         self._groups.append(group)
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
@@ -289,7 +289,7 @@ class PlacePool:
             self._groups.remove(group)
             remove_placement_group(group)
         else:
-            self._kept.append(options)
+            self._free.append(options)
 
     @staticmethod
     def are_there(options_N: Sequence[Mapping[str, Any]]) -> list[bool]:
@@ -301,22 +301,22 @@ class PlacePool:
 def nodes_of(options: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, list[str]]:
     """Returns the rooms that have actors on each node, {Ray's id: rooms}, from {room: Ray's options of its actors}.
     Actors on lost nodes have none."""
-    found: dict[str, list[str]] = {}
+    rooms_by_node: dict[str, list[str]] = {}
     for room, actors in options.items():
         for node in {node: None for node in actor_nodes(actors) if node}:
-            found.setdefault(node, []).append(room)
-    return found
+            rooms_by_node.setdefault(node, []).append(room)
+    return rooms_by_node
 
 
 def actor_nodes(options_N: Sequence[Mapping[str, Any]]) -> list[str | None]:
     """Returns Ray's id of the node of each actor with these options; None for those that have no place."""
     strategies = [options["scheduling_strategy"] for options in options_N]
-    groups = {each.placement_group.id: each.placement_group for each in strategies}
+    groups = {strategy.placement_group.id: strategy.placement_group for strategy in strategies}
     tables = {name: placement_group_table(group) for name, group in groups.items()}
     alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
     nodes = [
-        tables[each.placement_group.id]["bundles_to_node_id"].get(each.placement_group_bundle_index)
-        for each in strategies
+        tables[strategy.placement_group.id]["bundles_to_node_id"].get(strategy.placement_group_bundle_index)
+        for strategy in strategies
     ]
     return [node if node in alive else None for node in nodes]
 
@@ -360,16 +360,16 @@ def on_node(node: str) -> Any:
 def signal_processes(pids: Mapping[str, Sequence[int]], number: int) -> None:
     """Sends a signal to processes of a run, {Ray's id of their node: pids}, to those of all nodes side by side. Ignores
     those that have ended, and nodes that do not answer within `REACH_S`."""
-    here = ray.get_runtime_context().get_node_id()
-    _signal(pids.get(here, ()), number)
-    others = {node: those for node, those in pids.items() if node != here}
+    local_node = ray.get_runtime_context().get_node_id()
+    _signal(pids.get(local_node, ()), number)
+    other_nodes = {node: those for node, those in pids.items() if node != local_node}
     sent = {
         ray.remote(num_cpus=0, scheduling_strategy=on_node(node), max_retries=0)(_signal).remote(those, number): node
-        for node, those in others.items()
+        for node, those in other_nodes.items()
     }
     deadline = time.monotonic() + REACH_S
-    while sent and (left := deadline - time.monotonic()) > 0:
-        for reached in waits.ready(sent, left):
+    while sent and (remaining_s := deadline - time.monotonic()) > 0:
+        for reached in waits.ready(sent, remaining_s):
             del sent[reached]
 
 
@@ -382,9 +382,9 @@ def _signal(pids: Sequence[int], number: int) -> None:
 def _refuse_unless_a_node_has(bundle: Mapping[str, float], key: str) -> None:
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if not any(all(node.get(name, 0) >= amount for name, amount in bundle.items()) for node in nodes):
-        most = {name: max(node.get(name, 0) for node in nodes) for name in bundle}
+        largest = {name: max(node.get(name, 0) for node in nodes) for name in bundle}
         raise Refusal(
-            f"{key}, which asks for {dict(bundle)} on one node, where no node has more than {most}",
+            f"{key}, which asks for {dict(bundle)} on one node, where no node has more than {largest}",
             "a number of processes that one node can hold",
             f"lower --{key.replace('_', '-')}, or leave it out",
         ).error()

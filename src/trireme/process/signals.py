@@ -30,8 +30,8 @@ class StoppedWithoutCommit(Stopped):
         self.failure = failure
 
     def __str__(self) -> str:
-        why = self.failure or "none was possible within checkpoint.grace_s"
-        return f"stopped by a signal, without a commit: {why}"
+        reason = self.failure or "none was possible within checkpoint.grace_s"
+        return f"stopped by a signal, without a commit: {reason}"
 
 
 EXIT_CODES = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_SIGTERM}
@@ -46,17 +46,17 @@ sends to all processes, into a SIGTERM."""
 
 def _end_at_the_next(first: int) -> None:
     """Makes the next signal end the process immediately, unless it belongs to `first`, which just came."""
-    came = time.monotonic()
+    arrived = time.monotonic()
 
     def end(signum: int, _frame: FrameType | None) -> None:
-        if time.monotonic() - came > (SAME_S if signum == first else BOTH_S):
+        if time.monotonic() - arrived > (SAME_S if signum == first else BOTH_S):
             os._exit(EXIT_CODES[signal.Signals(signum)])  # the cluster's processes end with the driver
 
-    for each in EXIT_CODES:
-        signal.signal(each, end)
+    for number in EXIT_CODES:
+        signal.signal(number, end)
 
 
-_came: list[int] = []
+_received: list[int] = []
 """The exit code of the signal that raised Stopped."""
 
 
@@ -69,14 +69,14 @@ def _say(text: str) -> None:
 def _stop(signum: int, _frame: FrameType | None) -> None:
     _say("stopping: waiting for the end of what was started")
     _end_at_the_next(signum)
-    _came.append(EXIT_CODES[signal.Signals(signum)])
-    raise Stopped(_came[0])
+    _received.append(EXIT_CODES[signal.Signals(signum)])
+    raise Stopped(_received[0])
 
 
 def check() -> None:
     """Raises Stopped if a signal came. Ray's compiled code may have swallowed the one that was raised then."""
-    if _came:
-        raise Stopped(_came[0])
+    if _received:
+        raise Stopped(_received[0])
 
 
 @contextmanager
@@ -86,16 +86,16 @@ def as_stopped() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if _came:
-            raise Stopped(_came[0]) from error
+        if _received:
+            raise Stopped(_received[0]) from error
         raise
 
 
 def arm() -> None:
     """Makes both signals raise Stopped in the main thread; a second one (see SAME_S) ends the process immediately. Call
     it again after `ray.init`, which sets handlers of its own."""
-    for each in EXIT_CODES:
-        signal.signal(each, _stop)
+    for number in EXIT_CODES:
+        signal.signal(number, _stop)
 
 
 class Stop:
@@ -110,7 +110,7 @@ class Stop:
         self._grace_s = grace_s
         self.exit_code: int | None = None
 
-    def asked(self) -> bool:
+    def requested(self) -> bool:
         """Returns True once a signal came."""
         return self.exit_code is not None
 
@@ -121,8 +121,8 @@ class Stop:
 
     def __enter__(self) -> Stop:
         signal.signal(signal.SIGALRM, self._overdue)
-        for each in EXIT_CODES:
-            signal.signal(each, self._note)
+        for number in EXIT_CODES:
+            signal.signal(number, self._note)
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
@@ -161,9 +161,9 @@ def end_after(close: Callable[[], Awaitable[object]]) -> None:
             faulthandler.unregister(signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def asked() -> None:
+    def on_signal() -> None:
         loop.remove_reader(reading)
         endings.append(loop.create_task(end()))
 
-    loop.add_reader(reading, asked)
+    loop.add_reader(reading, on_signal)
     faulthandler.register(signal.SIGTERM, writing, all_threads=False)

@@ -173,20 +173,20 @@ class TraceWriter:
         self._thread = Thread(target=self._run, name="trace", daemon=True)
         self._thread.start()
 
-    def add(self, phase: str, name: str, track: str, at: int, **more: Any) -> None:
+    def add(self, phase: str, name: str, track: str, at: int, **fields: Any) -> None:
         """Adds an event, named by its track, from any thread. `at`: ns of the monotonic clock."""
-        self._queue.append({"ph": phase, "name": name, "tid": track, "ts": self._us(at), **more})
+        self._queue.append({"ph": phase, "name": name, "tid": track, "ts": self._us(at), **fields})
 
-    def add_span(self, name: str, track: str, args: dict[str, Any], started: int, ended: int) -> None:
-        """Adds a complete span, from any thread. `started` and `ended`: ns of the monotonic clock."""
-        self.add("X", name, track, started, dur=ended // 1000 - started // 1000, args=args)
+    def add_span(self, name: str, track: str, args: dict[str, Any], started: int, end: int) -> None:
+        """Adds a complete span, from any thread. `started` and `end`: ns of the monotonic clock."""
+        self.add("X", name, track, started, dur=end // 1000 - started // 1000, args=args)
 
-    def add_overlapping(self, name: str, track: str, args: dict[str, Any], started: int, ended: int) -> None:
+    def add_overlapping(self, name: str, track: str, args: dict[str, Any], started: int, end: int) -> None:
         """Adds a span that may overlap others of its track, unless it is too short."""
-        if ended - started >= SHORTEST_NS:
+        if end - started >= SHORTEST_NS:
             same = {"cat": track, "id": next(_numbers)}
             self.add("b", name, track, started, args=args, **same)
-            self.add("e", name, track, ended, **same)
+            self.add("e", name, track, end, **same)
 
     def close(self) -> None:
         """Writes the rest, if the disk takes it in CLOSE_S seconds."""
@@ -247,9 +247,9 @@ class TraceWriter:
                 self._counted[name] = value
                 yield self._event("C", name, args={"number": value})
 
-    def _event(self, phase: str, name: str, **more: Any) -> dict[str, Any]:
+    def _event(self, phase: str, name: str, **fields: Any) -> dict[str, Any]:
         """Makes an event of the process as a whole."""
-        return {"ph": phase, "name": name, "pid": self._pid, "ts": self._us(_now()), **more}
+        return {"ph": phase, "name": name, "pid": self._pid, "ts": self._us(_now()), **fields}
 
     def _meta(self, about: str, **args: Any) -> dict[str, Any]:
         return {"ph": "M", "name": about, "pid": self._pid, "args": args}

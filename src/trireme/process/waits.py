@@ -23,17 +23,17 @@ TICK_S = 1.0
 COLOURS = re.compile(r"\x1b\[\d+m")
 
 
-def failure(error: BaseException, who: str, log: Path | None) -> TriremeError:
-    """Turns what Ray raised while `who` was called into the error that a person reads."""
-    where = f"; its log: {log}" if log else ""
+def failure(error: BaseException, owner: str, log: Path | None) -> TriremeError:
+    """Turns what Ray raised while `owner` was called into the error that a person reads."""
+    log_note = f"; its log: {log}" if log else ""
     if isinstance(error, RayTaskError):
         cause = error.cause
         if isinstance(cause, TriremeError):
             return with_log(cause, log)
-        return RoomFailed(f"{who} raised {type(cause).__name__}: {cause}{where}\n{COLOURS.sub('', str(error))}")
+        return RoomFailed(f"{owner} raised {type(cause).__name__}: {cause}{log_note}\n{COLOURS.sub('', str(error))}")
     if isinstance(error, RayActorError):
-        return RoomFailed(f"{who} died: {_cause_of_death(error)}{where}")
-    return RoomFailed(f"{who}: {type(error).__name__}: {error}{where}")
+        return RoomFailed(f"{owner} died: {_cause_of_death(error)}{log_note}")
+    return RoomFailed(f"{owner}: {type(error).__name__}: {error}{log_note}")
 
 
 def with_log(error: TriremeError, log: Path | None) -> TriremeError:
@@ -45,37 +45,37 @@ def with_log(error: TriremeError, log: Path | None) -> TriremeError:
 
 def _cause_of_death(error: RayActorError) -> str:
     """Returns what Ray knows of the death, without its advice, which is about Ray's own commands."""
-    said = " ".join(COLOURS.sub("", str(error)).split())
-    pid = re.search(r"pid: (\d+)", said)
-    detail = re.search(r"exit detail: (.*?)(?: Some common causes|$)", said)
-    if pid and "connection error code 2" in said:  # all that is known of a process that was killed
+    message = " ".join(COLOURS.sub("", str(error)).split())
+    pid = re.search(r"pid: (\d+)", message)
+    detail = re.search(r"exit detail: (.*?)(?: Some common causes|$)", message)
+    if pid and "connection error code 2" in message:  # all that is known of a process that was killed
         return f"process {pid[1]} was killed or crashed, or ran out of memory"
     if pid and detail:
         return f"process {pid[1]}: {detail[1]}"
-    return said[:600]
+    return message[:600]
 
 
-def _overdue(who: str, timeout_s: float, log: Path | None, limit: str = "") -> RoomFailed:
-    given = f" ({limit})" if limit else ""
-    text = f"waited {timeout_s:.0f} s{given} for {who} and got no answer"
+def _overdue(owner: str, timeout_s: float, log: Path | None, limit: str = "") -> RoomFailed:
+    limit_note = f" ({limit})" if limit else ""
+    text = f"waited {timeout_s:.0f} s{limit_note} for {owner} and got no answer"
     return RoomFailed(text + (f"; its log: {log}" if log else ""))
 
 
 def get_all(
     refs: Sequence[Any],
     *,
-    who: Sequence[str],
+    owners: Sequence[str],
     timeout_s: float,
     log: Path | None = None,
     on_tick: Callable[[list[str], float], None] | None = None,
     limit: str = "",
 ) -> list[Any]:
-    """Returns the values of `refs`; `who` names their owners. Raises as soon as one fails, and does not wait for others
-    (which may hang in a collective), or after `timeout_s` seconds. Calls `on_tick` about once a second with the names
-    still waited for and the seconds waited. `limit` says in the error what set the time limit."""
+    """Returns the values of `refs`; `owners` names their processes. Raises as soon as one fails, without waiting for
+    others (which may hang in a collective), or after `timeout_s` seconds. Calls `on_tick` about once a second with the
+    names still waited for and the seconds waited. `limit` says in the error what set the time limit."""
     started = time.monotonic()
     pending = list(refs)
-    owner = dict(zip(refs, who, strict=True))
+    owner = dict(zip(refs, owners, strict=True))
     values = {}
     while pending:
         waited = time.monotonic() - started
@@ -97,26 +97,26 @@ class LongWait:
     """Prints a line every `every_s` seconds of a wait, as `on_tick` of `get_all`. `ask` returns a reference to a text
     that says how far the work is; without it the line says only how long the wait has been."""
 
-    what: str
+    label: str
     every_s: float
     ask: Callable[[], Any] | None = None
-    _asked: dict[Any, str] = field(default_factory=dict)
+    _requests: dict[Any, str] = field(default_factory=dict)
     _said_s: float = 0.0
 
     def __call__(self, names: list[str], waited_s: float) -> None:
-        if self._asked and (answers := ready(self._asked, 0)):
-            self._asked = {}
+        if self._requests and (answers := ready(self._requests, 0)):
+            self._requests = {}
             self._say(waited_s, *(words for words in answers.values() if isinstance(words, str)))
         if waited_s - self._said_s < self.every_s:
             return
         self._said_s = waited_s
         if self.ask:
-            self._asked = {self.ask(): "progress"}
+            self._requests = {self.ask(): "progress"}
         else:
             self._say(waited_s, f"waiting for {', '.join(names)}")
 
     def _say(self, waited_s: float, *words: str) -> None:
-        print("  ", ": ".join([f"{self.what} ({waited_s:.0f} s)", *words]), sep="", flush=True)
+        print("  ", ": ".join([f"{self.label} ({waited_s:.0f} s)", *words]), sep="", flush=True)
 
 
 def ready(refs: Mapping[Any, str], timeout_s: float) -> dict[Any, Any]:
@@ -150,9 +150,9 @@ def unreached(error: BaseException) -> bool:
     return isinstance(error.__cause__, ActorUnavailableError)
 
 
-def get(ref: Any, *, who: str, timeout_s: float, log: Path | None = None) -> Any:
+def get(ref: Any, *, owner: str, timeout_s: float, log: Path | None = None) -> Any:
     """Returns the value of one reference, as `get_all` does."""
-    return get_all([ref], who=[who], timeout_s=timeout_s, log=log)[0]
+    return get_all([ref], owners=[owner], timeout_s=timeout_s, log=log)[0]
 
 
 @dataclass(frozen=True)
@@ -160,20 +160,20 @@ class Pending:
     """Work in other processes that returns lists."""
 
     refs: Sequence[Any]  # to the lists
-    who: Sequence[str]  # their owners
+    owners: Sequence[str]  # their owners
     log: Path | None = None  # directory of the owners' logs
 
     def wait(self, timeout_s: float) -> list[Any]:
         """Returns the items of all lists. Raises what `get_all` raises."""
-        parts = get_all(self.refs, who=self.who, timeout_s=timeout_s, log=self.log)
+        parts = get_all(self.refs, owners=self.owners, timeout_s=timeout_s, log=self.log)
         return [item for part in parts for item in part]
 
 
-async def get_async(awaitable: Awaitable[Value], *, who: str, timeout_s: float, log: Path | None = None) -> Value:
+async def get_async(awaitable: Awaitable[Value], *, owner: str, timeout_s: float, log: Path | None = None) -> Value:
     """Waits for one reference inside an event loop. Raises what `get_all` raises."""
     try:
         return await asyncio.wait_for(awaitable, timeout_s)
     except TimeoutError:
-        raise _overdue(who, timeout_s, log) from None
+        raise _overdue(owner, timeout_s, log) from None
     except RayError as error:
-        raise failure(error, who, log) from error
+        raise failure(error, owner, log) from error

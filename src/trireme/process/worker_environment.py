@@ -67,18 +67,18 @@ class WorkerEnvironment:
         """Chooses them by the configuration and the driver's environment. Raises BadInput for a variable that the
         configuration names and that is not set."""
         of_environments = [name for name in config.env_variables if name in environ]  # their check refuses others
-        given = _chosen([*config.cluster.variables, *of_environments], environ)
+        chosen = _chosen([*config.cluster.variables, *of_environments], environ)
         named = named_code(config.model_dump(mode="json"), keys_of(type(config))).values()
         paths = (IMPORT_PATH.fullmatch(value) for value in named if isinstance(value, str))
-        secrets = {name: value for name, value in given.items() if is_secret(name, value)}
+        secrets = {name: value for name, value in chosen.items() if is_secret(name, value)}
         if config.run.url:
             secrets |= {name: value for name, value in environ.items() if name.startswith(STORES)}
         if isinstance(config, Config):
             search(directory for env in (*config.env, *config.eval_envs) for directory in env.path)
         return cls(
-            {name: value for name, value in given.items() if name not in secrets},
+            {name: value for name, value in chosen.items() if name not in secrets},
             secrets,
-            modules_not_installed([found[1] for found in paths if found]),
+            modules_not_installed([match[1] for match in paths if match]),
         )
 
     @property
@@ -89,18 +89,18 @@ class WorkerEnvironment:
             ("variables", sorted(self.variables)),
             ("secrets, outside of Ray's logs:", sorted(self.secrets)),
         ]
-        return "; ".join(f"{what} {', '.join(names)}" for what, names in parts if names) or "nothing but the run"
+        return "; ".join(f"{label} {', '.join(names)}" for label, names in parts if names) or "nothing but the run"
 
     def runtime_env(self, environ: Mapping[str, str]) -> dict[str, Any]:
         """Returns it as Ray's runtime environment of a driver with this `environ`, which may be that of a submitted
         job: its modules stay."""
         job = (json.loads(environ.get(JOB_CONFIG) or "{}").get("runtime_env") or {}).get("py_modules") or []
-        found: dict[str, Any] = {"env_vars": dict(self.variables), "excludes": ["__pycache__"]}
+        options: dict[str, Any] = {"env_vars": dict(self.variables), "excludes": ["__pycache__"]}
         modules = [*map(str, self.modules), *job]
         if modules:
-            found["py_modules"] = modules
-        found["worker_process_setup_hook"] = _beginning(dict(self.secrets))
-        return found
+            options["py_modules"] = modules
+        options["worker_process_setup_hook"] = _beginning(dict(self.secrets))
+        return options
 
 
 def travels_text(config: CommonConfig) -> str:
@@ -132,27 +132,27 @@ def _chosen(names: Iterable[str], environ: Mapping[str, str]) -> dict[str, str]:
     usual = [name for name in environ if name.startswith(PREFIXES) and not name.startswith(KEYS)]
     usual = [name for name in usual if name != OF_ONE_NODE]
     usual += [name for name in NAMES if name in environ]
-    found = {name: environ[name] for name in dict.fromkeys([*usual, *names])}
-    paths = found.get("PYTHONPATH")
+    variables = {name: environ[name] for name in dict.fromkeys([*usual, *names])}
+    paths = variables.get("PYTHONPATH")
     if paths:
-        found["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in paths.split(os.pathsep) if path)
-    return found
+        variables["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in paths.split(os.pathsep) if path)
+    return variables
 
 
 def modules_not_installed(names: Iterable[str]) -> tuple[Path, ...]:
     """Returns where the top-level modules `names`, this project's packages, and all that their sources import lie, as
     far as they are not among the installed packages: those are expected on every node."""
     installed = [Path(sysconfig.get_path(kind)).resolve() for kind in INSTALLED]
-    found: dict[str, Path] = {}
-    left = [ENTRY, *OWN_PACKAGES, *names]
-    while left:
-        name = left.pop(0)
-        for place in () if name in found else _places(name):
+    modules: dict[str, Path] = {}
+    pending = [ENTRY, *OWN_PACKAGES, *names]
+    while pending:
+        name = pending.pop(0)
+        for place in () if name in modules else _places(name):
             if any(place.resolve().is_relative_to(path) for path in installed) or PACKAGES & {*place.resolve().parts}:
                 continue
-            found[name] = place
-            left += [] if name in OWN_PACKAGES else sorted(_imported(place))
-    return tuple(found.values())
+            modules[name] = place
+            pending += [] if name in OWN_PACKAGES else sorted(_imported(place))
+    return tuple(modules.values())
 
 
 def _places(name: str) -> list[Path]:

@@ -84,8 +84,8 @@ class Examples:
         """Splits off `number` examples that the seed chooses. Returns the rest and these, both in their order. Raises
         BadInput if nothing would be left."""
         if number >= len(self):
-            given = f"data.test_examples = {number} of {len(self)} examples"
-            raise Refusal(given, "some that are trained on", "lower --data.test-examples").error()
+            problem = f"data.test_examples = {number} of {len(self)} examples"
+            raise Refusal(problem, "some that are trained on", "lower --data.test-examples").error()
         mixed = _permutation(len(self), f"held out:{seed}")
         return self.part(np.sort(mixed[number:]).tolist()), self.part(np.sort(mixed[:number]).tolist())
 
@@ -110,12 +110,12 @@ class ExampleCursor:
     def take(self, number: int) -> list[int]:
         """Takes the next `number` examples, or those left. Returns their indices."""
         if self.end is None:
-            wanted = number
+            target = number
         else:
-            wanted = min(number, self.end - self.consumed)
+            target = min(number, self.end - self.consumed)
         taken: list[int] = []
-        while len(taken) < wanted:
-            part = self._of_epoch()[self.position : self.position + wanted - len(taken)]
+        while len(taken) < target:
+            part = self._of_epoch()[self.position : self.position + target - len(taken)]
             taken += part.tolist()
             self.position += len(part)
             if self.position == self.size:
@@ -145,8 +145,8 @@ class ExampleCursor:
         if config.max_steps:
             return config
         self.end = config.data.epochs * self.size
-        left = max(self.end - self.consumed, 0)
-        return config.model_copy(update={"max_steps": start + math.ceil(left / config.data.batch_size)})
+        remaining = max(self.end - self.consumed, 0)
+        return config.model_copy(update={"max_steps": start + math.ceil(remaining / config.data.batch_size)})
 
 
 def _permutation(size: int, name: str) -> npt.NDArray[np.int64]:
@@ -184,13 +184,13 @@ class SftData:
             return make_renderer(tokenizer=load_tokenizer(config.tokenizer_name), **config.renderer.model_dump())
 
         rules = ExampleRules(renderer, options.train_on, facts.vocab_size, limit, options.too_long)
-        found, notes = read_examples(files_of("data.train", options.train), rules, say)
-        train = Examples.of(found)
+        examples, notes = read_examples(files_of("data.train", options.train), rules, say)
+        train = Examples.of(examples)
         test = None
         if options.test is not None:
-            held_out, more = read_examples(files_of("data.test", options.test), rules, say)
+            held_out, test_notes = read_examples(files_of("data.test", options.test), rules, say)
             test = Examples.of(held_out)
-            notes = notes + more
+            notes = notes + test_notes
         elif options.test_examples:
             train, test = train.hold_out(options.test_examples, config.seed)
         return cls(train, test, ExampleCursor(len(train), config.seed, options.shuffle), tuple(notes))

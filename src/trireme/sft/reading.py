@@ -61,8 +61,8 @@ class ExampleRules:
 class BadExample(Exception):
     """Tells what is wrong with one example; becomes a Refusal with its place."""
 
-    def __init__(self, given: str, expected: str, do: str = "correct it") -> None:
-        super().__init__(given, expected, do)
+    def __init__(self, value: str, expected: str, do: str = "correct it") -> None:
+        super().__init__(value, expected, do)
 
 
 def files_of(key: str, pattern: str) -> list[Path]:
@@ -96,8 +96,8 @@ def read_examples(
             try:
                 example = _checked(*make(), place, rules, shortened)
             except BadExample as wrong:
-                given, expected, do = wrong.args
-                refusals.append(Refusal(f"{place}: {given}", expected, do))
+                value, expected, do = wrong.args
+                refusals.append(Refusal(f"{place}: {value}", expected, do))
                 if len(refusals) == MOST_PROBLEMS:
                     refuse(refusals)
                 continue
@@ -110,8 +110,8 @@ def read_examples(
         names = ", ".join(map(str, files))
         raise Refusal(f"{names}: no example in it", "at least one", "give another file, or fill it").error()
     return examples, [
-        f"{number} examples longer than {rules.max_seq_len} tokens were {what} (data.too_long = {rules.too_long})"
-        for what, number in sorted(shortened.items(), reverse=True)
+        f"{number} examples longer than {rules.max_seq_len} tokens were {action} (data.too_long = {rules.too_long})"
+        for action, number in sorted(shortened.items(), reverse=True)
     ]
 
 
@@ -164,14 +164,14 @@ def check_messages(messages: Any) -> None:
     """Raises BadExample unless these are messages of a conversation."""
     if not isinstance(messages, list) or not messages:
         raise BadExample(f"messages = {_short(messages)}", "a list of messages, at least one")
-    known = Message.__annotations__
+    fields = Message.__annotations__
     for number, message in enumerate(messages, 1):
         place = f"message {number}"
         if not isinstance(message, dict):
             raise BadExample(f"{place} is {_short(message)}", 'an object with "role" and "content"')
-        unknown = [name for name in message if name not in known]
+        unknown = [name for name in message if name not in fields]
         if unknown:
-            raise BadExample(f"{place} with {', '.join(map(repr, unknown))}", f"only {', '.join(known)}")
+            raise BadExample(f"{place} with {', '.join(map(repr, unknown))}", f"only {', '.join(fields)}")
         if message.get("role") not in ROLES:
             raise BadExample(f"{place} with role {message.get('role')!r}", f"one of {', '.join(ROLES)}")
         if not isinstance(content := message.get("content"), str):
@@ -195,8 +195,8 @@ def _as_columns(tokens: Any, weights: Any) -> tuple[Tokens, Weights]:
     try:
         return ModelInput(tokens).tokens, TensorData(weights, "float32").data
     except ValueError as error:
-        given, _, expected = str(error).partition("; expected ")
-        raise BadExample(given, expected) from None
+        value, _, expected = str(error).partition("; expected ")
+        raise BadExample(value, expected) from None
 
 
 def _from_arrays(file: Path) -> Iterator[tuple[str, Maker]]:

@@ -83,7 +83,7 @@ def update_replicas(rooms: Rooms, attempt: Attempt, weights: PublishedWeights) -
 
     def on_tick() -> None:
         attempt.check_rooms()
-        if attempt.stop.asked():
+        if attempt.stop.requested():
             rooms.orchestrator.give_up_evaluation()
 
     rooms.orchestrator.end_version(on_tick)

@@ -95,7 +95,7 @@ def lease(source: Source) -> None:
     """Has each rank keep its share of the version until `release`. Raises RoomFailed: WeightsGone if it is too late."""
     asked = [holder.lease.remote(source.version) for holder in source.holders_R]
     who = [f"trainer shard {rank}, asked to keep version {source.version}" for rank in range(len(asked))]
-    waits.get_all(asked, who=who, timeout_s=ANSWER_S)
+    waits.get_all(asked, owners=who, timeout_s=ANSWER_S)
 
 
 def release(source: Source) -> None:

@@ -47,7 +47,7 @@ def test_each_attempt_has_rooms_of_its_own_and_the_orchestrator_ends_first(monke
     for _ in range(2):
         with ExitStack() as ending:
             core = training.start(run, ending)
-            assert {core.trainer, core.others["orchestrator"]} < set(core.rooms)
+            assert {core.trainer, core.other_rooms["orchestrator"]} < set(core.rooms)
     assert ended == [
         *("orchestrator 3", "replica set 2", "trainer 1"),
         *("orchestrator 6", "replica set 5", "trainer 4"),

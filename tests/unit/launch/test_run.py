@@ -158,7 +158,7 @@ def test_what_a_commit_has_of_unfinished_work_is_said_and_returned() -> None:
         SimpleNamespace(load_state=lambda _path, _source, text=text: text) for text in ("", "3 of 4 were kept")
     )
     trainer = SimpleNamespace(load_state=lambda _path, _identities, _source: "")
-    core: Any = SimpleNamespace(trainer=trainer, others={"silent": silent, "orchestrator": kept})
+    core: Any = SimpleNamespace(trainer=trainer, other_rooms={"silent": silent, "orchestrator": kept})
     console: Any = SimpleNamespace(print=lambda text, **_: said.append(text))
     manifest: Any = SimpleNamespace(identities=())
     assert run_module.load(core, Path("c"), manifest, None, Roster(lambda: 0.0), console) == ["3 of 4 were kept"]

@@ -32,4 +32,4 @@ def test_a_long_wait_asks_for_progress(monkeypatch: pytest.MonkeyPatch, capsys: 
 def test_a_wait_that_is_over_says_what_set_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waits.ray, "wait", lambda pending, **_: ([], pending))
     with pytest.raises(RoomFailed, match=r"waited 0 s \(timeouts\.start_s = 5 s\) for trainer shard 0"):
-        waits.get_all(["ref"], who=["trainer shard 0"], timeout_s=0.01, limit="timeouts.start_s = 5 s")
+        waits.get_all(["ref"], owners=["trainer shard 0"], timeout_s=0.01, limit="timeouts.start_s = 5 s")

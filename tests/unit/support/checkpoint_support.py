@@ -51,7 +51,7 @@ class Crashing:
     def write(self, writer: HashingWriter, chunk: bytes) -> int:
         if self.due():
             self.real_write(writer, chunk[: len(chunk) // 2])
-            writer._write(writer._blocks[0][: writer._held], 0)
+            writer._write(writer._blocks[0][: writer._filled], 0)
             raise Crash("write")
         return self.real_write(writer, chunk)
 
