@@ -222,7 +222,8 @@ class Pipeline:
     def progress(self) -> str:
         """Says how far the step or the evaluation is, for people."""
         groups = f"{len(self._finished)} groups are finished, and {len(self._running)} are being sampled"
-        return self.evaluator.progress or groups
+        lacks = missing(self._ledger, self._requests.in_training)
+        return self.evaluator.progress or f"{groups}: {lacks}"
 
     async def stop(self) -> None:
         """Cancels everything and waits for it; all environments are closed."""

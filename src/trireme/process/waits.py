@@ -110,7 +110,9 @@ class LongWait:
         if waited_s - self._said_s < self.every_s:
             return
         self._said_s = waited_s
-        if self.ask:
+        if self._requests:
+            self._say(waited_s, f"no answer from {', '.join(names)}")
+        elif self.ask:
             self._requests = {self.ask(): "progress"}
         else:
             self._say(waited_s, f"waiting for {', '.join(names)}")

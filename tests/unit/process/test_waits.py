@@ -29,6 +29,20 @@ def test_a_long_wait_asks_for_progress(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert capsys.readouterr().out == "  a minibatch (32 s): 5 groups are finished\n"
 
 
+def test_a_long_wait_names_who_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An environment that blocks the event loop keeps the orchestrator from saying how far it is."""
+    monkeypatch.setattr(waits, "ready", lambda *_: {})
+    wait = LongWait("waiting for a minibatch", 30.0, lambda: "a reference")
+    for waited_s in (30.0, 45.0, 60.0, 90.0):
+        wait(["orchestrator"], waited_s)
+    assert capsys.readouterr().out.splitlines() == [
+        "  waiting for a minibatch (60 s): no answer from orchestrator",
+        "  waiting for a minibatch (90 s): no answer from orchestrator",
+    ]
+
+
 def test_a_wait_that_is_over_says_what_set_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waits.ray, "wait", lambda pending, **_: ([], pending))
     with pytest.raises(RoomFailed, match=r"waited 0 s \(timeouts\.start_s = 5 s\) for trainer shard 0"):
