@@ -1,12 +1,12 @@
-"""All that a training loop of your own needs: a trainer, and a sampler in front of replicas (docs/own-loop.md).
+"""Everything for a training loop of your own: a trainer, and a sampler in front of replicas (docs/own-loop.md).
 
     config = loop_config(["--model.name", "Qwen/Qwen3-0.6B", *sys.argv[1:]])
     with open_rooms(config, Path("logs")) as (trainer, sampler):
         sampler.update_weights(trainer.publish_weights(0))
         ...
 
-The options are those of `rl`. Models, devices and Ray are taken care of here. The loop decides what is sampled, what it
-makes of that, and when weights are published. Importing this module imports no Ray: the environment is prepared first.
+The options are the same as for `rl`. This module handles models, devices and Ray. The loop decides what to sample, how
+to train on it, and when to publish weights. Importing this module imports no Ray: the environment is prepared first.
 """
 
 from __future__ import annotations

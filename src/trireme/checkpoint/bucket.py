@@ -1,7 +1,7 @@
 """Object storage below a URL such as s3://bucket/prefix: objects that are put whole, some of them on a condition.
 
-A put whose condition does not hold has to be refused by the store itself (If-None-Match and If-Match of S3; Google's
-and Azure's stores have the same). `try_conditions` tries that before a run relies on it.
+The store itself has to refuse a put if its condition does not hold (If-None-Match and If-Match of S3; Google's and
+Azure's stores have the same). `try_conditions` tries that before a run relies on it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ RETRIES = 3
 RETRY_S = 60.0
 """Seconds after which a request that failed is not sent again."""
 PIECE_S = 2 * (REQUEST_S + RETRY_S)
-"""Time limit for a piece, with what is sent again."""
+"""Time limit for a piece, with its retries."""
 DELETED_AT_ONCE = 1000
 CONDITIONS = (
     "object storage that refuses a put whose condition does not hold (If-None-Match, If-Match), as Amazon's S3 does: "
@@ -130,9 +130,9 @@ class Bucket:
         return str(put["e_tag"])
 
     def fetch(self, key: str, directory: Path, record: FileRecord) -> None:
-        """Brings an object to the disk as the file `record` in `directory`, and verifies it. Raises StorageFailed, also
-        for an object that is not that file, of which a part is left then; CheckpointInvalid for a path that leads
-        elsewhere."""
+        """Downloads an object to the file `record` in `directory`, and verifies it. Raises StorageFailed, also for an
+        object that is not that file, and leaves a part of it then; CheckpointInvalid for a path that leads elsewhere.
+        """
         import obstore
 
         file = path_in(directory, record.path)
@@ -155,7 +155,7 @@ class Bucket:
             )
 
     def _pieces(self, pool: ThreadPoolExecutor, key: str, size: int) -> Iterator[memoryview]:
-        """Yields the pieces of an object in order, at most WINDOW of which are on the way."""
+        """Yields the pieces of an object in order, with at most WINDOW on the way."""
         pending: deque[Future[memoryview]] = deque()
         for offset in range(0, size, PIECE_BYTES):
             if len(pending) == WINDOW:
@@ -178,7 +178,7 @@ class Bucket:
             return [str(entry["path"]) for page in obstore.list(self._store, prefix) for entry in page]
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Deletes objects; those that are not there count as deleted."""
+        """Deletes objects; missing objects count as deleted."""
         import obstore
 
         rest = list(keys)

@@ -128,7 +128,7 @@ class HashingWriter:
     in case another error hides it (torch.save reports a wrong length instead).
 
     `thread` copies and hashes, almost without Python, while the caller waits. `copy(to, from)` copies the bytes of a
-    part. `large`: expect many blocks, some of which threads write while the next one fills.
+    part. `large`: expect many blocks; threads write some of them while the next one fills.
     """
 
     def __init__(self, file: Path, thread: Executor | None = None, copy: Copy = np.copyto, large: bool = False) -> None:

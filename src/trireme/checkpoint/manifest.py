@@ -26,7 +26,7 @@ FORMAT = 4
 (tests/e2e/commit_fixture.py)."""
 MANIFEST = "manifest.json"
 THREADS = 8
-"""Number of files whose contents are checked in parallel."""
+"""Number of files to check in parallel."""
 
 
 def step_name(step: int) -> str:
@@ -127,7 +127,7 @@ class Manifest:
     @classmethod
     def verified(cls, directory: Path, contents: bool = True) -> Manifest:
         """Reads the manifest of the commit in `directory` and checks the sizes of its files and, with `contents`, their
-        checksums. Raises CheckpointInvalid, which names the file and what is wrong with it."""
+        checksums. Raises CheckpointInvalid, which names the file and its fault."""
         manifest = cls.read(directory)
         if step_of(directory.name) not in (None, manifest.step):
             raise CheckpointInvalid(f"{MANIFEST} is of step {manifest.step}, in a directory named {directory.name}")

@@ -66,7 +66,7 @@ class PartReader:
     """A part of a commit, as one process reads it."""
 
     directory: Path
-    """Its files; if there is a source, those that were fetched."""
+    """Its files; if there is a source, its fetched files."""
     source: CommitSource | None = None
 
     @classmethod

@@ -81,7 +81,7 @@ def move_rows(file: Path, leaves: Callable[[StepRow], bool], branch_file: Path) 
 
 
 def attempts_before(root: Path, step: int) -> list[tuple[int, int]]:
-    """Returns the attempts of a run whose steps the commit of `step` has, each with the step that it began with."""
+    """Returns the attempts of a run with steps in the commit of `step`, each with the step that it began with."""
     starts: dict[int, int] = {}
     for row in read_rows(root / METRICS)[0]:
         if row.step < step:

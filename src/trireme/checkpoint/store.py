@@ -10,10 +10,10 @@
 A crash at any point loses nothing: each change is a rename or the replacement of a whole file, in an order that the
 next opening can complete. Nothing depends on the clock.
 
-A driver may lose its lock without noticing, on a file system whose locks do not hold. So each start takes a number that
+On a file system with unreliable locks a driver may lose its lock without noticing. So each start takes a number that
 only one driver can take, and writes it to HEAD; and a look at HEAD precedes each change (`check_owner`). If the other
-driver starts between that look and the change, no harm is done either: its `checkout` takes away the drafts of others,
-so their rename fails, and gives the files of rows a new inode, so what others still append is lost.
+driver starts between that look and the change, no harm is done either: its `checkout` removes the drafts of others, so
+their rename fails, and gives the files of rows a new inode, so rows that others still append are lost.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Head:
 
 @dataclass(frozen=True)
 class VerifiedCommit:
-    """A commit of which every byte was checked."""
+    """A commit with every byte checked."""
 
     path: Path
     manifest: Manifest
@@ -102,9 +102,9 @@ def _rename_away(directory: Path) -> Path:
 class CheckpointStore:
     """The commits under the run directory `root`. A process that changes anything must hold the run's lock.
 
-    `owner`: run and attempt of the driver on whose behalf they are changed; then LockLost is raised instead of each
-    change after another driver has started. Without it nothing is checked. `fence` raises LockLost where something
-    else than this directory says who the driver is.
+    `owner`: run and attempt of the driver that changes them; then each change raises LockLost instead, after another
+    driver has started. Without it nothing is checked. `fence` raises LockLost where another place than this directory
+    decides who the driver is.
     """
 
     root: Path
@@ -258,10 +258,10 @@ class CheckpointStore:
         return StepRow((to_json(values) + "\n").encode(), values)
 
     def prune(self, keep_last: int, keep_every: int | None) -> list[str]:
-        """Deletes commits, but for the `keep_last` newest, those of a step divisible by `keep_every`, those marked by a
-        file KEEP, and the newest that verifies. Does not count damaged commits, and leaves them to `checkout`. Reads
-        the newest commit whole, unless one of the `keep_last` was already read: then what is older is not needed.
-        Returns the names of the deleted. Raises StorageFailed, LockLost."""
+        """Deletes commits, except the `keep_last` newest, commits of a step divisible by `keep_every`, commits marked
+        by a file KEEP, and the newest that verifies. Does not count damaged commits, and leaves them to `checkout`.
+        Reads the newest commit whole, unless one of the `keep_last` was already read: then older ones are not needed.
+        Returns the deleted names. Raises StorageFailed, LockLost."""
         whole = self._whole()
         old = [commit for commit in list(whole)[:-keep_last] if not (commit / KEEP).exists()]
         if keep_every:

@@ -1,15 +1,14 @@
-"""A run in object storage: what its HEAD says there, and which objects that refers to. Moves no bytes.
+"""A run in object storage: its HEAD there, and the objects that HEAD refers to. Moves no bytes.
 
     HEAD                                           the run, its driver, its commits and files; put on condition
     commits/000002/step_000020-<lineage>-1/...     the files of a commit of the second driver, of its first attempt
-    rows/000002/metrics.jsonl/000000-<checksum>    a part of a file beside the commits
+    rows/000002/metrics.jsonl/000000-<checksum>    a part of another file than a commit's
 
-HEAD is what there is: an object counts once HEAD names it, and HEAD is put after everything that it names. An object
-that HEAD names is never put again, because its name has the number of the driver, and it is deleted only when HEAD has
-ceased to name it. What no HEAD came to name, such as the parts of a commit that was not completed, is swept.
-So a crash between any two puts leaves the run as the last HEAD says, and what a driver does that has been superseded
-changes nothing that the new one names. Commits and rows of a branch are named by another path, and stay where they
-are.
+HEAD decides: an object counts once HEAD names it, and HEAD is put after everything that it names. An object that HEAD
+names is never put again, because its name has the number of the driver, and it is deleted only when HEAD has ceased to
+name it. Objects that no HEAD came to name, such as the parts of a commit that was not completed, are swept. So a crash
+between any two puts leaves the run as the last HEAD says, and a superseded driver changes nothing that the new one
+names. Commits and rows of a branch get another path in HEAD, and stay where they are.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ class StoredRun:
     commits: Mapping[str, StoredCommit] = field(default_factory=dict)
     """The commits, by their paths in the run directory."""
     files: Mapping[str, tuple[FilePart, ...]] = field(default_factory=dict)
-    """The parts of the files beside them, by their paths in the run directory."""
+    """The parts of the other files, by their paths in the run directory."""
 
     def to_json(self) -> bytes:
         values = {"format": FORMAT, **asdict(self)}
@@ -160,9 +159,9 @@ def part_of(block: bytes, driver: int, previous: FilePart | None) -> FilePart:
 def elsewhere(
     stored: StoredRun, head: Head, local: Mapping[str, StoredCommit], keep_last: int, keep_every: int | None
 ) -> dict[str, StoredCommit]:
-    """Returns the commits of `stored` that are in object storage alone, and stay there: `local` are those that the run
-    directory holds. They are kept as long as they would be in the directory (`CheckpointStore.prune`), and belong to
-    the branch that was left when the run has gone back behind them."""
+    """Returns the commits of `stored` that are only in object storage, and stay there: `local` are the commits in the
+    run directory. They are kept as long as they would be in the directory (`CheckpointStore.prune`), and belong to the
+    branch that was left when the run went back to an earlier step."""
     alone: dict[str, StoredCommit] = {}
     on_branch: dict[int, str] = {}
     checksums = {commit.manifest for commit in local.values()}

@@ -58,8 +58,8 @@ def show(plan: Plan, config: CommonConfig, console: Console) -> None:
 
 
 def planned(loaded: Loaded[Config], rooms: Sequence[PartKind], console: Console) -> Plan | None:
-    """Returns the plan of a command that starts `rooms` without a run directory, and prints its warnings; None for a
-    dry run, of which it prints the plan. Raises BadInput."""
+    """Returns the plan of a command that starts `rooms` without a run directory, and prints its warnings; for a dry run
+    prints the plan and returns None. Raises BadInput."""
     config = loaded.config
     facts = ModelFacts.of(config, required=True)
     plan = Plan(config, facts, Resources.of_this_machine(), rooms, notes=check(config, facts))

@@ -1,4 +1,5 @@
-"""`trireme doctor`: examines all nodes of a cluster before a run, and says what is wrong and what to type.
+"""`trireme doctor`: examines all nodes of a cluster before a run, and prints the faults and the commands that mend
+them.
 
     trireme doctor --cluster.address 10.0.0.1:6379              a cluster, as any run needs it
     trireme doctor @ config.toml --nodes node1,node2,node3      as a run of `rl` needs it; names the missing nodes

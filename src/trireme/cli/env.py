@@ -44,7 +44,7 @@ TYPED = WeightIdentity(0, 0, "typed")
 
 
 class Answers:
-    """Answers in place of a policy. `read` returns the next line; "" or None if there is no more."""
+    """Answers instead of a policy. `read` returns the next line; "" or None at the end."""
 
     def __init__(self, tokenizer: Any, read: Callable[[], str | None]) -> None:
         self._tokenizer = tokenizer

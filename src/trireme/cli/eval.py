@@ -43,7 +43,7 @@ from trireme.tools.export import chosen_commit, export
 from trireme.tools.merge import BASE
 
 AS_LOADED = "as-loaded"
-"""In place of a digest, as these weights were not published."""
+"""Replaces a digest, because these weights were not published."""
 UNREAD = Path(__file__).with_name("eval.toml")
 
 
@@ -56,14 +56,14 @@ class Subject:
     identity: WeightIdentity
     """The identity of its weights."""
     run: Path | None
-    """The run that a commit belongs to, whose configuration is taken."""
+    """The run of a commit, which provides the configuration."""
     base: str | None = None
     """The model that the adapters in `model` belong to."""
 
     @classmethod
     def of(cls, name: str, step: int | None) -> Subject:
-        """Returns what `name` means: a run (its commit `step`, or its newest that verifies), a commit, a model.
-        Raises BadInput."""
+        """Returns the subject named `name`: a run (its commit of `step`, or its newest commit that verifies), a commit,
+        a model. Raises BadInput."""
         path = Path(name).expanduser().absolute()
         if (path / HEAD).exists():
             return cls._of_commit(chosen_commit(path, step))
@@ -92,8 +92,8 @@ class Subject:
         return f"{commit.name} of {self.run} (weights {self.identity.version}:{self.identity.digest[:8]})"
 
     def whole(self, console: Console, ending: ExitStack) -> str:
-        """Returns a directory, or a name, of the whole model. `ending` removes what is made for it. Raises BadInput if
-        the base has changed, or a directory lacks tensors of the model's class, StorageFailed."""
+        """Returns a directory, or a name, of the whole model. `ending` removes the files made for it. Raises BadInput
+        if the base has changed, or a directory lacks tensors of the model's class, StorageFailed."""
         if self.run is None:
             if Path(self.model).is_dir():  # one on the hub is fetched by the nodes of the replicas, and not here
                 advice = "save it again with save_pretrained, or evaluate another model"
@@ -148,8 +148,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def configured(subject: Subject | None, unread: Path, arguments: Sequence[str]) -> Loaded[Config]:
-    """Returns the configuration of a command that trains nothing: that of the subject's run, then the file `unread` of
-    keys that the command does not read, then what was given. Raises BadInput."""
+    """Returns the configuration of a command that trains nothing: the configuration of the subject's run, then the file
+    `unread` of keys that the command does not read, then the given keys. Raises BadInput."""
     files = ["@", str(unread)]
     model_flags = list[str]()
     if subject:

@@ -33,7 +33,7 @@ from trireme.core.refusals import Refusal
 MODELS = Path("models")
 DOWNLOAD_S = 3600.0
 HUB_CACHE = ".cache"
-"""What the hub's client leaves beside the files that it has fetched."""
+"""Directory that the hub's client leaves next to the fetched files."""
 
 OnProgress = Callable[[str], None]
 

@@ -3,8 +3,8 @@
     trireme serve @ examples/sort.toml
     trireme serve --model.name Qwen/Qwen3-0.6B --trainer.shards 2 --inference.replicas 2
 
-The options are those of `rl`: the model, shards, replicas, deadlines, and `service.*`. What clients save is in the run
-directory, where the next server of the same name finds it.
+The command takes these options of `rl`: the model, shards, replicas, deadlines, and `service.*`. The run directory
+holds the states that clients save, for the next server of the same name.
 """
 
 from __future__ import annotations

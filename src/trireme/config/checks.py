@@ -93,7 +93,7 @@ def _batch(config: Config) -> Iterator[Refusal]:
 
 
 def _service(config: Config) -> Iterator[Refusal]:
-    """Refuses a service beside what chats, which come at any time, would disturb."""
+    """Refuses a service together with options that chats, which come at any time, would disturb."""
     port = f"service.port = {config.service.port} with"
     if config.service.port is None:
         return

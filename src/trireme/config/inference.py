@@ -42,10 +42,10 @@ class SamplingConfig(Section):
     repetition_penalty: Annotated[float, BOUNDS["repetition_penalty"].field] = 1.0
     """1 = off. The trainer cannot match it."""
     stop: list[Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]] = Field([], max_length=MOST_STOPS)
-    """Strings that end an answer wherever they come to stand in it, beside what the environment says."""
+    """Strings that end an answer wherever they appear in it, in addition to the environment's."""
 
     def params(self, seed: int | None, stop: tuple[int | str, ...], room: int) -> SamplingParams:
-        """Returns the parameters of one request, whose answer has room for `room` tokens and ends at any of `stop`."""
+        """Returns the parameters of one request. Its answer has room for `room` tokens and ends at any of `stop`."""
         overrides = {"max_tokens": min(self.max_tokens, room), "stop": stop}
         return SamplingParams(**(vars(self) | overrides), seed=seed)  # model_dump takes ten times as long
 
@@ -57,8 +57,8 @@ class InferenceConfig(Section):
     """Ranks of a replica, on one node: each holds a part of every layer, and has one GPU where there are GPUs."""
     transport: TransportName = "object_store"
     """How weights travel to the replicas. object_store: each machine with a replica fetches one copy from Ray's store.
-    broadcast: trainer shards send all weights to the replicas, each to those of its nodes, by gloo on CPUs and NCCL on
-    GPUs (not tried on several GPUs yet); a replica that is not ready in time fetches them from the shards."""
+    broadcast: each trainer shard sends all weights to the replicas of its nodes, by gloo on CPUs and NCCL on GPUs (not
+    tried on several GPUs yet); a replica that is not ready in time fetches them from the shards."""
     on_update: Literal["recompute_kv", "keep_kv", "drain"] = "recompute_kv"
     """How requests in flight take new weights: recompute_kv computes their KV cache again under the new weights;
     keep_kv keeps it (a shorter pause, but the tokens after it come from no policy exactly, and are marked mixed);
@@ -81,11 +81,11 @@ class InferenceConfig(Section):
     """Sequences that a replica decodes at the same time; none = on a GPU what a vLLM server takes there (256, or 1,024
     from 70 GiB of memory on, in vLLM 0.32), 256 on CPUs."""
     max_loras: PositiveInt = 1
-    """Adapters whose requests a replica decodes in the same step (vLLM's max_loras). A run has one, and `trireme serve`
-    with trainer.lora one for each set of weights that is sampled from; requests for more of them take turns."""
+    """Adapters that a replica decodes in the same step (vLLM's max_loras). A run has one, and `trireme serve` with
+    trainer.lora one for each set of weights that it samples from; requests for further adapters take turns."""
     max_cpu_loras: PositiveInt | None = None
-    """Adapters that a replica keeps in host memory (vLLM's max_cpu_loras), at least max_loras; those that wait for a
-    place there are loaded when one is free. none = max_loras."""
+    """Adapters that a replica keeps in host memory (vLLM's max_cpu_loras), at least max_loras; further adapters are
+    loaded when a place there is free. none = max_loras."""
     answer_s: PositiveFloat = 1800.0
     """Seconds for one answer, from its request to its last token, with the pauses of updates; then the rollout is tried
     again. orchestrator.generation_timeout_s bounds all turns of a rollout together."""

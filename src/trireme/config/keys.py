@@ -64,7 +64,7 @@ class Key:
 
     @property
     def switch_words(self) -> tuple[str, ...]:
-        """The words that may follow its flag, in lower case, if it is a switch, whose bare flag means true; empty for
+        """The words that may follow its flag, in lower case, if it is a switch (the bare flag means true); empty for
         any other key."""
         choices = get_args(self.field.annotation) or (self.field.annotation,)
         words = tuple(word for choice in choices for word in get_args(choice))
@@ -163,7 +163,7 @@ def _walk(model: type[BaseModel], path: Path) -> Iterator[tuple[Path, FieldInfo,
 
 
 def _entry(field: FieldInfo) -> type[BaseModel] | None:
-    """Returns the section of which a key holds several; None for any other key."""
+    """Returns the section if a key holds several of it; None for any other key."""
     if get_origin(field.annotation) is tuple:
         entry = get_args(field.annotation)[0]
     else:
@@ -174,7 +174,7 @@ def _entry(field: FieldInfo) -> type[BaseModel] | None:
 
 
 class Keys:
-    """The options of one command, whose configuration is a `schema`."""
+    """The options of one command with the configuration `schema`."""
 
     def __init__(self, schema: type[CommonConfig]) -> None:
         walked = list(_walk(schema, ()))
@@ -183,8 +183,8 @@ class Keys:
         """Every option by its path, in the order of the schema."""
         self.sections = frozenset(path for path, _, is_section in walked if is_section)
         self.lists = frozenset(path for path, field, is_section in walked if is_section and _entry(field))
-        """Sections of which there may be several. A value's path has the number of its entry there (`env.1.id`); the
-        options of all entries are the same, and stand in `options` once, without number."""
+        """Sections that may appear several times. A value's path has the number of its entry there (`env.1.id`); all
+        entries have the same options, which stand in `options` once, without number."""
         self.spellings = {(*path[:-1], name): path for path, key in self.options.items() for name in key.names}
         """Every way to write the path of an option, and the path under which it is stored."""
         self.short_flags = {key.short_flag: key.path for key in self.options.values() if key.short_flag}
@@ -226,7 +226,7 @@ class Keys:
         return self.options.get(self.spellings.get(path, path))
 
     def list_of(self, path: Path) -> Path | None:
-        """Returns the section of which there may be several that `path` lies in."""
+        """Returns the repeatable section that contains `path`."""
         return next((table for table in self.lists if path[: len(table)] == table), None)
 
     def split_number(self, path: Path) -> tuple[Path, Path]:
@@ -238,8 +238,8 @@ class Keys:
         return path, ()
 
     def stored_path(self, spelling: Path) -> Path | None:
-        """Returns the path under which what is written as `spelling` is stored; None for an unknown key. Without a
-        number it is that of the first entry of a list."""
+        """Returns the path under which the value of `spelling` is stored; None for an unknown key. Without a number it
+        is the path of the first entry of a list."""
         if len(spelling) == 1 and spelling[0] in self.short_flags:
             return self.short_flags[spelling[0]]
         path, entry = self.split_number(spelling)
@@ -262,8 +262,8 @@ class Keys:
         return table is not None and (table.entry_type is Any or len(path) == len(table.path) + 1)
 
     def nearest(self, path: Path) -> Path | None:
-        """Returns the known option or section that looks most like an unknown `path`, among those of which the last
-        part, or for a path of one part the whole, does; None if there is none."""
+        """Returns the known option or section that looks most like an unknown `path`, judged by the last part, or by
+        the whole of a path of one part; None if none is similar."""
 
         def alike(candidate: Path) -> tuple[float, float]:
             whole = difflib.SequenceMatcher(None, ".".join(path), ".".join(candidate)).ratio()
@@ -283,5 +283,5 @@ class Keys:
 
 @cache
 def keys_of(schema: type[CommonConfig]) -> Keys:
-    """Returns the options of the command whose configuration is a `schema`."""
+    """Returns the options of the command with the configuration `schema`."""
     return Keys(schema)

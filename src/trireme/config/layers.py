@@ -1,19 +1,19 @@
 """Merges the layers of a configuration: defaults < files left to right < environment < command line.
 
-pydantic validates the result. pydantic-settings, which also merges layers, cannot do what is needed here:
+pydantic validates the result. pydantic-settings, which also merges layers, cannot do the following:
 
-- Each refusal names the value's place, all come in one error, and a refused unknown key is told the one that was meant.
+- Each refusal names the value's place, all come in one error, and the refusal of an unknown key names a similar one.
   Sources of pydantic-settings pass on values without places and stop at the first that cannot be read;
   `TomlConfigSettingsSource` ignores a missing file. So each value becomes a `GivenValue`: path, value, place.
-- Each layer's values are checked, those of files strictly. pydantic-settings validates once and all alike.
+- Each layer's values are checked, the values of files strictly. pydantic-settings validates once and all alike.
 - `EnvSettingsSource` sees unknown variables only below a known field, leaves `TRIREME__ENV__ARGS__N=5` a string, and
   silently drops it when the variable `TRIREME__ENV__ARGS` comes after it. Here such entries are JSON or TOML.
 - The command line takes `@ FILE`, `--section @ FILE` and short flags; `CliSettingsSource` (argparse) has no such files.
-- A later layer may use another alias of a key, so all are stored under one path, and those that disagree within a layer
-  are refused. pydantic-settings would keep those of two layers side by side, and pydantic would refuse that.
-- A value or an empty table replaces a table for good. pydantic-settings merges from the last layer down: under an
-  empty table, or a third layer's table in the place of the value, the first layer's entries would come back.
-- Of some sections there may be several (`[[env]]`). A list replaces what earlier layers say of them; a later layer may
+- A later layer may use another alias of a key, so all are stored under one path, and a layer that contradicts itself is
+  refused. pydantic-settings would keep the aliases of two layers side by side, and pydantic would refuse that.
+- A value or an empty table replaces a table for good. pydantic-settings merges from the last layer down: under an empty
+  table, or a third layer's table in the place of the value, the first layer's entries would come back.
+- Some sections may appear several times (`[[env]]`). A list replaces the entries of earlier layers; a later layer may
   name an entry by its number (`--env.1.weight 2`), and a single table is entry 0. pydantic-settings would replace the
   whole list by that one entry. So entries are stored by number, and the schema puts them in a row.
 """
@@ -68,7 +68,7 @@ class MergedLayers:
         self.tree: dict[str, Any] = {}
         self.refusals: list[Refusal] = []
         self.named: set[Path] = set()
-        """Every path that a layer names, also those whose value is wrong."""
+        """Every path that a layer names, also with a wrong value."""
         self.unnumbered: list[GivenValue] = []
         """Strings for an entry of a list without its number."""
 
@@ -119,7 +119,7 @@ class MergedLayers:
         return values.items()
 
     def _put(self, path: Path, value: Any) -> None:
-        """Stores a value; entries of a free-form table one by one, so that they add to those that are there."""
+        """Stores a value; entries of a free-form table one by one, so that they add to the existing entries."""
         if isinstance(value, dict) and (value or self._keys.of(path)):
             for name, part in value.items():
                 self._put((*path, name), part)

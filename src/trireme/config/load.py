@@ -138,7 +138,7 @@ def _missing(key: Key, named: set[Path], keys: Keys) -> Iterator[Refusal]:
 
 
 def _entries(table: Path | None, named: set[Path]) -> list[Path]:
-    """Returns the entries of a list, up to the last one of which anything is named."""
+    """Returns the entries of a list, up to the last one with a named key."""
     if table is None:
         return []
     numbers = [int(path[len(table)]) for path in named if path[: len(table)] == table]
@@ -257,8 +257,8 @@ def _from_text(path: Path, text: str, place: str, keys: Keys) -> list[GivenValue
 
 
 def _flatten(path: Path, value: Any, place: str, keys: Keys) -> Iterator[GivenValue]:
-    """Yields one value per key: tables are walked down, except those that are values themselves. A list of tables
-    begins with an empty list, which says that what follows is all."""
+    """Yields one value per key: walks down tables, except tables that are values themselves. A list of tables begins
+    with an empty list, which says that the following entries are all."""
     if path in keys.lists and isinstance(value, list):
         yield GivenValue(path, [], place, text=False)
         for n, part in enumerate(value):

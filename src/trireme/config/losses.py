@@ -71,7 +71,7 @@ METHODS = {
     "reinforce": "give --trainer.loss-fn importance_sampling",
     "sft": "use the command sft, which trains on answers that are given",
 }
-"""Methods that others name like a loss: a loss with advantages of groups, each of which is a key of its own here."""
+"""Methods with the name of a loss elsewhere: a loss with advantages of groups. Here each part is a key of its own."""
 
 
 def find_loss(name: str) -> Loss:

@@ -112,8 +112,8 @@ def _windows(text: PretrainedConfig, layers: int) -> tuple[int | None, ...]:
 
 
 def _heads(text: PretrainedConfig, hidden: int) -> tuple[int, int, int]:
-    """Returns the heads of queries and of keys, and their width; of latent attention the mean of those of keys and of
-    values."""
+    """Returns the heads of queries and of keys, and their width; for latent attention the mean of the widths of keys
+    and of values."""
     heads = _size(text, "num_attention_heads")
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     values = getattr(text, "v_head_dim", None)

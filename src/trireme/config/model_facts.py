@@ -57,7 +57,7 @@ class ModelFacts:
     multiplied_parameters: int
     """Parameters that a token is multiplied with: of the experts only the chosen ones, and the embeddings once only."""
     tied_embeddings: bool
-    """True: the output matrix is that of the embeddings."""
+    """True: the output matrix is the embedding matrix."""
     max_position_embeddings: int
     """The longest sequence of the model, in tokens."""
     windows: tuple[int | None, ...]
@@ -152,7 +152,7 @@ class ModelFacts:
 
 
 def _is_plain(described: Mapping[str, Any]) -> bool:
-    """Returns True if all sizes that count are written out: without torch, whose import takes seconds, they are read
+    """Returns True if all relevant sizes are written out: without torch, which takes seconds to import, they are read
     and counted for the commonest architectures."""
     unusual = any(described.get(switch) for switch in ("attention_bias", "mlp_bias", "use_sliding_window"))
     written = all(type(described.get(key)) is int for key in PLAIN_SIZES)
@@ -160,9 +160,9 @@ def _is_plain(described: Mapping[str, Any]) -> bool:
 
 
 def _plain_sizes(described: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the sizes of a Llama-type decoder. Its parameters are those of the embeddings (and the head, unless
+    """Returns the sizes of a Llama-type decoder. It counts the parameters of the embeddings (and the head, unless
     tied), and per layer the four projections of attention (with biases of queries, keys and values in Qwen2), the three
-    of the gated MLP, and two norms (and those of query and key in Qwen3)."""
+    of the gated MLP, and two norms (in Qwen3 also the norms of query and key)."""
     hidden = described["hidden_size"]
     layers = described["num_hidden_layers"]
     vocabulary = described["vocab_size"]

@@ -1,4 +1,4 @@
-"""The sections `orchestrator`, `env`, `renderer` and `eval`: what is sampled, and how."""
+"""The sections `orchestrator`, `env`, `renderer` and `eval`: problems, and how they are sampled."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class OrchestratorConfig(Section):
     advantage: AdvantageKind = "mean"
     """Reward minus the group's mean; divided by its deviation; or minus the mean of the others."""
     remove_constant_reward_groups: bool = False
-    """Groups whose rewards are all equal are replaced by others."""
+    """Replace groups in which all rewards are equal."""
     max_filtered_batches: PositiveInt = 10
     """Stop after this many batches' worth of filtered groups in a row without a usable one."""
     overlong_filter: bool = False
@@ -63,8 +63,8 @@ class EnvConfig(Section):
     """Environment: a built-in name (`sort`), `reward:FILE.py:FUNCTION`, `verifiers:<taskset>`, `reasoning_gym:<task>`,
     `agent:<module>:<function>`, `agent:command` (a program), the URL of a server, or `package.module:Dataset`."""
     path: Annotated[list[str], BeforeValidator(_directories)] = Field([], json_schema_extra=NAMES_CODE)
-    """Directories that are searched for `package.module:Dataset`, before what is installed; packages of this project
-    come first."""
+    """Directories to search for `package.module:Dataset`, before installed packages; packages of this project come
+    first."""
     args: dict[str, Any] = Field({})
     """Arguments of the dataset."""
     variables: list[str] = Field([])
@@ -103,7 +103,7 @@ class HeldOutConfig(Section):
     args: dict[str, Any] = Field({})
     """Arguments of its dataset; of the run's own: laid over `env.args`."""
     name: str | None = None
-    """Name in metrics; none = from the id, or that of the run's own."""
+    """Name in metrics; none = from the id, or the name of the run's own."""
 
 
 def _in_a_row(value: Any) -> Any:
@@ -117,7 +117,7 @@ def _in_a_row(value: Any) -> Any:
 
 
 SEVERAL = BeforeValidator(_in_a_row)
-"""Marks a section of which there may be several."""
+"""Marks a section that may appear several times."""
 
 
 class EvalConfig(Section):

@@ -25,7 +25,7 @@ def is_url(place: str) -> bool:
 
 
 def _check_name(name: str) -> str:
-    """Refuses what is no name of a directory."""
+    """Refuses a text that cannot name a directory."""
     with suppress(CheckpointInvalid):
         if len(names_of(name)) == 1:
             return name
@@ -64,7 +64,7 @@ class ResumeConfig(Section):
     step: Annotated[int, Field(ge=-1)] | None = None
     """Resume from the commit of this step; -1 = the newest. What came after it moves to `branches/`."""
     dir: str | None = None
-    """Fork: start a new run from a commit of the run in this directory, which stays as it is."""
+    """Fork: start a new run from a commit of the run in this directory, which does not change."""
     force: bool = False
     """Resume although model, tokenizer, loss or data order differ."""
 
@@ -105,11 +105,11 @@ class ModelConfig(Section):
     """Directory or hub name of the tokenizer; none = `model.name`."""
     start: str | None = None
     """The model from which the run starts, as environments know it, such as an answerer that does not learn; none =
-    `model.name`. `trireme eval` of a commit sets it to that of the run."""
+    `model.name`. `trireme eval` of a commit sets it to the run's."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of inference; auto = bfloat16 on GPUs, float32 on CPUs."""
     head_dtype: Literal["float32", "model"] = "float32"
-    """Dtype of logits, in the trainer and in vLLM; model = that of inference, which rounds them."""
+    """Dtype of logits, in the trainer and in vLLM; model = the dtype of inference, which rounds them."""
     max_seq_len: PositiveInt | None = None
     """Longest sequence (prompt and answer) in tokens; none = the model's own limit."""
     attn: Literal["auto", "eager", "sdpa"] = "auto"
@@ -129,7 +129,7 @@ def _ends(ports: str) -> tuple[int, int]:
 
 
 def _check_ports(ports: str) -> str:
-    """Refuses what is no range of ports that a user may listen at."""
+    """Refuses a text that is no range of ports on which a user may listen."""
     with suppress(ValueError):
         first, end = _ends(ports)
         if 1024 <= first < end <= 65536:
@@ -146,8 +146,8 @@ class ClusterConfig(Section):
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """Where models compute; auto = on GPUs if the cluster has any, else on CPUs."""
     variables: list[str] = Field([])
-    """Further environment variables of the driver that all nodes get; those of Hugging Face, W&B, NCCL, gloo, vLLM and
-    Trireme travel anyway."""
+    """Further environment variables of the driver that all nodes get; variables of Hugging Face, W&B, NCCL, gloo, vLLM
+    and Trireme travel anyway."""
     max_restarts: NonNegativeInt = 3
     """How often the same part of a run (a replica, and the replicas of a node; the trainer, with the orchestrator; Ray
     itself on one machine) is started again after its death within restart_window_s; then a replica is left out, and any
@@ -199,7 +199,7 @@ class RolloutsConfig(Section):
     every: NonNegativeInt = 1
     """Steps between records of rollouts, files to read in `rollouts/`; 0 = none."""
     sample: NonNegativeInt = 2
-    """Groups picked at random for a record, beside the step's best and its worst."""
+    """Groups to record at random, in addition to the step's best and its worst."""
 
 
 class WandbConfig(Section):

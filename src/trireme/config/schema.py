@@ -96,7 +96,7 @@ class CommonConfig(Section, ABC):
 
     @property
     def max_steps_off_policy(self) -> int:
-        """The most steps between the weights that sampled a group and those that are trained on it."""
+        """The most steps between the weights that sampled a group and the weights that train on it."""
         return 0
 
     @property
@@ -128,7 +128,7 @@ class CommonConfig(Section, ABC):
 
     @property
     def kl_reference(self) -> ReferenceConfig | None:
-        """The reference policy that the trainer keeps beside the model; None without a KL penalty."""
+        """The reference policy that the trainer keeps in addition to the model; None without a KL penalty."""
         return None
 
     @property
@@ -140,7 +140,7 @@ class CommonConfig(Section, ABC):
 
     @property
     def loads_reference(self) -> bool:
-        """True: the reference policy is a second model, which the trainer loads beside the first."""
+        """True: the reference policy is a second model, which the trainer loads in addition to the first."""
         return self.kl_reference is not None and not self.base_is_reference
 
     @property
@@ -311,7 +311,7 @@ class Config(CommonConfig):
 
     @property
     def eval_envs(self) -> tuple[EnvConfig, ...]:
-        """The environments whose held-out problems are evaluated: all of the run's own unless `eval.env` names some."""
+        """The environments with held-out problems to evaluate: all of the run's own unless `eval.env` names some."""
         return tuple(map(self._held_out, self.eval.env)) or self.env
 
     def _held_out(self, held_out: HeldOutConfig) -> EnvConfig:
@@ -327,6 +327,6 @@ class Config(CommonConfig):
         return self.inference.sampling.model_copy(update={k: v for k, v in overrides.items() if v is not None})
 
     def enough_rollouts(self, places: int) -> int:
-        """Returns how many rollouts keep replicas busy that decode so many sequences at the same time: a quarter more,
-        so that none waits while answers travel. This is `max_concurrent = auto` at the start."""
+        """Returns how many rollouts keep replicas busy that decode n sequences at the same time: a quarter more, so
+        that none waits while answers travel. This is `max_concurrent = auto` at the start."""
         return max(places + places // 4, self.largest_group)

@@ -10,7 +10,7 @@ from pydantic.config import JsonDict
 NonNegativeInt = Annotated[int, Field(ge=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 NAMES_CODE: Final[JsonDict] = {"names_code": True}
-"""Marks a key whose values can make code run: see `trireme.config.trust`."""
+"""Marks a key with values that can make code run: see `trireme.config.trust`."""
 Share = Annotated[float, Field(ge=0, le=1)]
 
 

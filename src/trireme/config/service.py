@@ -26,11 +26,11 @@ class SessionsConfig(Section):
 
 class TinkerConfig(Section):
     names: list[str] = Field([])
-    """Further names by which clients of `trireme serve` may ask for the model: that of a model hub, say, where
+    """Further names by which clients of `trireme serve` may request the model: the name on a model hub, say, where
     `model.name` is a directory."""
     snapshots: PositiveInt = 4
-    """Sets of weights that `trireme serve` keeps in memory for samplers beside the base's, at least: those of samplers
-    that wait or sample stay too. Each takes as much as the published weights of the model."""
+    """Sets of weights that `trireme serve` keeps in memory for samplers in addition to the base's, at least: sets of
+    samplers that wait or sample stay too. Each takes as much as the published weights of the model."""
     commit_s: PositiveFloat = 60.0
     """Seconds of the trainer's work after which `trireme serve` saves the model that is trained, at its next update: if
     a process dies, about so much is computed again."""

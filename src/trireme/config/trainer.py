@@ -35,7 +35,7 @@ class ReferenceConfig(Section):
     """Take its weights from here instead: a Hugging Face directory, or a commit of a run, which is then kept for
     good."""
     update_every: NonNegativeInt = 0
-    """Steps after which the reference becomes the policy as it is then; 0 = never."""
+    """Steps after which the reference becomes the current policy; 0 = never."""
 
 
 class KlConfig(Section):
@@ -65,7 +65,7 @@ class LoraConfig(Section):
     train_mlp: bool = True
     """Adapters for gate_proj, up_proj, down_proj."""
     train_unembed: bool = False
-    """An adapter for lm_head; not for models whose output matrix is that of their embeddings."""
+    """An adapter for lm_head; not for models with tied embeddings."""
     seed: int | None = None
     """Seed of the adapters' first values; none = the run's seed."""
 
@@ -124,11 +124,11 @@ class CommonTrainer(Section):
     micro_batch_size: PositiveInt | None = None
     """Sequences that a shard computes at the same time, however long, instead of `micro_batch_tokens`."""
     packing: Literal["auto", "rows", "packed"] = "auto"
-    """How a micro-batch is laid out: as rows of about equal length, padded; or packed, one sequence after the
-    other, none of which sees another. auto = packed on GPUs in 16 bits, else rows."""
+    """How a micro-batch is laid out: as rows of about equal length, padded; or packed, one sequence after the other,
+    and none sees another. auto = packed on GPUs in 16 bits, else rows."""
     checkpointing: bool | Literal["auto"] = "auto"
     """Keep only the input of each decoder layer, and compute the layer again in the backward pass; auto = for
-    micro-batches whose activations exceed what the state leaves of the memory that the shards find."""
+    micro-batches with activations that exceed the memory left by the state on the shards."""
     reshard_after_forward: bool | Literal["auto"] = "auto"
     """Free the weights of a layer that were gathered from all shards after each pass, and gather them again for the
     next one (ZeRO-3). false = gather them once for all micro-batches of a batch (ZeRO-2). auto = false where they fit
@@ -143,7 +143,7 @@ class CommonTrainer(Section):
     every update below 1/256 of a weight."""
 
     def compiles(self, *, on_gpus: bool) -> bool:
-        """Tells if layers are to be compiled: where a trial shows that they can be."""
+        """Returns whether to compile layers, where a trial shows that they can be compiled."""
         return self.compile is True or (self.compile == "auto" and on_gpus and not self.lora.on)
 
     @property

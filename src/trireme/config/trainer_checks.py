@@ -16,7 +16,7 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def trainer_refusals(config: CommonConfig, facts: ModelFacts | None) -> Iterator[Refusal]:
-    """Says what is wrong with `trainer`. `facts` None leaves out what depends on the model."""
+    """Returns the faults of `trainer`. `facts` None leaves out faults that depend on the model."""
     if isinstance(config, Config):
         yield from _loss(config)
         yield from _kl(config)

@@ -1,7 +1,7 @@
 """Finds the code that a configuration names, so that a configuration that another person wrote runs none of it unasked.
 
-Keys marked NAMES_CODE are given to Python's import, to vLLM's arguments (which name classes and plugins), or to Ray
-(whose driver unpickles what the cluster sends). Their built-in values have no colon.
+Values of keys marked NAMES_CODE go to Python's import, to vLLM's arguments (which name classes and plugins), or to Ray
+(its driver unpickles objects from the cluster). Their built-in values have no colon.
 """
 
 from __future__ import annotations

@@ -80,10 +80,10 @@ class AgentSessions(Protocol):
         """Opens the port; called once, before any other verb."""
 
     async def open(self, sample: SampleTurn) -> tuple[str, AgentAccess]:
-        """Opens a session whose answers `sample` samples. Returns its name, and what its agent is told."""
+        """Opens a session; `sample` samples its answers. Returns its name, and the message for its agent."""
 
     async def close(self, session: str) -> PlayedSession:
-        """Ends a session, cancels what is being sampled for it, and forgets it. Returns what it came to."""
+        """Ends a session, cancels its running samples, and forgets it. Returns its result."""
 
     async def stop(self) -> None:
         """Closes the port."""

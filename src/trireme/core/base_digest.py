@@ -43,7 +43,7 @@ def base_digest(name: str) -> str:
 def stored_shapes(name: str) -> dict[str, tuple[int, ...]] | None:
     """Returns the shapes of the stored tensors by name, from the headers of the files; None without safetensors files.
 
-    Raises BadInput for a model that lacks some of its files, or has one whose header is wrong.
+    Raises BadInput for a model that lacks some of its files, or has one with a wrong header.
     """
     about = _stored(name)
     if about is None:

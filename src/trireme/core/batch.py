@@ -36,7 +36,7 @@ class TokenBatch:
     columns: Mapping[str, npt.NDArray[Any]]  # [T] each, in the order of the tokens
     temperatures: npt.NDArray[np.float32]  # [D]
     sequences: Numbers = field(default=None)  # type: ignore[arg-type]
-    """[D], equal for datums whose tokens are of the same rollout; by default each datum is a sequence of its own."""
+    """[D], equal for datums with tokens of the same rollout; by default each datum is a sequence of its own."""
 
     def __post_init__(self) -> None:
         if self.sequences is None:
@@ -120,7 +120,7 @@ class TokenBatch:
 
 
 BatchMap = Callable[[TokenBatch], TokenBatch]
-"""Gives datums other columns, each datum on its own: it is called with those of a part. Must be picklable."""
+"""Gives datums other columns, each datum on its own: it is called with the datums of a part. Must be picklable."""
 LayOut = Callable[[Numbers], TokenBatch]
 """Takes the numbers of some datums of a batch, ascending. Returns these datums."""
 Summary = Callable[[TokenBatch], npt.NDArray[np.float64]]
@@ -129,8 +129,8 @@ Summary = Callable[[TokenBatch], npt.NDArray[np.float64]]
 
 @dataclass(frozen=True)
 class BatchPart:
-    """The datums of a batch that one process of the trainer needs: its own, and the batch's shortest, because those who
-    have nothing left to compute repeat that with weight 0."""
+    """The datums of a batch that one process of the trainer needs: its own, and the batch's shortest, because a process
+    with nothing left to compute repeats the shortest with weight 0."""
 
     lengths: Numbers
     """[D], of all datums of the batch, from which all processes make the same plan."""
@@ -187,7 +187,7 @@ class StoredPart:
     columns: tuple[tuple[str, Any], ...] = ()
     """Names of further columns of this part, and references to their values."""
     maps: tuple[BatchMap, ...] = ()
-    """What is done to the part once it is there, in this order."""
+    """Functions to apply to the fetched part, in this order."""
 
     def opened(self, fetch: Callable[[Any, str], Any]) -> BatchPart:
         """Fetches the part. `fetch` takes a reference and the name of its owner, and returns the value."""
@@ -208,7 +208,7 @@ class StoredPart:
 
 @dataclass(frozen=True)
 class StoredBatch:
-    """D datums whose tokens and columns are elsewhere, a part for each process of the trainer."""
+    """D datums with tokens and columns elsewhere, a part for each process of the trainer."""
 
     lengths: Numbers  # [D]
     sequences: Numbers  # [D], as in `TokenBatch`
@@ -227,7 +227,7 @@ class StoredBatch:
         """Lays out the parts of a batch, one after the other, and gives each piece and each part to `put`, which
         returns a reference to it.
 
-        `lengths` and `sequences` are those of all datums. At any time one piece is in this process.
+        `lengths` and `sequences` cover all datums. At any time one piece is in this process.
         """
         shortest = int(np.argmin(lengths))
         parts_R = []
@@ -246,18 +246,18 @@ class StoredBatch:
         return np.concatenate([[0], np.cumsum(self.lengths)])
 
     def mapped(self, function: BatchMap) -> StoredBatch:
-        """Returns a batch whose parts are changed by `function`, where they are fetched."""
+        """Returns a batch with parts that `function` changes where they are fetched."""
         return replace(self, parts_R=tuple(replace(part, maps=(*part.maps, function)) for part in self.parts_R))
 
     def with_column(self, name: str, column_R: Sequence[Any]) -> StoredBatch:
-        """Returns a batch with a further column, of which `column_R` has a reference for each part."""
+        """Returns a batch with a further column; `column_R` has a reference to it for each part."""
         parts_R = zip(self.parts_R, column_R, strict=True)
         return replace(
             self, parts_R=tuple(replace(part, columns=(*part.columns, (name, ref))) for part, ref in parts_R)
         )
 
     def whole(self, fetch: Callable[[Any, str], Any]) -> TokenBatch:
-        """Fetches all parts, and returns all datums in their order. `fetch` is that of `StoredPart.opened`."""
+        """Fetches all parts, and returns all datums in their order. `fetch`: as for `StoredPart.opened`."""
         parts = [part.opened(fetch) for part in self.parts_R]
         numbers, first = np.unique(np.concatenate([part.datums for part in parts]), return_index=True)
         assert len(numbers) == len(self), "every datum is in a part"
@@ -270,7 +270,7 @@ Data = Batch | Sequence[Datum]
 
 
 def cut_pieces(datums: Numbers, lengths: Numbers) -> Iterator[Numbers]:
-    """Cuts `datums` into runs of at most PIECE_TOKENS tokens, or of one longer datum. `lengths` are those of all."""
+    """Cuts `datums` into runs of at most PIECE_TOKENS tokens, or of one longer datum. `lengths` cover all datums."""
     ends = np.cumsum(lengths[datums])
     first = 0
     while first < len(datums):

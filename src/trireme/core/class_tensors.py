@@ -1,4 +1,4 @@
-"""The tensors that a model's class computes with and saves, held against those that its files have.
+"""Compares the tensors that a model's class computes with and saves with the tensors in its files.
 
 A model opens with initial values wherever its files lack a tensor, and says so at most in a log. So the trainer,
 exports and evaluations compare names and shapes before they use the files.
@@ -26,9 +26,9 @@ class Differences:
     """Names the tensors in which the files of a model differ from its class, as files name them."""
 
     lacking: Sequence[str]
-    """Those that the class saves, and the files lack."""
+    """Tensors that the class saves, and the files lack."""
     reshaped: Sequence[str]
-    """Those that the files have in another shape."""
+    """Tensors that the files have in another shape."""
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
@@ -47,7 +47,7 @@ def saved_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def differences(model: PreTrainedModel, stored: Mapping[str, tuple[int, ...]]) -> Differences:
-    """Compares the tensors that `model` saves with those that are `stored`: shapes by name.
+    """Compares the tensors that `model` saves with the `stored` ones: shapes by name.
 
     One of tied tensors is enough, and files may leave out the prefix of the base model. Stored tensors that the class
     leaves out knowingly, such as layers for speculative decoding, are not compared.

@@ -1,6 +1,6 @@
 """The data that a user gives the trainer: tokens, and columns of numbers. `trireme.core.types` re-exports these.
 
-Field names are Tinker's. Lists, numpy arrays and torch tensors are accepted; what is stored are numpy columns.
+Field names are Tinker's. Lists, numpy arrays and torch tensors are accepted, and stored as numpy columns.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LOSS_FN_INPUT_DTYPES: dict[str, TensorDtype] = {
 
 class TensorData:
     """A numpy array `data` of `dtype` (by default float32, or int64 for whole numbers) and `shape`. Raises ValueError
-    for what is no number of that type.
+    for values that are no numbers of that type.
 
     >>> TensorData([0.5, 1]).dtype, TensorData(data=[1, 2, 3, 4], dtype="int64", shape=[2, 2]).tolist()
     ('float32', [[1, 2], [3, 4]])
@@ -140,7 +140,8 @@ class EncodedTextChunk:
 class ModelInput:
     """The tokens that a model reads, given as such or as `chunks` in order.
 
-    Raises ValueError for chunks of images, because trainer and samplers read tokens only, and for what is no token id.
+    Raises ValueError for chunks of images, because trainer and samplers read tokens only, and for values that are no
+    token ids.
 
     >>> ModelInput.from_ints([1, 2]).append_int(3).to_ints()
     [1, 2, 3]
@@ -195,7 +196,7 @@ def _tokens_of(chunk: EncodedTextChunk) -> npt.NDArray[Any]:
 
 @dataclass(frozen=True, eq=False, init=False)
 class Datum:
-    """One training sequence of T tokens. Raises ValueError for an unknown column, one whose length is not T, and a
+    """One training sequence of T tokens. Raises ValueError for an unknown column, a column without length T, and a
     temperature that is not positive and finite.
 
     >>> Datum(ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3], "mask": [0, 1]}).loss_fn_inputs["mask"].tolist()

@@ -1,4 +1,4 @@
-"""Deadlines that are learned from the run: silence is noticed in proportion to what is usual."""
+"""Deadlines that are learned from the run: silence is noticed in proportion to the usual times."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class LearnedDeadline:
         self._slowest_s = 0.0
 
     def note(self, took_s: float) -> None:
-        """Learns from one more, which took so many seconds."""
+        """Learns from one more interval of n seconds."""
         self._count += 1
         self._slowest_s = max(self._slowest_s, took_s)
 

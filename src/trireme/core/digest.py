@@ -11,7 +11,7 @@ words that change places change at least one sum, but for a chance of 2^-96. The
 someone who wants to forge weights, because they are linear.
 
 The kernel is compiled by numba when it is first needed (`warm_up`), which takes half a CPU second in each process.
-numba's cache on disk would halve that, and is not used: it writes beside the source, and processes on unlike CPUs that
+numba's cache on disk would halve that, and is not used: it writes next to the source, and processes on unlike CPUs that
 share an installation could take each other's code.
 """
 
@@ -37,7 +37,7 @@ WORD_BYTES = 2
 
 @dataclass(frozen=True)
 class Sums:
-    """The two sums, from 0 to 2^64 - 1. Those of parts add up to those of the whole."""
+    """The two sums, from 0 to 2^64 - 1. Sums of parts add up to the sums of the whole."""
 
     first: int = 0
     second: int = 0
@@ -67,8 +67,8 @@ def _signed(number: int) -> int:
 
 
 def sums_of(data: npt.NDArray[np.uint8], first_word: int = 0) -> Sums:
-    """Returns the sums of a contiguous array of bytes, uint8 [n], whose first byte begins word `first_word` of the
-    whole. Threads compute beside each other."""
+    """Returns the sums of a contiguous array of bytes, uint8 [n]. Its first byte begins word `first_word` of the whole.
+    Threads compute in parallel."""
     even = len(data) // WORD_BYTES * WORD_BYTES
     sums = sums_of_rows(data[:even].view("<u2")[None], first_word)
     if even < len(data):

@@ -27,7 +27,7 @@ def to_json(value: Any, **options: Any) -> str:
 
 
 def is_json(value: Any) -> bool:
-    """Tells whether JSON can hold `value` as it is.
+    """Returns whether JSON can hold `value` unchanged.
 
     >>> is_json([1, "nan"]), is_json([1, float("nan")])
     (True, False)

@@ -71,7 +71,7 @@ def _digest(file: Path) -> str:
 
 
 def _pieces(size: int) -> Iterator[tuple[int, int]]:
-    """Yields (begin, count) of what is read of a file: pieces at equal distances, the first and the last among them."""
+    """Yields (begin, count) of the pieces to read of a file, at equal distances, the first and the last among them."""
     if size <= WHOLE_BYTES:
         yield 0, size
         return

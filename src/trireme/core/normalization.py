@@ -1,8 +1,8 @@
 """How the tokens of a substep weigh in its gradient: `trainer.loss_normalization`.
 
-A loss is a sum over tokens, and the gradient of a substep is that of the sum over all its minibatches, divided once at
-its end. So each kind is a weight for each token and a divisor that minibatches add to. With N sequences i whose tokens
-have the weights m_t (the mask, or the weights of supervised examples), L_i their sum in the sequence:
+A loss is a sum over tokens, and the gradient of a substep is the gradient of the sum over all its minibatches, divided
+once at its end. So each kind is a weight for each token and a divisor that minibatches add to. With N sequences i with
+token weights m_t (the mask, or the weights of supervised examples), L_i their sum in the sequence:
 
     token_mean                    sum_i sum_t m_t l_t / sum_i L_i          (DAPO, arXiv:2503.14476)
     sequence_mean_token_mean      1/N sum_i (sum_t m_t l_t / L_i)          (GRPO, arXiv:2402.03300; GSPO, 2507.18071)

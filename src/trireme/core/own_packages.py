@@ -40,7 +40,7 @@ def find_own_first() -> None:
 
 
 def search(directories: Iterable[str]) -> None:
-    """Has this process find a user's modules in `directories`, before what is installed."""
+    """Makes this process find a user's modules in `directories`, before installed packages."""
     sys.path[:0] = [directory for directory in directories if directory not in sys.path]
 
 

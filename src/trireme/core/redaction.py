@@ -37,7 +37,7 @@ def is_secret(name: str, value: str) -> bool:
 
 
 def redact(text: str) -> str:
-    """Returns `text` with MASK in place of each secret."""
+    """Returns `text` with each secret replaced by MASK."""
     named = {value for name, value in os.environ.items() if _names.search(name) and len(value) >= SHORTEST}
     for value in sorted(named, key=len, reverse=True):
         text = text.replace(value, MASK)
@@ -45,7 +45,7 @@ def redact(text: str) -> str:
 
 
 def redact_values(values: Any, name: str = "") -> Any:
-    """Returns JSON values with MASK in place of texts that are, or hold, a secret."""
+    """Returns JSON values with MASK instead of texts that are, or hold, a secret."""
     if isinstance(values, Mapping):
         return {key: redact_values(value, str(key)) for key, value in values.items()}
     if isinstance(values, list | tuple):

@@ -37,13 +37,13 @@ class Heartbeat:
     """A sign of life of an actor."""
 
     pids: tuple[int, ...]
-    """Process ids of the actor and of those that it started."""
+    """Process ids of the actor and its children."""
     node: str
     """Ray's id of their node."""
     behind_s: float = 0.0
     """Seconds for which a process that the actor started, and that has work, has not answered, or made no progress."""
     limit_s: float = math.inf
-    """After so many the actor kills it, and its heartbeat fails."""
+    """After this time the actor kills it, and its heartbeat fails."""
 
 
 class SampledPart(Protocol):
@@ -80,8 +80,8 @@ class FollowingSampler(SequenceSampler, Protocol):
         """Samples from now on with the replicas of `source`, a replica set as its routers read it."""
 
     async def stats(self) -> dict[int, ReplicaStats]:
-        """Returns {replica: utilisation}. A replica that cannot answer is used no more; raises RoomFailed when none is
-        left."""
+        """Returns {replica: utilisation}. A replica that cannot answer is not used again; raises RoomFailed when none
+        is left."""
 
 
 class Sampler(SequenceSampler, Protocol):
@@ -95,5 +95,5 @@ class Sampler(SequenceSampler, Protocol):
         """Calls `call` with `versions` whenever a replica has joined, left or failed, or has acknowledged one."""
 
     async def stats(self) -> dict[int, ReplicaStats]:
-        """Returns {replica: utilisation}. A replica that cannot answer is used no more; raises RoomFailed when none is
-        left."""
+        """Returns {replica: utilisation}. A replica that cannot answer is not used again; raises RoomFailed when none
+        is left."""

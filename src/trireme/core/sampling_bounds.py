@@ -1,6 +1,6 @@
-"""The bounds of what a request may ask of sampling, for the service, the configuration and `SamplingParams`.
+"""The bounds on sampling in a request, for the service, the configuration and `SamplingParams`.
 
-The bounds lie within those of vLLM 0.32, which refuses anything beyond its own; a test walks the fields of vLLM's
+The bounds lie within vLLM 0.32's, which refuses anything beyond its own; a test walks the fields of vLLM's
 `SamplingParams` and compares them.
 """
 
@@ -47,7 +47,7 @@ BOUNDS: Mapping[str, Bound] = {
 """The bounds of the numbers of `SamplingParams` that change the distribution."""
 MOST_ANSWERS = 128
 MOST_SAMPLES = 1024
-"""Answers to one prompt by the dialects of chats, and by that of Tinker. Each is a request of its own for vLLM."""
+"""Answers to one prompt by the dialects of chats, and by Tinker's. Each is a request of its own for vLLM."""
 MOST_PROMPT_LOGPROBS = 20
 """The likeliest tokens at each place of a prompt: vLLM's `max_logprobs` unless it is told otherwise."""
 MOST_STOPS = 64

@@ -1,10 +1,10 @@
-"""Which part of which of a model's tensors each published tensor is: its digest needs no gather then.
+"""Finds, for each published tensor, its part of a model's tensor: its digest needs no gather then.
 
 A published tensor is mostly a part of one parameter: the parameter itself under another name, one of stacked experts,
-one of fused matrices. Which part of which is found by behaviour: transformers' conversions run on tensors without
-memory, in which a copy is a view of what it copies. A result that still lies in a parameter's storage is the part that
-its offset and strides say. Anything else (put together of several, permuted for rotary embeddings, rounded) has to be
-gathered before it can be summed.
+one of fused matrices. Behaviour shows the part: transformers' conversions run on tensors without memory, in which a
+copy is a view of its source. If a result still lies in a parameter's storage, its offset and strides give the part.
+Anything else (put together of several, permuted for rotary embeddings, rounded) has to be gathered before it can be
+summed.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ def _storage(tensor: Tensor) -> int:
 
 @torch.no_grad()
 def find_slices(tensors: Mapping[str, Tensor], convert: Convert) -> dict[str, Slice | None]:
-    """Returns, by name, which part of which of `tensors` each published tensor is; None for one that has to be
-    gathered. `tensors` may be sharded; nothing of them is read."""
+    """Returns, by name, the part of one of `tensors` that each published tensor is; None for one that has to be
+    gathered. `tensors` may be sharded; none of their values are read."""
     empty = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
     sources = {_storage(tensor): tensors[name] for name, tensor in empty.items()}
     with _CopiesAsViews() as copies:
@@ -119,7 +119,9 @@ def find_slices(tensors: Mapping[str, Tensor], convert: Convert) -> dict[str, Sl
 
 
 def _slice(published: Tensor, source: Tensor | None) -> Slice | None:
-    """Returns what is `published` of the `source` with the same storage, if each shard has a rectangle of it."""
+    """Returns the part that `published` is of the `source` with the same storage, if each shard has a rectangle
+    of it.
+    """
     if source is None or published.dtype != source.dtype or published.is_conj() or published.is_neg():
         return None
     part = Slice(source, tuple(published.shape), published.stride(), int(published.storage_offset()))

@@ -9,8 +9,8 @@ too (they write files from the bytes). Whatever the transport, a receiver checks
 replica's canary proves their use. A new transport is a module in `trireme.transports` and a line in `TRANSPORTS`.
 
 *Sessions.* Some transports send to a fixed group of replicas. The trainer makes an `Offer`, the router asks its members
-and answers with the `Session` of those that are ready in time; the others are left out before anything is sent. A
-replica that is in no session, and a commit, open the same source, which also gives single buckets on demand.
+and answers with the `Session` of the members that are ready in time; the others are left out before anything is sent. A
+replica outside the session, and a commit, open the same source, which also serves single buckets on demand.
 
 *Groups.* The replicas of a node follow each other in the chain of one rank, so that one copy of the bytes reaches the
 node, however many replicas it has (`servers_of`). The nodes are shared out over one rank of each training node.
@@ -18,9 +18,10 @@ node, however many replicas it has (`servers_of`). The nodes are shared out over
 *Tensor-parallel receivers.* The ranks of an engine share a node. Its rank 0 alone receives, into memory that the others
 map: the bytes arrive once, and vLLM's loaders keep each rank's part.
 
-*Memory.* A sender has two buckets beside what it keeps for those who come later. A receiver holds a whole version in
-host memory, beside the one that is loaded: it could load each bucket as it arrives only while its requests stand still,
-and they continue until all has arrived and is checked. The plan counts that version (`trireme.plan.rl`).
+*Memory.* A sender has two buckets in addition to the buckets that it keeps for later receivers. A receiver holds a
+whole version in host memory, in addition to the loaded one: it could load each bucket as it arrives only while its
+requests stand still, and they continue until all has arrived and is checked. The plan counts that version
+(`trireme.plan.rl`).
 
 *A delta* is an encoding on any source: its entries hold indices and values, and the manifest names its base, an
 identity that the receiver must hold; else the receiver asks for the dense form.
@@ -112,8 +113,8 @@ class Session:
 
 
 def servers_of(nodes: Mapping[int, str], ranks: Sequence[int]) -> dict[int, int]:
-    """Returns which of the `ranks` sends to which replica, those of a node after each other. `nodes`: {number of the
-    replica: its node}; one whose node is not known yet ("") has one to itself.
+    """Returns which of the `ranks` sends to which replica, the replicas of a node after each other. `nodes`: {number of
+    the replica: its node}; a replica without a known node ("") has a rank to itself.
 
     >>> servers_of({0: "a", 1: "b", 2: "a", 3: "", 4: ""}, [0, 8])
     {0: 0, 2: 0, 1: 8, 3: 0, 4: 8}
@@ -132,8 +133,8 @@ class Epochs:
         self._last: Any = None
 
     def begins(self, members: Any) -> bool:
-        """Takes note of the members of a session, as anything that tells them from others. Returns True if they are
-        not those of the last one: then an epoch begins."""
+        """Records the members of a session, as any values that distinguish them. Returns True if they differ from the
+        last session's: then an epoch begins."""
         begins = members != self._last
         self.number = self.number + begins
         self._last = members
@@ -141,7 +142,7 @@ class Epochs:
 
 
 def join_parts(parts_R: Sequence[Mapping[int, Any]]) -> tuple[Any, ...]:
-    """Returns what the ranks have, in order of the buckets, of which each has its share."""
+    """Returns the buckets of all ranks in order; each rank has its share."""
     joined = {bucket: reference for part in parts_R for bucket, reference in part.items()}
     return tuple(joined[bucket] for bucket in range(len(joined)))
 
@@ -180,7 +181,7 @@ class Transport(Protocol):
         """Returns the source, from what each rank's `send` returned."""
 
     def lease(self, source: Any) -> None:
-        """Has the bytes kept until `release`, whatever is published meanwhile: a commit that is written beside training
+        """Keeps the bytes until `release`, whatever is published meanwhile: a commit that is written alongside training
         reads them later. Raises WeightsGone if it is too late."""
 
     def release(self, source: Any) -> None:

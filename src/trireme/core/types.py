@@ -1,4 +1,4 @@
-"""The types that cross rooms, and those of the verbs. Field names and defaults are Tinker's where it has the type.
+"""The types that cross rooms, and the types of the verbs. Field names and defaults are Tinker's where it has the type.
 
 `Datum`, `ModelInput` and `TensorData`, which users make themselves, are in `trireme.core.datum`, batches of them in
 `trireme.core.batch`.
@@ -117,10 +117,10 @@ class SampleRequest:
     prompt_logprobs: bool = False  # also return the log-probability of each token of the prompt
     topk_prompt_logprobs: int = 0  # also return this many likeliest tokens at each place of the prompt
     began: WeightIdentity | None = None
-    """The weights that sampled the first token since the trajectory's prompts go on from each other; None: none has.
-    With `inference.on_update = "keep_kv"` keys and values in the prefix cache may be as old as these."""
+    """The weights that sampled the first token since the trajectory's prompts continue each other; None: none has. With
+    `inference.on_update = "keep_kv"` keys and values in the prefix cache may be as old as these."""
     adapter: str = ""
-    """The name of an adapter that the replicas have beside the weights of updates; "": those weights."""
+    """The name of an adapter that the replicas have in addition to the updated weights; "": the updated weights."""
     chat: bool = False
     """It is a chat alongside a run: the run's requests enter an engine before it."""
     read: bool = False

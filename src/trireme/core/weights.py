@@ -67,7 +67,7 @@ class Layout:
     """Where each tensor that a run publishes lies: the same for every version."""
 
     entries: tuple[TensorEntry, ...]
-    """In the order in which tensors are gathered, which is that of their places. Hashes are empty."""
+    """In the order in which tensors are gathered, which is the order of their places. Hashes are empty."""
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -82,7 +82,7 @@ class Layout:
         return {entry.name for entry in self.entries if entry.bucket % size == rank}
 
     def with_hashes(self, hashes: Mapping[str, str]) -> tuple[TensorEntry, ...]:
-        """Returns the entries of one version, whose tensors have these hashes, by their names."""
+        """Returns the entries of one version with these hashes of its tensors, by their names."""
         return tuple(replace(entry, hash=hashes[entry.name]) for entry in self.entries)
 
 
@@ -112,7 +112,7 @@ class AdapterSpec:
     alpha: float
     """Its output is scaled by alpha / rank."""
     targets: tuple[str, ...]
-    """Names of the linear layers that it adapts, among those of `trainer.lora`."""
+    """Names of the linear layers that it adapts, among the layers of `trainer.lora`."""
     seed: int
     """Its first values follow from this."""
 
@@ -126,7 +126,7 @@ class Adapter:
     rank: int
     alpha: float
     spec: AdapterSpec | None = None
-    """Of one of several: `rank` is that of all. What it lacks of that is zeros in its tensors, and so are the layers
+    """For one of several adapters: `rank` is their common rank. Zeros in its tensors pad its own rank, and the layers
     that it does not adapt. None: all of the tensors are its own."""
 
     def __str__(self) -> str:
@@ -134,7 +134,7 @@ class Adapter:
 
 
 def weights_digest(entries: Sequence[TensorEntry], adapter: Adapter | None = None) -> str:
-    """Returns the digest of a version (32 hex digits): independent of the order and the packing of the tensors, whose
+    """Returns the digest of a version (32 hex digits): independent of the order and the packing of the tensors. Their
     hashes are by `trireme.core.digest`."""
     return table_digest(entries, SCHEME, *([str(adapter)] if adapter else []))
 
@@ -169,9 +169,9 @@ class Drift:
 EXACT = Drift(1e-4, 1e-4)
 """Largest drift of models in float32."""
 ROUNDED = Drift(0.2, 3.0)
-"""Largest drift of models in 16 bits at the first update of a run. The mean tells faults (0.7 and more in the
-random models of two layers that were tried) from rounding (up to 0.09); single tokens, whose experts rounding may
-change, moved by up to 1.55 (docs/benchmarks.md)."""
+"""Largest drift of models in 16 bits at the first update of a run. The mean tells faults (0.7 and more in the random
+models of two layers that were tried) from rounding (up to 0.09); single tokens moved by up to 1.55, because rounding
+may change their experts (docs/benchmarks.md)."""
 LEAST = Drift(0.05, ROUNDED.largest)
 GROWTH = 5.0
 """At later updates a model in 16 bits may have GROWTH times the drift of the first, and LEAST in any case. Where
@@ -193,13 +193,13 @@ class Canary:
 
 @dataclass(frozen=True)
 class WeightsManifest:
-    """Describes what is published: one version, without its bytes."""
+    """Describes one published version, without its bytes."""
 
     identity: WeightIdentity
     entries: tuple[TensorEntry, ...]
     canary: Canary
     adapter: Adapter | None = None
-    """The tensors are those of a LoRA adapter, under peft's names; None: they are the whole model."""
+    """The tensors are a LoRA adapter's, under peft's names; None: they are the whole model."""
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ class UpdateReport:
     drift: Drift
     """Drift of this replica's canary."""
     reprefill_tokens: int
-    """Tokens in flight whose KV cache is computed again."""
+    """Tokens in flight with a KV cache that is computed again."""
     seconds: float
     """Duration of the whole update."""
     wait_s: float = 0.0
@@ -254,8 +254,8 @@ def check_received(
     known_sums: Mapping[TensorPlace, str] = MappingProxyType({}),
     threads: int = 1,
 ) -> None:
-    """Raises WeightsRefused unless the bytes in `buckets` are those that the manifest's identity names. `known_sums`:
-    the sums at some places, which need not be read again. `threads` read at the same time."""
+    """Raises WeightsRefused unless the bytes in `buckets` match the manifest's identity. `known_sums`: sums at some
+    places, which need not be read again. `threads` read at the same time."""
     version = manifest.identity.version
     digest = manifest.identity.digest
     if weights_digest(manifest.entries, manifest.adapter) != digest:

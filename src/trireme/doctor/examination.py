@@ -18,7 +18,7 @@ SHM_BYTES = 2**27
 VERSIONS = 2
 """Versions of the weights that live at the same time."""
 WRITERS = ("trainer", "orchestrator")
-"""The rooms whose processes write to the run directory."""
+"""The rooms with processes that write to the run directory."""
 
 
 def absolute(directory: str) -> str:
@@ -63,7 +63,7 @@ class Examination:
     links: Sequence[Link] = ()
     """The result for each direction between two nodes, and each endpoint."""
     sender: str = ""
-    """The node of the trainer, whose rates were measured; "" if none were."""
+    """The node of the trainer, if rates were measured from it; else ""."""
     rates: Mapping[str, float] = field(default_factory=dict)
     """Bytes per second from `sender` to each other node, by the receiver's name."""
 
@@ -112,7 +112,7 @@ class Expected:
 
     @classmethod
     def of(cls, config: CommonConfig, plan: Plan) -> Expected:
-        """Returns what a run of `config` needs of the nodes of `plan`, whose names are those of the examination."""
+        """Returns the needs of a run of `config` on the nodes of `plan`, which have the names of the examination."""
         memory: dict[str, int] = {}
         shm_free: dict[str, int] = {}
         writers: list[str] = []

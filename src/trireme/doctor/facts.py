@@ -24,7 +24,7 @@ from trireme.process.machine import Node, this_machine
 ROOMS = (ENTRY, *OWN_PACKAGES)
 """This project's packages."""
 OBJECT_PACKAGES = ("numpy", "pydantic", "safetensors", "peft")
-"""Packages whose objects travel between nodes, in addition to the packages of a plan."""
+"""Packages with objects that travel between nodes, in addition to the packages of a plan."""
 SHM = Path("/dev/shm")
 
 

@@ -1,4 +1,4 @@
-"""Decides what is wrong with the nodes of a cluster, from an examination and what a run expects."""
+"""Finds the faults of the nodes of a cluster, from an examination and the needs of a run."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from trireme.plan.needs import gib
 MAX_NAMES = 3
 """Names of a list that a finding shows."""
 HARMLESS = frozenset({"driver", "pydantic", "numpy"})
-"""Versions whose difference is a warning. (A difference in another package, or in this project's source, changes what
-is computed, or how processes understand each other.)"""
+"""Packages that may differ in version with only a warning. (A difference in another package, or in this project's
+source, changes the results, or how processes understand each other.)"""
 GIB = 2**30
 
 

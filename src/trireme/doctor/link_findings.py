@@ -1,4 +1,4 @@
-"""Decides what is wrong between nodes: ports, connections that fail in one or both directions, rates."""
+"""Finds the faults between nodes: ports, connections that fail in one or both directions, rates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VERSION_S = 10.0
 
 
 def link_findings(examination: Examination, expected: Expected) -> Iterator[Finding]:
-    """Yields what is wrong between nodes."""
+    """Yields the faults between nodes."""
     yield from _connections(examination, expected)
     yield from _rates(examination, expected)
 

@@ -1,7 +1,7 @@
 """Connections between nodes, as a run will use them: who reaches whom, at which ports, at what rate.
 
 One protocol: the caller sends a token and then bytes until it closes its half; the listener answers with their number.
-A listener reads no more of a caller without the token, and never interprets the bytes.
+A listener stops reading from a caller without the token, and never interprets the bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SEND_S = 0.3
 """Seconds for which bytes are sent to measure a rate."""
 CHUNK = bytes(2**18)
 SEND_BUFFER_BYTES = 2**20
-"""The kernel takes no more than this before it is sent, so that a slow link holds up no more."""
+"""The most that the kernel buffers before it sends, which bounds the delay by a slow link."""
 ANSWER_S = 20.0
 """Time limit for the answer of a slow link."""
 COUNT_BYTES = 8

@@ -25,7 +25,7 @@ def network_line(examination: Examination) -> str:
 
 
 def render(examination: Examination, findings: Sequence[Finding]) -> Iterator[Table | Text]:
-    """Yields what a terminal shows: the nodes, and what is wrong."""
+    """Yields the lines for a terminal: the nodes, and their faults."""
     yield _nodes(examination)
     if len(examination.nodes) > 1:
         yield Text(network_line(examination))

@@ -44,7 +44,9 @@ def prepare_cluster(config: CommonConfig, plan: Plan) -> None:
 
 
 class StartProgress:
-    """Says every few seconds of a long start what is waited for, and how far it is. Raises Stopped after a signal."""
+    """Says every few seconds of a long start which actor is waited for, and how far it is. Raises Stopped after a
+    signal.
+    """
 
     def __init__(self, console: Console, logs: Path | None = None, roster: Roster | None = None) -> None:
         """`logs`: the directory where the processes that are waited for have their logs. `roster` is told about once a

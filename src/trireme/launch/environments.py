@@ -31,9 +31,9 @@ WARNING = "warning: "
 
 @contextmanager
 def checked_environments(config: Config) -> Iterator[Callable[[float], bool]]:
-    """Starts the check, and ends it with the block. Yields a function that waits for it, up to so many seconds, returns
-    False if it has not ended by then, and raises BadInput if the environments cannot be made, or their first problems
-    cannot be built."""
+    """Starts the check, and ends it with the block. Yields a function that waits for it, up to n seconds, returns False
+    if it has not ended by then, and raises BadInput if the environments cannot be made, or their first problems cannot
+    be built."""
     with tempfile.TemporaryFile("w+") as config_file, tempfile.TemporaryFile("w+") as output:
         config_file.write(config.model_dump_json())
         config_file.seek(0)

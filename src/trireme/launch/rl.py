@@ -131,8 +131,8 @@ class RlRun(TrainingRun):
 def evaluation_rooms(
     config: Config, plan: Plan, identity: WeightIdentity, log_dir: Path, console: Console, ending: ExitStack
 ) -> OrchestratorHandle:
-    """Starts the orchestrator, and replicas that keep the weights that they load, those of `identity`. `ending` gets
-    the stops of all."""
+    """Starts the orchestrator, and replicas that keep the weights that they load, with `identity`. `ending` gets the
+    stops of all."""
     progress = StartProgress(console, log_dir)
     places = reserve_places(plan, progress, console, ending).rooms
     config = plan.resolved(config)

@@ -40,7 +40,7 @@ from trireme.train.guards import RefusedSteps
 from trireme.train.steps import Attempt
 
 CLUSTER = "cluster"
-"""The part whose incidents are those of Ray's services."""
+"""The part for incidents of Ray's services."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class Core:
 
     trainer: TrainerHandle
     other_rooms: Mapping[str, Any]
-    """The others with a part in each commit, by its name: each has `save_state`, and `load_state`, which returns what
-    is to be said of it, if anything."""
+    """The others with a part in each commit, by its name: each has `save_state`, and `load_state`, which returns a
+    message for the log, if any."""
     rooms: Sequence[Any]
     """Their handles."""
     replica_set: Any = None
@@ -67,7 +67,7 @@ class TrainingRun(ABC):
     lasting: frozenset[str] = frozenset()
     """The rooms that outlive attempts."""
     committing: tuple[str, ...] = ("trainer",)
-    """The rooms whose actors write parts of commits."""
+    """The rooms with actors that write parts of commits."""
     far: FarNodes | None = None
     """The nodes of the attempt where they do not see the run directory."""
     guard: type[RefusedSteps] = RefusedSteps
@@ -83,7 +83,7 @@ class TrainingRun(ABC):
         """Prepares the run before Ray starts, and takes over from `run` what the configuration depends on."""
 
     def start_lasting(self, run: RunDir, roster: Roster, ending: ExitStack) -> ElasticReplicas | None:
-        """Starts the actors that outlive attempts, if there are any. `roster` gets the health of those that the
+        """Starts the actors that outlive attempts, if there are any. `roster` gets the health of the actors that the
         supervisor does not watch, `ending` their stops."""
         return None
 
@@ -278,7 +278,7 @@ def attempt(training: TrainingRun, run: RunDir, supervisor: Supervisor, place: s
 
 
 def await_own_places(training: TrainingRun, supervisor: Supervisor, console: Console) -> None:
-    """Waits for a place for each actor that an attempt starts: those of lost nodes have none until there is another
+    """Waits for a place for each actor that an attempt starts: actors of lost nodes have none until there is another
     node. Raises RoomFailed."""
     progress = StartProgress(console)
 

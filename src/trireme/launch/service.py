@@ -61,8 +61,8 @@ def check_port(config: Config) -> None:
 
 
 def keys_of(config: Config, directory: Path, say: Callable[[str], None], prefix: str = "tr") -> list[ServiceKey]:
-    """Returns the keys of the service: those of `service.keys`, or those in `directory`, where they are made, with
-    `prefix`; it says where they are, not what they are, as others may read logs. Raises BadInput."""
+    """Returns the keys of the service: the keys of `service.keys`, or the keys in `directory`, where they are made,
+    with `prefix`; it prints where they are, not the keys, because others may read logs. Raises BadInput."""
     if config.service.keys:
         return read(Path(config.service.keys).expanduser())
     file = directory / KEYS
@@ -85,7 +85,7 @@ def sessions_factory(config: Config, facts: ModelFacts | None) -> Callable[[], A
 
 
 def served_models(config: Config, facts: ModelFacts, names: tuple[str, ...]) -> ServedModels:
-    """Describes the model to those who serve it. Raises BadInput if no limit of its sequences is known."""
+    """Describes the model to its servers. Raises BadInput if no limit of its sequences is known."""
     max_len = config.seq_limit(facts)
     if max_len is None:
         raise BadInput("the longest sequence of the model is not known: set --model.max-seq-len")

@@ -1,10 +1,10 @@
-"""The start of all that needs actors: a run, an evaluation, a service, a training loop of a user.
+"""The start of everything that needs actors: a run, an evaluation, a service, a training loop of a user.
 
     prepare_cluster(config, plan)                  refuses what this machine lacks; sets what Ray reads at its import
     with joined(plan) as plan:                     starts Ray here or joins it; checks the plan against its machines
         places = reserve_places(plan, ..., ending) a place for each actor; the nodes with places are examined
         TrainerHandle.start(places.rooms[...])     the rooms start side by side; `ending` gets their stops
-        await_ready(rooms, plan, logs, progress)   each has loaded its model, or the error names what is late
+        await_ready(rooms, plan, logs, progress)   each has loaded its model, or the error names the late room
         publish_weights, load_state                the first weights of replicas that do not sample from their own
 
 `prepare_cluster` (`trireme.launch.common`) comes before the import of this module, which imports Ray.
@@ -42,8 +42,8 @@ def joined(plan: Plan) -> Iterator[Plan]:
 
 
 def check_replicas(plan: Plan, target: int, added: int) -> None:
-    """Raises BadInput where the machines that there are now cannot hold `target` replicas, or what is free there the
-    `added` ones; RoomFailed for nodes of a cluster that do not say what they have."""
+    """Raises BadInput where the present machines cannot hold `target` replicas, or their free resources the `added`
+    ones; RoomFailed for nodes of a cluster that do not report their resources."""
     joined = cluster_address(plan.config) is not None
     if joined:
         now = cluster_resources(NODES_S)
@@ -84,7 +84,7 @@ def reserve_places(plan: Plan, progress: Progress, console: Console, ending: Exi
 
 
 def await_ready(rooms: Sequence[Any], plan: Plan, log_dir: Path, on_tick: Progress) -> None:
-    """Waits for the starts of rooms, as long as the plan gives them. Raises RoomFailed, which names what is late."""
+    """Waits for the starts of rooms, as long as the plan allows. Raises RoomFailed, which names the late rooms."""
     started = [room.ready_refs() for room in rooms]
     refs, names = ([item for room in started for item in room[part]] for part in (0, 1))
     waits.get_all(refs, owners=names, timeout_s=plan.start_s, log=log_dir, on_tick=on_tick, limit=plan.start_text)

@@ -142,9 +142,9 @@ def check_writers(
     """Looks for a file that the driver has just written below the run directory, on each node with a writer. Returns
     the nodes that do not see it; None if all do.
 
-    `rooms`: the rooms that have actors on each node, by Ray's id of the node. `writing`: the rooms whose actors write.
-    Raises BadInput with the names of the nodes that do not see the file if the run is not stored in object storage, or
-    cannot read that; StoreSilent where it does not answer them; RoomFailed for a node that does not answer.
+    `rooms`: the rooms that have actors on each node, by Ray's id of the node. `writing`: the rooms with actors that
+    write. Raises BadInput with the names of the nodes that do not see the file if the run is not stored in object
+    storage, or cannot read that; StoreSilent where it does not answer them; RoomFailed for a node that does not answer.
     """
     writers = {node: [room for room in local_rooms if room in writing] for node, local_rooms in rooms.items()}
     writers = {node: local_rooms for node, local_rooms in writers.items() if local_rooms}

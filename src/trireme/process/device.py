@@ -23,7 +23,7 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def choose_device(option: Literal["auto", "cpu", "gpu"], gpus: int, *, deterministic: bool = False) -> Device:
-    """Returns the device that `cluster.device` = `option` means where there are `gpus` GPUs."""
+    """Returns the device that `cluster.device` = `option` means with `gpus` GPUs."""
     if option == "auto":
         if gpus and not deterministic:
             return "gpu"
@@ -44,7 +44,7 @@ def find_device(config: CommonConfig, process: str) -> Device:
 
 
 def has_gpu() -> bool:
-    """Tells whether PyTorch can use a GPU in this process: an actor sees those that the plan gave it, or none."""
+    """Returns whether PyTorch can use a GPU in this process: an actor sees the GPUs of its plan, or none."""
     import torch
 
     return torch.cuda.is_available()

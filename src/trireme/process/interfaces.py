@@ -25,7 +25,7 @@ def choose_interface(host: str) -> None:
 
 
 def gloo_interface(host: str) -> str:
-    """Returns the interface that gloo is to use towards `host`: the user's choice, or that of the route."""
+    """Returns the interface for gloo towards `host`: the user's choice, or the route's."""
     return os.environ.get(GLOO) or interface_towards(host)
 
 

@@ -20,8 +20,8 @@ SMI_S = 20.0
 STORE_SHARE = 0.3
 STORE_BYTES = 200 * 10**9
 STORE_ON_DISK = 10**10
-"""Ray's object store takes this share of a machine's memory, at most so many bytes. Where /dev/shm is too small for it,
-it is a file in Ray's temporary directory, of at most the last number of bytes
+"""Ray's object store takes this share of a machine's memory, up to a number of bytes. Where /dev/shm is too small for
+it, it is a file in Ray's temporary directory, of at most the last number of bytes
 (`ray._private.utils.resolve_object_store_memory`)."""
 
 
@@ -116,9 +116,9 @@ def _ask_driver(visible: str | None) -> tuple[Gpu, ...]:
 def _group_memory(
     groups: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
 ) -> Iterator[tuple[int, int]]:
-    """Yields the memory limits of this process's control group and of those around it, each with what is left of it, of
-    version 2 and of version 1. Pages of files are left, as the system drops them where memory is asked for. In a
-    container the mount shows the container's own group as its root."""
+    """Yields the memory limits of this process's control group and of the groups around it, each with its free part, of
+    version 2 and of version 1. Pages of files count as free, because the system drops them on demand. In a container
+    the mount shows the container's own group as its root."""
     if groups.is_file():
         lines = groups.read_text().splitlines()
     else:

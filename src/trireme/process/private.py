@@ -2,7 +2,7 @@
 
     /tmp/trireme-RANDOM     0700
         driver              held by flock while its driver lives
-        r/                  Ray's, which it opens to everybody; its token does not cover unix sockets
+        r/                  Ray's, which it opens to all users; its token does not cover unix sockets
 
 A user who can rename a socket could replace it. The directory of a killed driver is removed by the next driver's start.
 """
@@ -26,7 +26,7 @@ system allows 107."""
 
 @contextmanager
 def private_directory() -> Iterator[Path]:
-    """Makes such a directory for the time of the block, and removes those of drivers that were killed."""
+    """Makes such a directory for the time of the block, and removes the directories of drivers that were killed."""
     base = Path(tempfile.gettempdir())
     if len(os.fsencode(base)) > LONGEST_BASE:
         base = Path("/tmp")

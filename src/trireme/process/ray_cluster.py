@@ -47,7 +47,7 @@ OBITUARY = "A worker died or was killed"
 
 def _without_obituaries() -> None:
     """Keeps Ray from printing a page for each process that was killed, for which it has no option, and errors of calls
-    whose result is not needed any more. The caller that waited for the process reports its death in one line."""
+    with results that nothing needs any longer. The caller that waited for the process reports its death in one line."""
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     printed = ray._private.worker.print_to_stdstream
 
@@ -151,7 +151,7 @@ def _services() -> dict[str, Any]:
 
 
 def _ended_services() -> dict[str, int]:
-    """Returns the exit codes of those that have ended."""
+    """Returns the exit codes of ended services."""
     return {kind: process.returncode for kind, process in _services().items() if process.poll() is not None}
 
 
@@ -163,8 +163,8 @@ def _remove(group: PlacementGroup) -> None:
 
 @contextmanager
 def _local_cluster(cpus: int) -> Iterator[None]:
-    """Runs Ray on this machine for the time of the block. Raises ServicesLost in place of what the block raises because
-    its services have ended."""
+    """Runs Ray on this machine for the time of the block. Raises ServicesLost instead of an error of the block that
+    comes from the end of its services."""
     before = _children()
     keep_compiled_code()  # TMPDIR ends with this block. (vLLM's own cache is in ~/.cache.)
     with private_directory() as directory:
@@ -213,8 +213,8 @@ def _start_ray(cpus: int, directory: str) -> None:
 
 
 def _end(before: set[psutil.Process]) -> None:
-    """Shuts Ray down, and kills what is left after `SHUTDOWN_S` of the children that this process has beside those of
-    `before`, and of their descendants."""
+    """Shuts Ray down, and after `SHUTDOWN_S` kills the remaining children of this process that are not in `before`, and
+    their descendants."""
     started = [p for root in _children() - before for p in (root, *_children(root))]
     ray.shutdown()
     _, alive = psutil.wait_procs(started, timeout=SHUTDOWN_S)
@@ -283,7 +283,7 @@ class PlacePool:
         return {**self._resources, "scheduling_strategy": strategy}
 
     def give_back(self, options: dict[str, Any]) -> None:
-        """Gives back the place with these options, whose actor has ended."""
+        """Gives back the place with these options after the end of its actor."""
         group = options["scheduling_strategy"].placement_group
         if group in self._groups:
             self._groups.remove(group)
@@ -309,7 +309,7 @@ def nodes_of(options: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, li
 
 
 def actor_nodes(options_N: Sequence[Mapping[str, Any]]) -> list[str | None]:
-    """Returns Ray's id of the node of each actor with these options; None for those that have no place."""
+    """Returns Ray's id of the node of each actor with these options; None for actors without a place."""
     strategies = [options["scheduling_strategy"] for options in options_N]
     groups = {strategy.placement_group.id: strategy.placement_group for strategy in strategies}
     tables = {name: placement_group_table(group) for name, group in groups.items()}
@@ -358,8 +358,8 @@ def on_node(node: str) -> Any:
 
 
 def signal_processes(pids: Mapping[str, Sequence[int]], number: int) -> None:
-    """Sends a signal to processes of a run, {Ray's id of their node: pids}, to those of all nodes side by side. Ignores
-    those that have ended, and nodes that do not answer within `REACH_S`."""
+    """Sends a signal to processes of a run, {Ray's id of their node: pids}, on all nodes in parallel. Ignores processes
+    that have ended, and nodes that do not answer within `REACH_S`."""
     local_node = ray.get_runtime_context().get_node_id()
     _signal(pids.get(local_node, ()), number)
     other_nodes = {node: those for node, those in pids.items() if node != local_node}

@@ -81,7 +81,7 @@ def check() -> None:
 
 @contextmanager
 def as_stopped() -> Iterator[None]:
-    """Raises Stopped in place of any error of the block after a signal: Ray's compiled code, interrupted by a Stopped,
+    """Raises Stopped instead of any error of the block after a signal: Ray's compiled code, interrupted by a Stopped,
     raises another error, and other libraries turn it into their own."""
     try:
         yield
@@ -145,10 +145,10 @@ class Stop:
 
 def end_after(close: Callable[[], Awaitable[object]]) -> None:
     """Makes SIGTERM end this process, an actor, only after `close()`, which must have a deadline of its own. Call it in
-    the actor's event loop. Ray's own handler exits the process without asking what runs in that loop; it comes last.
+    the actor's event loop. Ray's own handler exits the process whatever runs in that loop; it comes last.
 
-    A handler in Python does not suit: it needs the main thread, which Ray keeps to itself. That of faulthandler runs in
-    whichever thread gets the signal, and what it writes wakes the event loop.
+    A handler in Python does not suit: it needs the main thread, which Ray keeps to itself. faulthandler's runs in
+    whichever thread gets the signal, and its output wakes the event loop.
     """
     loop = asyncio.get_running_loop()
     (reading, writing) = os.pipe()

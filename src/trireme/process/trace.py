@@ -1,9 +1,9 @@
 """Records the work of each process over time as Chrome's trace events, which Perfetto and `trireme report` draw.
 
-    <run>/trace/attempt_1/trainer_0.json     of one process; its name is that of its log
+    <run>/trace/attempt_1/trainer_0.json     of one process; named like its log
 
     with trace.span("publish", version=3):   spans of one track nest
-    with trace.overlapping("step", "env"):   spans of which many run at once; those under a millisecond are left out
+    with trace.overlapping("step", "env"):   spans that run many at once; spans under a millisecond are left out
     with trace.life("group", 17):            begun and ended by events of their own: seen from the start, also by a kill
     busy = trace.Busy("sampling"); with busy: from the first that comes until the last that goes
 
@@ -13,8 +13,8 @@ loses less than a second. Every event is a whole line of a JSON array that is ne
 file can be read at any time.
 
 One clock: microseconds since 1970, as the system's clock said when the process started, counted on by the monotonic
-clock. Processes of one machine agree to microseconds. Those of several agree as well as their system clocks do: a few
-milliseconds under NTP, by which a span may seem to begin before its cause on another node.
+clock. Processes of one machine agree to microseconds. Processes of several machines agree as well as their system
+clocks do: under NTP a span may seem to begin a few milliseconds before its cause on another node.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def overlapping(name: str, track: str, **args: Any) -> AbstractContextManager[An
 
 @contextmanager
 def life(name: str, number: int, **args: Any) -> Iterator[dict[str, Any]]:
-    """Records the life of thing `number`. Yields a dict, whose contents are recorded at the end."""
+    """Records the life of thing `number`. Yields a dict; its contents are recorded at the end."""
     ending: dict[str, Any] = {}
     writer = _writer
     if writer:

@@ -122,8 +122,8 @@ class LongWait:
 
 
 def ready(refs: Mapping[Any, str], timeout_s: float) -> dict[Any, Any]:
-    """Waits up to `timeout_s` seconds for any of the references {reference: owner}. Returns those that are there, each
-    with its value or the TriremeError that it failed with."""
+    """Waits up to `timeout_s` seconds for any of the references {reference: owner}. Returns the ready ones, each with
+    its value or its TriremeError."""
     if not refs:
         time.sleep(timeout_s)
         return {}

@@ -1,8 +1,8 @@
-"""Chooses what a run takes with it to the nodes of a cluster: environment variables, and code that is not installed
-there. Ray's runtime environment carries both. Imports no Ray.
+"""Chooses the environment variables, and the code that is not installed there, that a run takes to the nodes of a
+cluster. Ray's runtime environment carries both. Imports no Ray.
 
-Without it an actor has the variables with which its node's Ray was started, and can import only what is installed on
-that node. A cluster that a run starts for itself needs none of this: its processes inherit what the driver has.
+Without it an actor has the variables with which its node's Ray was started, and can import only packages installed on
+that node. A cluster that a run starts for itself needs none of this: its processes inherit the driver's environment.
 
 Ray logs the variables of a runtime environment on every node, and shows them in its dashboard. So secrets travel in
 another way: in a function that Ray keeps as bytes in memory, and calls at the start of each process.
@@ -36,7 +36,7 @@ PREFIXES = ("HF_", "WANDB_", "NCCL_", "GLOO_", "VLLM_", "TRIREME_", "PYTORCH_", 
 OF_ONE_NODE = "VLLM_HOST_IP"
 """The address of the process itself, as vLLM reads it: another one on each node."""
 NAMES = ("PYTHONPATH", "TRANSFORMERS_OFFLINE", "TOKENIZERS_PARALLELISM", "CUBLAS_WORKSPACE_CONFIG")
-"""Further variables that decide what is found and computed."""
+"""Further variables that decide which code is found and what it computes."""
 STORES = ("AWS_", "GOOGLE_", "AZURE_")
 """The variables of object storage begin like this."""
 KEYS = "TRIREME__"
@@ -58,7 +58,7 @@ class WorkerEnvironment:
     variables: Mapping[str, str]
     """Values by name."""
     secrets: Mapping[str, str] = field(repr=False)
-    """The same of secrets, whose values are neither printed nor written anywhere."""
+    """The same for secrets. Their values are neither printed nor written anywhere."""
     modules: tuple[Path, ...] = ()
     """Top-level packages (directories) and modules (files)."""
 
@@ -92,8 +92,8 @@ class WorkerEnvironment:
         return "; ".join(f"{label} {', '.join(names)}" for label, names in parts if names) or "nothing but the run"
 
     def runtime_env(self, environ: Mapping[str, str]) -> dict[str, Any]:
-        """Returns it as Ray's runtime environment of a driver with this `environ`, which may be that of a submitted
-        job: its modules stay."""
+        """Returns it as Ray's runtime environment of a driver with this `environ`, which may come from a submitted job:
+        its modules stay."""
         job = (json.loads(environ.get(JOB_CONFIG) or "{}").get("runtime_env") or {}).get("py_modules") or []
         options: dict[str, Any] = {"env_vars": dict(self.variables), "excludes": ["__pycache__"]}
         modules = [*map(str, self.modules), *job]
@@ -120,7 +120,7 @@ def _beginning(secrets: Mapping[str, str]) -> Callable[[], None]:
 
 
 def _chosen(names: Iterable[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that travel: those of PREFIXES and NAMES, and `names`. Relative entries of PYTHONPATH
+    """Returns the variables that travel: variables in PREFIXES and NAMES, and `names`. Relative entries of PYTHONPATH
     become absolute. Raises BadInput."""
     for name in names:
         if name not in environ:

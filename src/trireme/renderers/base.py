@@ -24,7 +24,7 @@ from trireme.renderers.qwen_tags import THINK, THINK_END, parse_text
 from trireme.renderers.types import Message, Renderer, ToolSpec, TrainOn
 
 MARK = "\ue000message\ue001"
-"""Stands in place of a message's text. Private characters, which no text holds and no template strips."""
+"""Replaces a message's text. Private characters, which no text holds and no template strips."""
 
 TRAINED_ROLES: dict[TrainOn, tuple[str, ...]] = {
     "last_assistant_message": ("assistant",),
@@ -56,7 +56,7 @@ class TextRenderer(Renderer):
     no_thinking = ""
     """Ends a prompt that asks for an answer without thinking: an empty block of it."""
     stop_strings: tuple[str, ...] = ()
-    """Strings that end the assistant's message, beside the stop tokens."""
+    """Strings that end the assistant's message, in addition to the stop tokens."""
 
     def __init__(self, tokenizer: Any, stop: Sequence[int], strip: bool) -> None:
         self._tokenizer = tokenizer
@@ -116,7 +116,7 @@ class TextRenderer(Renderer):
         return None
 
     def _from_last(self, messages: Sequence[Message], tools: Sequence[ToolSpec], cut: list[int]) -> list[int] | None:
-        """Returns the next prompt from the last sampled message on, if what is before it is the prompt that it was
+        """Returns the next prompt from the last sampled message on, if the text before it is the prompt that it was
         sampled from; None if thinking is stripped there now, or no message was sampled."""
         last = max((i for i, m in enumerate(messages) if "tokens" in m), default=None)
         if last is None or cut != self._cut_turns(messages[:last]):
@@ -124,7 +124,7 @@ class TextRenderer(Renderer):
         return self._followed_by(list(messages[last]["tokens"]), self.text_behind(messages, last, tools))
 
     def _cut_turns(self, messages: Sequence[Message]) -> list[int]:
-        """Returns the places of the sampled messages whose thinking the next prompt leaves out, or the empty block
+        """Returns the places of the sampled messages if the next prompt leaves out their thinking, or the empty block
         before them."""
         earlier = messages[: self._boundary(messages)]
         return [i for i, m in enumerate(earlier) if "tokens" in m and (self.no_thinking or "thinking" in m)]

@@ -180,7 +180,7 @@ def suitable(tokenizer: Any, strip: bool, enable_thinking: bool | None = None) -
 
 
 def _writes_template(renderer: PackageRenderer, tokenizer: Any, enable_thinking: bool | None) -> bool:
-    """Returns True if the renderer's tokens of the probe are those of the chat template, wherever that has any."""
+    """Returns True if the renderer's tokens of the probe equal the chat template's, wherever that has any."""
     if enable_thinking is None:
         options = {}
     else:

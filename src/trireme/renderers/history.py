@@ -11,7 +11,7 @@ from trireme.renderers.types import Message
 
 
 def last_query(messages: Sequence[Message]) -> int:
-    """Returns the place of the user's last question; that of the last message if there is none.
+    """Returns the place of the user's last question; the place of the last message if there is none.
 
     A user's message that only wraps a tool's answer is not a question.
     """

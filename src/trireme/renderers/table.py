@@ -29,10 +29,10 @@ def make_renderer(
     """Makes the renderer `name` for a `transformers` tokenizer.
 
     `auto`: the renderer of `kinds` that writes what the tokenizer's chat template does; else the format of the package
-    `renderers` that does; else the template itself; role_colon without a template. The next question strips
-    earlier thinking from prompts, if it is to be stripped.
-    `enable_thinking` false: prompts ask for an answer without any, as Qwen3's template does. Raises BadInput for an
-    unknown name, for a tokenizer that does not suit it, and for a format without such a switch.
+    `renderers` that does; else the template itself; role_colon without a template. The next question strips earlier
+    thinking from prompts, if the format strips it. `enable_thinking` false: prompts ask for an answer without any, as
+    Qwen3's template does. Raises BadInput for an unknown name, for a tokenizer that does not suit it, and for a format
+    without such a switch.
     """
     expected = unknown_renderer(name)
     if expected:

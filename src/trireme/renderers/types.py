@@ -64,13 +64,13 @@ class Renderer(Protocol):
         self, messages: Sequence[Message], train_on: TrainOn, tools: Sequence[ToolSpec] = ()
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
         """Returns the whole conversation as tokens int32 [T] and their weights float32 [T], 0 or 1; `weights[t]`
-        belongs to `tokens[t]`. Up to the assistant's message the tokens are those of its generation prompt.
+        belongs to `tokens[t]`. Up to the assistant's message the tokens equal its generation prompt.
 
         Raises ValueError where `train_on` names messages that the conversation does not have.
         """
 
     def stop_tokens(self) -> tuple[int, ...]:
-        """Returns the token ids each of which ends the assistant's message."""
+        """Returns the ids of tokens that each end the assistant's message."""
 
     def stop_condition(self) -> tuple[int | str, ...]:
         """Returns all that ends the assistant's message: the stop tokens, and strings that end it wherever they

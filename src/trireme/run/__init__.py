@@ -1,1 +1,1 @@
-"""A run directory: what is written there, and when commits are taken."""
+"""A run directory: its files, and the schedule of commits."""

@@ -40,7 +40,7 @@ from trireme.run.rundir import RunDir
 
 log = logging.getLogger(__name__)
 END_S = 30.0
-"""How long a run that failed waits for a commit in flight, whose parts may all be there."""
+"""How long a run that failed waits for a commit in flight, because all its parts may be there."""
 
 
 class PendingFiles(Protocol):
@@ -51,7 +51,7 @@ class PendingFiles(Protocol):
 
 
 class Stateful(Protocol):
-    """Something with a part in each commit. Its saved state is that of the call, which returns when training may
+    """Something with a part in each commit. Its saved state is its state at the call, which returns when training may
     continue."""
 
     def save_state(self, path: Path) -> PendingFiles: ...
@@ -88,9 +88,9 @@ class CommitDraft:
 
 
 class Commits:
-    """Makes the commits of one attempt. `fixed` is what a resume must find unchanged; `other_rooms` have a part in each
-    commit alongside the trainer, by its name; `note` records an incident; `far` has the parts
-    of other nodes, if any."""
+    """Makes the commits of one attempt. `fixed`: the values that a resume must find unchanged; `other_rooms` have a
+    part in each commit in addition to the trainer's, by its name; `note` records an incident; `far` has the parts of
+    other nodes, if any."""
 
     def __init__(
         self,
@@ -128,8 +128,8 @@ class Commits:
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         """Takes the last commit, after training to the end and, if the run is at a boundary, after a signal or a limit.
-        It may not be missed, and is tried again as long as that makes room. A run that failed still gets a commit in
-        flight whose parts arrive within END_S. Raises StorageFailed, RoomFailed, LockLost."""
+        It may not be missed, and is tried again as long as that makes room. After a failure the run still takes a
+        commit in flight if its parts arrive within END_S. Raises StorageFailed, RoomFailed, LockLost."""
         may_commit = isinstance(error, Stopped | LimitReached) and not isinstance(error, StoppedWithoutCommit)
         try:
             if error is None or may_commit:
@@ -147,7 +147,7 @@ class Commits:
 
     @property
     def _is_uncommitted(self) -> bool:
-        """True at a boundary of which there is no commit."""
+        """True at a boundary without a commit."""
         return self._boundary is not None and (self._parent is None or self._boundary[0] != self._parent.step)
 
     def at_boundary(self, version: int, weights: PublishedWeights | None = None) -> None:
@@ -305,7 +305,7 @@ class Commits:
             raise error
 
     def _prune_for_room(self) -> list[str]:
-        """Deletes all commits but the newest that verifies and those that are kept for good. Returns their names."""
+        """Deletes all commits except the newest that verifies and the permanent ones. Returns their names."""
         try:
             deleted = self._run.store.prune(1, self._config.checkpoint.keep_every)
         except StorageFailed as error:
@@ -332,7 +332,7 @@ class Commits:
 
 
 def _check_loaded(published: WeightIdentity, commit: Manifest) -> None:
-    """Raises WeightsRefused if a resumed trainer published other weights than those of the commit."""
+    """Raises WeightsRefused if a resumed trainer published other weights than the commit's."""
     expected = commit.identity.digest
     if published.digest != expected:
         raise WeightsRefused(

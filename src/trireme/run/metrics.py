@@ -87,7 +87,7 @@ class RowGuard(Protocol):
         """Raises LockLost if another driver has taken it over."""
 
     def make_room(self) -> None:
-        """Deletes what is not needed. Raises StorageFailed."""
+        """Deletes unneeded files. Raises StorageFailed."""
 
 
 class Journal:
@@ -209,7 +209,7 @@ class Tracker(Protocol):
         """Tells of an incident, as a listener of the roster."""
 
     def close(self) -> None:
-        """Writes what is left, and ends."""
+        """Writes the rest, and ends."""
 
 
 class TensorboardSink:
@@ -297,8 +297,8 @@ class WandbSink:
 
 @contextmanager
 def trackers(config: CommonConfig, run_id: str, root: Path, roster: Roster) -> Iterator[list[Tracker]]:
-    """Opens the trackers that are configured, for all attempts of the command whose run lies in `root`: they get rows,
-    rollouts, and each incident."""
+    """Opens the configured trackers, for all attempts of the command with the run in `root`: they get rows, rollouts,
+    and each incident."""
     opened: list[Tracker] = []
     with ExitStack() as ending:
         if config.wandb.project:

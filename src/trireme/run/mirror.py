@@ -1,10 +1,10 @@
 """Keeps a run in object storage while it trains: `run.output_dir = "s3://bucket/prefix"` (`checkpoint.stored_run`).
 
-The run works in its directory on this machine as every run does. A thread brings each new commit to the store, its
-manifest last, then what is new in the files beside it, then HEAD, which names all of that, and which the store takes
-only from the driver that put it last. A driver whose HEAD is refused has been superseded: its next look at its right to
-write raises LockLost. What cannot be brought is an incident, and is tried again; after more than
-`checkpoint.max_missed` commits in a row the run stops.
+The run works in its directory on this machine as every run does. A thread uploads each new commit to the store, its
+manifest last, then the new parts of the other files, then HEAD, which names all of that, and which the store accepts
+only from the driver that put it last. A driver with a refused HEAD has been superseded: its next check of its right to
+write raises LockLost. A failed upload is an incident, and is tried again; after more than `checkpoint.max_missed`
+commits in a row the run stops.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Mirror:
             time.sleep(LOOK_S)
 
     def close(self, limit_s: float) -> None:
-        """Brings what is new for the last time. Raises LockLost, and StorageFailed if it has not arrived within
+        """Uploads the new parts for the last time. Raises LockLost, and StorageFailed if they have not arrived within
         `limit_s`."""
         self._ending.set()
         self._thread.join(limit_s)
@@ -233,7 +233,7 @@ class Mirror:
         return None
 
     def _bring_commits(self, deadline: float) -> dict[str, StoredCommit]:
-        """Brings the commits of the directory, the newest first. Returns those that are whole in the store."""
+        """Uploads the commits of the directory, the newest first. Returns the commits that are whole in the store."""
         by_checksum = {commit.manifest: commit for commit in self._stored.commits.values()}
         brought = {}
         for commit in [*reversed(CheckpointStore(self._root).commits()), *_parked(self._root)]:
@@ -351,7 +351,7 @@ def _parked(root: Path) -> list[Path]:
 
 
 def _files(root: Path) -> Iterator[str]:
-    """Yields the paths of the files beside the commits, those of branches too; links are left out."""
+    """Yields the paths of all files except commits, with the files of branches, without links."""
     for top in (root, *root.glob("branches/*")):
         for name in (*FILES, *((HEAD,) if top != root else ())):
             if (top / name).is_file():

@@ -1,4 +1,4 @@
-"""Starts a run that is kept in object storage: brings what is there to this machine, and takes over its HEAD."""
+"""Starts a run that is kept in object storage: downloads it to this machine, and takes over its HEAD."""
 
 from __future__ import annotations
 
@@ -201,8 +201,8 @@ class RemoteRun:
 
     @contextmanager
     def mirrored(self, run: RunDir, note: Callable[[str], None]) -> Iterator[RunDir]:
-        """Takes over HEAD in the store for `run`, which is brought there during the block and once more at its end.
-        Yields the run, whose right to write ends with the right to that HEAD. Raises BadInput if another driver was
+        """Takes over HEAD in the store for `run`, which is uploaded there during the block and once more at its end.
+        Yields the run; its right to write ends with the right to that HEAD. Raises BadInput if another driver was
         faster; LockLost, and StorageFailed where the end of the run has not arrived."""
         mirror = self.claim(run, note)
         limit_s = self._config.timeouts.checkpoint_s
@@ -244,8 +244,8 @@ def _is_up_to_date(root: Path, stored: StoredRun) -> bool:
 
 
 def _set_aside(root: Path, driver: int) -> Path | None:
-    """Renames what is in the way, and returns where it is now; None if there was nothing. Raises BadInput for the
-    directory of a living driver, OSError."""
+    """Renames an existing directory that is in the way, and returns its new path; None if there was none. Raises
+    BadInput for the directory of a living driver, OSError."""
     if not root.exists():
         return None
     if {entry.name for entry in root.iterdir()} <= set(BEFORE_MARKS):

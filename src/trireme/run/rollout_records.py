@@ -27,7 +27,7 @@ def read_records(file: Path) -> list[Mapping[str, Any]]:
 
 
 def records_in(file: Path, most_bytes: int | None = None) -> Iterator[Mapping[str, Any]]:
-    """Yields the groups in a file, one at a time; those that begin in its first `most_bytes`."""
+    """Yields the groups in a file, one at a time, that begin in its first `most_bytes`."""
     with file.open("rb") as lines:
         for line in lines:
             yield json.loads(line)

@@ -46,7 +46,7 @@ BEFORE_MARKS = (LOCK, *(f"{mark}.new" for mark in MARKS))
 
 
 def command_of(root: Path) -> str:
-    """Returns the command of the run in `root`, by its config.json: only that of `sft` has a section `data`."""
+    """Returns the command of the run in `root`, by its config.json: only `sft` has a section `data` there."""
     if "data" in json.loads((root / CONFIG).read_bytes()):
         return "sft"
     return "rl"
@@ -101,7 +101,7 @@ class Start:
 
 @dataclass(frozen=True)
 class RunDir:
-    """A run directory whose lock this process holds. Leaving the `with` block releases the lock."""
+    """A run directory with its lock held by this process. Leaving the `with` block releases the lock."""
 
     root: Path
     lock: IO[str]  # the open lock file
@@ -114,8 +114,8 @@ class RunDir:
         commit to start from; writes HEAD (which claims the attempt), config.json and code.diff. With `--resume auto`
         the directory decides: a run that has begun there, and so has a HEAD, is resumed.
 
-        `fixed`: nested dict of JSON values that must equal those of the commit, unless forced. Files of earlier
-        attempts stay as they are until `checkout`.
+        `fixed`: nested dict of JSON values that must equal the commit's, unless forced. Files of earlier attempts do
+        not change until `checkout`.
 
         Raises BadInput for a directory that is in use by another run or driver, is no run directory or cannot be
         written, for nothing to resume, and for a commit that does not verify or fit; StorageFailed and
@@ -256,7 +256,7 @@ def _start(config: CommonConfig, root: Path, fixed: Mapping[str, Any], source: V
 def _go_on(
     config: CommonConfig, store: CheckpointStore, head: Head, fixed: Mapping[str, Any], chosen: VerifiedCommit | None
 ) -> Start:
-    """Starts the attempt after that of `head`, from a commit or from the beginning."""
+    """Starts the attempt after the one of `head`, from a commit or from the beginning."""
     if chosen:
         notes = check_fixed(chosen, fixed, config.resume.force)
     else:
@@ -394,8 +394,8 @@ def locked(root: Path) -> IO[str]:
 
 
 def _write_code_diff(file: Path) -> int:
-    """Writes the last git commit and what differs from it, without secrets, whose number it returns. Writes no file
-    outside a git checkout."""
+    """Writes the last git commit and the differences from it, without secrets, and returns the number of secrets.
+    Writes no file outside a git checkout."""
     file.unlink(missing_ok=True)
     with suppress(FileNotFoundError, subprocess.CalledProcessError):  # no git, or no checkout
         head, diff = (

@@ -1,4 +1,4 @@
-"""Reads and checks files of conversations or tokens; refuses what is wrong, by file and line.
+"""Reads and checks files of conversations or tokens; refuses faults by file and line.
 
 A line of a JSONL file is one example: `{"messages": [...]}`, with `tools` if there are any, or `{"tokens": [...]}`,
 with `weights` unless all tokens count alike. Other entries of a line are ignored. An npz file holds many examples as
@@ -59,7 +59,7 @@ class ExampleRules:
 
 
 class BadExample(Exception):
-    """Tells what is wrong with one example; becomes a Refusal with its place."""
+    """Describes the fault of one example; becomes a Refusal with its place."""
 
     def __init__(self, value: str, expected: str, do: str = "correct it") -> None:
         super().__init__(value, expected, do)

@@ -1,4 +1,4 @@
-"""Waits for the answers of many processes together, and finds those that are dead or silent."""
+"""Waits for the answers of many processes together, and finds dead and silent processes."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class HeartbeatMonitor:
     """Asks processes for heartbeats, and waits for other answers of theirs. Not thread-safe.
 
     Calls `lost(name, failure, died)` once for each lost process; `died` is False if the process itself reported that it
-    failed. A process may be silent for `heartbeat_s`. The engine of a replica, which answers only between two steps, is
-    watched by the replica's actor, whose heartbeat says how long it has been silent, and fails when that is too long.
+    failed. A process may be silent for `heartbeat_s`. The replica's actor watches its engine, which answers only
+    between two steps: the actor's heartbeat says how long the engine has been silent, and fails when that is too long.
     """
 
     def __init__(self, roster: Roster, heartbeat_s: float, lost: Lost) -> None:
@@ -103,7 +103,7 @@ class HeartbeatMonitor:
             handle(outcome)
 
     def look(self) -> list[Silent]:
-        """Sends the requests that are due, and judges silent processes. Returns those that are to be killed, each once:
+        """Sends the requests that are due, and judges silent processes. Returns the processes to kill, each once:
         `kill` them, then call `end`."""
         now = self._awake()
         for name, process in self._monitored.items():
@@ -152,7 +152,7 @@ class HeartbeatMonitor:
             self._condemned.append(Silent(name, self._roster.part(name), failure, process))
 
     def end(self, silent: Sequence[Silent]) -> None:
-        """Takes note that these processes were killed, without those that were dropped meanwhile."""
+        """Records that these processes were killed, except processes that were dropped meanwhile."""
         for each in silent:
             if self._monitored.get(each.name) is each.process:
                 self._end(each.name, each.failure, True)

@@ -107,7 +107,7 @@ class _Life:
     deciding_until: float = math.inf
     """Until when its actor, which is lost, may answer what it has lost."""
     join: Any = None
-    """Its newest join: answers to those of earlier attempts say nothing."""
+    """Its newest join; answers to joins of earlier attempts are ignored."""
 
 
 def _part_name(index: int) -> str:
@@ -185,8 +185,8 @@ class ReplicaManager:
         return [f"inference replica {index}" for index in starting if self._lives[index].placeless]
 
     def look(self) -> None:
-        """Replaces replicas whose failure was reported long enough ago, unless Ray does not know yet if they live, and
-        ends starts that take too long."""
+        """Replaces replicas that were reported as failed long enough ago, unless Ray does not know yet if they live,
+        and ends starts that take too long."""
         now = time.monotonic()
         reports = self._reports
         self._reports = []
@@ -241,16 +241,16 @@ class ReplicaManager:
 
     @property
     def running(self) -> int:
-        """Number of replicas that have memory, those that leave too."""
+        """Number of replicas that have memory, with leaving ones."""
         return len(self._lives)
 
     def added(self, wanted: int) -> int:
-        """Returns how many replicas start if there are to be `wanted`, not counting those that leave."""
+        """Returns how many replicas start to reach `wanted`, not counting leaving ones."""
         return max(0, wanted - len(self._lives) + len(self._of(ReplicaState.DRAINING)))
 
     def scale(self, wanted: int) -> str:
-        """Changes the number of replicas to `wanted`; places of those that were left out serve others. Returns what
-        happens now."""
+        """Changes the number of replicas to `wanted`; free places serve others. Returns a description of the
+        changes."""
         staying = [index for index, life in self._lives.items() if life.state is not ReplicaState.DRAINING]
         while self._left_out:
             self._places.give_back(self._left_out.pop()[1])

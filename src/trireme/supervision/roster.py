@@ -141,8 +141,8 @@ class Roster:
         self._tell(None)
 
     def answered(self, name: str, pids: tuple[int, ...], node: str, *, in_time: bool = True) -> None:
-        """Records the processes and the node that part `name` named. If it answered `in_time` it is a suspect no more,
-        and has the health that it had before."""
+        """Records the processes and the node that part `name` named. If it answered `in_time` it is a suspect no
+        longer, and has its earlier health again."""
         part = self.part(name)
         if part is None:
             return

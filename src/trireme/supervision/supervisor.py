@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 class MonitoredRoom(Protocol):
-    """A room whose processes are monitored."""
+    """A room with monitored processes."""
 
     def heartbeats(self) -> Mapping[str, Callable[[], Any]]:
         """Returns {name in the roster: function that requests a Heartbeat and returns a reference to it}."""
@@ -54,7 +54,7 @@ class MonitoredRoom(Protocol):
 
 @dataclass(frozen=True)
 class ElasticReplicas:
-    """The replicas of a run of `rl`, whose number can change."""
+    """The replicas of a run of `rl`, in a number that can change."""
 
     config: Config
     replicas: ReplicaActors

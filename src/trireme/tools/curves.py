@@ -27,7 +27,7 @@ NO_CURVES = ("step", "version", "progress", "attempt", "time/unix")
 CURVE_BUCKETS = 400
 MOST_CURVES = 8
 SMOOTHED = 10
-"""Steps whose mean the smoothed curve of the first chart shows."""
+"""Number of steps in each mean of the smoothed curve of the first chart."""
 
 FIRST_CURVES = (
     "reward/total",
@@ -49,7 +49,7 @@ WASTE = {
 """Why tokens are not trained on: the metrics `waste/*`."""
 
 SUMMED = ("perf/tokens", "perf/rollouts", *(f"waste/{cause}" for cause in WASTE))
-"""Metrics of which the sum over all rows is reported, where a row has all of them."""
+"""Metrics that are reported as sums over all rows, where a row has all of them."""
 
 PANELS: Sequence[tuple[str, str, Mapping[str, str]]] = (
     ("Reward", "", {"reward/total": "mean reward"}),
@@ -158,7 +158,7 @@ class RunCurves:
                 values.append(value)
 
     def names(self) -> list[str]:
-        """Returns the names of all metrics that are numbers worth a curve, those of FIRST_CURVES first."""
+        """Returns the names of all metrics that are numbers worth a curve, FIRST_CURVES first."""
         first = [name for name in FIRST_CURVES if name in self._columns]
         return first + sorted(self._columns.keys() - {*first, *NO_CURVES})
 

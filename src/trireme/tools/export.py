@@ -102,7 +102,7 @@ def chosen_commit(root: Path, step: int | None) -> VerifiedCommit:
 
 
 def _write_beside(out: Path, files: Iterable[tuple[str, bytes]], dtype: str | None) -> tuple[int, str]:
-    """Writes all files (name in `out`, contents) to a directory beside `out`, which is then renamed to it.
+    """Writes all files (name in `out`, contents) to a directory next to `out`, which is then renamed to it.
 
     Returns the number of files, and the dtype of their tensors.
     """

@@ -84,8 +84,8 @@ class _Deadline:
         self._end = time.monotonic() + timeout_s
 
     def until(self, poll: Callable[[], T | None], describe: Callable[[], str]) -> T:
-        """Returns the value of `poll` once it is not None. `describe` says what is waited for; `say` gets that text
-        when it changes. Raises RoomFailed."""
+        """Returns the value of `poll` once it is not None. `describe` returns a text on the awaited event; `say` gets
+        that text when it changes. Raises RoomFailed."""
         message = ""
         patient_until = time.monotonic() + PATIENCE_S
         while (value := poll()) is None:

@@ -47,7 +47,7 @@ LIVE_BYTES = 32 << 20
 """Most bytes of all traces that are read for the newest steps of a run."""
 BEGINNING_BYTES = 1 << 16
 OTHER_TRACK = "other"
-"""The track of spans whose own was named in a part of the trace that is not read."""
+"""The track of spans with their own track named in a part of the trace that is not read."""
 NEVER = 1 << 62
 SHORTEST_US = 10
 """Shorter spans are not read: they cannot be seen."""
@@ -313,7 +313,7 @@ def _thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
 
 
 def timeline_to_json(timeline: Timeline) -> dict[str, Any]:
-    """Returns the timeline as JSON values. Times are in seconds from its start; what is not over ends with it."""
+    """Returns the timeline as JSON values. Times are in seconds from its start; open spans end with it."""
 
     def seconds(at: int | None) -> float:
         return round(((timeline.end if at is None else at) - timeline.start) / 1e6, 5)
