@@ -75,9 +75,9 @@ class Adapters:
         """The adapter in use."""
 
     def add(self, name: str, spec: AdapterSpec, start: Path | None = None) -> None:
-        """Makes an adapter, which waits to be used: at first it changes nothing, or is the one in the directory
-        `start`, in peft's form. Raises BadInput for a name that is taken, and for a `spec` that does not fit into the
-        model's LoRA layers, or to `start`."""
+        """Adds an adapter, which waits until it is used: at first it changes nothing, or has the values in the
+        directory `start`, in peft's form. Raises BadInput for a name that is taken, and for a `spec` that does not fit
+        the model's LoRA layers, or `start`."""
         if name == self.name or name in self._waiting:
             raise BadInput(f"an adapter {name!r} is there already: give another name, or drop it first")
         rank = self.adapter.rank
@@ -201,8 +201,8 @@ class AdapterVerbs:
         self._several().add(name, spec, start)
 
     def use_adapter(self, name: str) -> None:
-        """Has all other verbs work with this adapter, from where it was left; FIRST is the one that the model began
-        with. Raises BadInput for a name that none has."""
+        """Makes all other verbs work with this adapter, from its last state; FIRST is the adapter that the model began
+        with. Raises BadInput for an unknown name."""
         self._several().use(name)
 
     def drop_adapter(self, name: str) -> None:

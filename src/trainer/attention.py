@@ -50,8 +50,8 @@ def choose_kernel(device: torch.device, dtype: torch.dtype, heads: int, key_head
 
 
 def _try_kernel(device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, head_dim: int) -> None:
-    """Raises RuntimeError unless the kernel gives, for two short random sequences, what `masked_attention` gives in
-    float32, within the rounding of 16 bits."""
+    """Raises RuntimeError unless the kernel and `masked_attention` in float32 agree on two short random sequences,
+    within the rounding of 16 bits."""
     generator = torch.Generator(device).manual_seed(0)
     starts = torch.tensor([0, 13, 24], dtype=torch.int32, device=device)
     longest = 13

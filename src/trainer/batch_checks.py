@@ -1,7 +1,7 @@
 """Checks of a batch: before it is trained on, and after its loss or gradient was not finite.
 
-A rank sees its own part of a batch. What one of them refuses all refuse, before the first pass (`Mesh.agree`), so the
-shards stay usable after a refusal.
+A rank sees its own part of a batch. If one rank refuses its part, all refuse, before the first pass (`Mesh.agree`), so
+the shards stay usable after a refusal.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 A micro-batch is a rectangle of rows (one datum each, padded on the right to the longest), or packed: one row of datums
 that do not see each other. It has at most `micro_batch_tokens` tokens, with padding. This bounds memory and changes
 nothing else, because losses are sums over tokens. Every rank computes the same plan from the same lengths and takes its
-own part; other rooms are given the first half of the plan, which says what datums each rank computes. All ranks run the
-same number of micro-batches, so that all take part in each collective; a rank with fewer runs fillers of weight 0.
+own part; other rooms get the first half of the plan, which says which datums each rank computes. All ranks run the same
+number of micro-batches, so that all take part in each collective; a rank with fewer runs fillers of weight 0.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ SEQUENCES = 16
 LENGTH = 123
 """Tokens of the small trial; no attention head has this size."""
 LONGEST = 300
-"""Characters of what a compiler says that are passed on."""
+"""Longest part of a compiler's message that is passed on, in characters."""
 NORM_BOUND = 0.05
 """The share by which the norms of the gradients may differ."""
 

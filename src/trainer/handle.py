@@ -66,8 +66,8 @@ class TrainerHandle:
     """All shards of the trainer. Every verb is collective and waits for all of them, at most `timeouts.step_s`.
 
     A shard that raises, dies or hangs ends the call with one RoomFailed that names it, with its traceback and its log;
-    afterwards only `stop` works. What all shards raise alike (ProvenanceError, BadInput, NonFiniteGradient) leaves the
-    trainer usable.
+    afterwards only `stop` works. An error that all shards raise together (ProvenanceError, BadInput, NonFiniteGradient)
+    leaves the trainer usable.
     """
 
     def __init__(
@@ -117,8 +117,8 @@ class TrainerHandle:
         return list(self._ready_R), [f"trainer shard {rank}" for rank in range(len(self._actors_R))]
 
     def shown(self) -> tuple[str, str]:
-        """Says what the model showed at the start, and why rows are not packed although the configuration would have
-        them so ("" otherwise): `trainer.proof`."""
+        """Returns the results of the model's proof at the start, and why rows are not packed although the configuration
+        asks for it ("" otherwise): `trainer.proof`."""
         text, why_rows = self._call("shown")[0]
         return text, why_rows
 
@@ -170,7 +170,7 @@ class TrainerHandle:
         self, data: Batch, which: Which, name: str, summarize: Summary
     ) -> tuple[StoredBatch, npt.NDArray[np.float64]]:
         """Computes the same log-probabilities, which stay where the datums are. Returns a batch with them as its column
-        `name`, and what `summarize` says of each datum then, float64 [K, D]."""
+        `name`, and the result of `summarize` for each of its datums, float64 [K, D]."""
         return self._summarized(self._stored(data), which, name, summarize)
 
     def _summarized(
@@ -217,8 +217,8 @@ class TrainerHandle:
         self._call("add_adapter", name, spec, start)
 
     def use_adapter(self, name: str) -> None:
-        """Has all verbs work with this adapter from where it was left: its weights, AdamW's state, and gradients. ""
-        is the one that the model began with. Does nothing for the one in use. Raises BadInput for an unknown name."""
+        """Makes all verbs work with this adapter from its last state: its weights, AdamW's state, and gradients. "" is
+        the adapter that the model began with. Does nothing for the one in use. Raises BadInput for an unknown name."""
         if name != self._adapter:
             self._call("use_adapter", name)
             self._adapter = name
@@ -238,9 +238,9 @@ class TrainerHandle:
         return replace(published_R[0], source=self._transport.join(parts_R))
 
     def offer_by(self, offering: Callable[[Offer], Session], within_s: float) -> None:
-        """Has replicas asked, by `offering`, to take part when a version is sent by a transport that has sessions.
-        Sending is given up after `within_s` seconds, or SENDING_SHARE of the time of a collective. Without it, or
-        without a replica that is ready, they fetch the bytes when they want them."""
+        """Sets the function `offering`, which asks replicas to take part when a transport with sessions sends a
+        version. Sending ends after `within_s` seconds, or SENDING_SHARE of the time of a collective. Without it, or
+        without a ready replica, replicas fetch the bytes on demand."""
         self._offering = offering
         self._offered_s = min(within_s, SENDING_SHARE * self._timeouts.collective_s)
 
@@ -308,7 +308,7 @@ class TrainerHandle:
 
     def _inquest(self, verb: str, error: RoomFailed, refs_R: Sequence[Any]) -> RoomFailed:
         """Returns the error to report for a failed call: the death of a shard instead of the lost connection that
-        others see, and for a hang the place where each shard is, or those for which a collective waited too long."""
+        others see; for a hang, where each shard is, or the shards for which a collective waited too long."""
         if error.__cause__ is None:
             return RoomFailed(f"{verb}: {error}\n{''.join(self._whereabouts(range(len(refs_R))))}")
         if isinstance(error.__cause__, RayActorError):
@@ -325,7 +325,7 @@ class TrainerHandle:
         return RoomFailed(f"{verb}: a collective exceeded {limit}. {error}\n{''.join(self._whereabouts(hung))}")
 
     def _whereabouts(self, ranks: Sequence[int]) -> Iterator[str]:
-        """Yields what each of these ranks is doing."""
+        """Yields the present work of each of these ranks."""
         for rank, stack in self._ask({rank: self._actors_R[rank].stack.remote() for rank in ranks}):
             silent = "does not answer at all: its process is stopped, or stuck outside Python\n"
             if isinstance(stack, RoomFailed):
@@ -345,5 +345,5 @@ class TrainerHandle:
 
 
 def _looks_at_sequences(loss_fn: str, batch: Batch) -> bool:
-    """Tells whether a loss needs to know more of a sequence than the datum that it is computed for."""
+    """Returns whether a loss needs more of a sequence than the datum for which it is computed."""
     return find_loss(loss_fn).per_sequence and len(np.unique(batch.sequences)) < len(batch)

@@ -39,7 +39,7 @@ PREFIX = "base_model.model."
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 BASE = "base.json"
-"""The files of an adapter: peft's two, and what it was trained on, which we add."""
+"""The files of an adapter: peft's two, and our record of the model that it was trained on."""
 OTHER_FORMULAS = ("use_dora", "use_rslora", "fan_in_fan_out", "alpha_pattern", "rank_pattern", "modules_to_save")
 """Options of peft with which an adapter adds another term than B A x alpha / rank to its layers."""
 
@@ -85,8 +85,8 @@ def start_values(model: PreTrainedModel, source: Mapping[str, Tensor], seed: int
 
 @contextmanager
 def adapter_mode(model: nn.Module, *, off: bool = False, dropout: bool = False) -> Iterator[None]:
-    """Within the block, `off` makes `model` compute what its base does (only for passes without a gradient), and
-    `dropout` makes adapters drop the configured share of their inputs."""
+    """Within the block, `off` turns `model` into its base (only for passes without a gradient), and `dropout` makes
+    adapters drop the configured share of their inputs."""
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
 
     def switch(off: bool, dropout: bool) -> None:
@@ -111,13 +111,13 @@ def adapter_units(
 
 
 def published_adapters(model: PreTrainedModel, dtype: torch.dtype) -> list[list[tuple[str, Tensor]]]:
-    """Returns what `adapter_units` yields, on the device "meta"."""
+    """Returns the units of `adapter_units`, on the device "meta"."""
     parameters = _adapter_parameters(model)
     return [[(name, torch.empty(p.shape, dtype=dtype, device="meta"))] for name, p in parameters]
 
 
 def adapter_sums(model: PreTrainedModel, dtype: torch.dtype, *, is_first: bool) -> ShardSums:
-    """Returns the sums of what this rank holds of `adapter_units`."""
+    """Returns the sums of this rank's parts of `adapter_units`."""
     return ShardSums([dict(_adapter_parameters(model))], dict, dtype, is_first=is_first)
 
 

@@ -57,7 +57,7 @@ POLICY = "policy_logprobs"
 """Name of a column with the log-probabilities that the policy gave before the pass."""
 Columns = Mapping[str, "Tensor"]
 Metrics = dict[str, "float | Tensor"]
-"""Tensors are of one number on the device of the pass: reading it there would wait for all that was begun before."""
+"""Tensors have one number, on the device of the pass: reading it there would wait for all earlier work."""
 LossFn = Callable[["Tensor", Columns, Mapping[str, float]], tuple["Tensor", Metrics]]
 CustomLoss = Callable[[Sequence[Datum], Sequence["Tensor"]], tuple["Tensor", Mapping[str, float]]]
 """Takes the datums and the log-probabilities of their targets (float32 [T] each); returns the loss and metrics."""
@@ -160,8 +160,8 @@ def sum_log_ratios(batch: TokenBatch, config: Mapping[str, float]) -> npt.NDArra
 
 
 def mean_log_ratios(sequences: Numbers, sums: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Returns for each sequence the mean of p - q over its tokens that count, float64 [N]. `sequences` int64 [D] says
-    which sequence each datum is of, `sums` is what `sum_log_ratios` gave for them."""
+    """Returns for each sequence the mean of p - q over its tokens that count, float64 [N]. `sequences` int64 [D]: the
+    sequence of each datum; `sums`: the results of `sum_log_ratios`."""
     total_N, count_N = (np.bincount(sequences, row) for row in sums)
     return total_N / np.maximum(count_N, 1)
 
@@ -201,7 +201,7 @@ def resolve_loss(name: str, config: Mapping[str, float]) -> tuple[LossFn, dict[s
 
 
 def any_counts(columns: Mapping[str, Any]) -> bool:
-    """Tells if a token counts in a loss, by its columns in host memory."""
+    """Returns whether a token counts in a loss, by its columns in host memory."""
     return any(bool(columns[name].any()) for name in ("mask", "weights") if name in columns)
 
 

@@ -88,8 +88,8 @@ class Mesh:
         dist.all_reduce(values)
 
     def smallest_room(self, config: CommonConfig, replica_share: float) -> int:
-        """Returns the bytes that a shard may fill (`trireme.plan.memory`): the least of all ranks, so that all decide
-        alike. A replica takes `replica_share` of this rank's GPU. Collective."""
+        """Returns the bytes that a shard may fill (`trireme.plan.memory`): the least of all ranks, so that all make the
+        same decision. A replica takes `replica_share` of this rank's GPU. Collective."""
         if self.device.type == "cuda":
             free, memory = torch.cuda.mem_get_info(self.device)
             room = gpu_room(free, memory, replica_share)

@@ -2,7 +2,7 @@
 
 Forward and backward pass are counted from the sizes: 6 operations for every parameter that a token is multiplied with
 (4 where it is frozen, under an adapter), and for attention 12 for every pair of query and key: a causal model has half
-of all, and with a window only those within it. Recomputation (`trainer.checkpointing`), padding and the states of
+of all pairs, and a window only the pairs within it. Recomputation (`trainer.checkpointing`), padding and the states of
 recurrent layers do not count.
 """
 

@@ -41,12 +41,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class Sharding:
     """The way in which models are held and computed.
 
-    `dtype` is that in which the model computes and is published: with dtype auto, bfloat16 on GPUs and float32 on CPUs.
-    `memory` has what was decided by the memory that there is; a replica takes `replica_share` of this rank's GPU.
-    `whole` is as in it, unless a resumed run has decided otherwise. `packed`: rows are packed; with packing auto, where
-    there is a kernel for it, and the models have shown that they can be packed (`trainer.proof`). `kernel`: by what
-    packed rows are computed, and why not by the newest. `compiles`: layers are compiled, unless a trial shows that they
-    cannot be (`trainer.compiled`).
+    `dtype` is the dtype in which the model computes and is published: with dtype auto, bfloat16 on GPUs and float32 on
+    CPUs. `memory` has the decisions that follow from the free memory; a replica takes `replica_share` of this rank's
+    GPU. `whole` is its `whole`, unless a resumed run has decided otherwise. `packed`: rows are packed; with packing
+    auto, where there is a kernel for it, and the models have shown that they can be packed (`trainer.proof`). `kernel`:
+    the kernel of packed rows, and why it is not the newest. `compiles`: layers are compiled, unless a trial shows that
+    they cannot be (`trainer.compiled`).
     """
 
     def __init__(self, config: CommonConfig, facts: ModelFacts, mesh: Mesh, replica_share: float) -> None:
@@ -229,7 +229,7 @@ def load_source(name: str) -> PreTrainedModel:
 
 
 def _open(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Returns the model and what transformers says of its tensors."""
+    """Returns the model and transformers' report on its tensors."""
     source, report = AutoModelForCausalLM.from_pretrained(
         name,
         config=AutoConfig.from_pretrained(name, trust_remote_code=False),
@@ -289,7 +289,7 @@ def freed_after(model: PreTrainedModel) -> Iterator[None]:
 
 
 def published_units(model: PreTrainedModel, dtype: torch.dtype) -> list[list[tuple[str, Tensor]]]:
-    """Returns what `gathered_units` yields of a model that publishes in `dtype`, on the device "meta": names, shapes
+    """Returns the units of `gathered_units` for a model that publishes in `dtype`, on the device "meta": names, shapes
     and dtypes."""
 
     def empty(tensor: Tensor) -> Tensor:
@@ -301,7 +301,7 @@ def published_units(model: PreTrainedModel, dtype: torch.dtype) -> list[list[tup
 
 
 def shard_sums(model: PreTrainedModel, dtype: torch.dtype, *, is_first: bool) -> ShardSums:
-    """Returns the sums of what this rank holds of `gathered_units`, as a model that publishes in `dtype` has it."""
+    """Returns the sums of this rank's parts of `gathered_units`, for a model that publishes in `dtype`."""
     units = (tensors_of() for _, tensors_of in _units(model))
     return ShardSums(units, partial(revert_weight_conversion, model), dtype, is_first=is_first)
 

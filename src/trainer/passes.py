@@ -1,4 +1,4 @@
-"""Computes micro-batches: what the model is given, and the log-probabilities that it gives."""
+"""Computes micro-batches: the model's inputs, and its log-probabilities."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class Passes:
 
     @staticmethod
     def counts(part: BatchPart, micro: MicroBatch) -> bool:
-        """Tells if a token of the micro-batch counts in a loss."""
+        """Returns whether a token of the micro-batch counts in a loss."""
         return not micro.filler and any_counts(part.batch.take(part.places(micro.datums)).columns)
 
     def logprobs(
         self, model: PreTrainedModel, part: BatchPart, micro: MicroBatch, rows: Mapping[str, Tensor]
     ) -> Tensor:
-        """Computes the log-probabilities of the rows' targets, [B, L]; those at the padding have no meaning."""
+        """Computes the log-probabilities of the rows' targets, [B, L]; values at the padding have no meaning."""
         batch = part.batch
         places = part.places(micro.datums)
         temperatures = batch.temperatures[places]

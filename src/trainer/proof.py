@@ -46,7 +46,7 @@ LENGTHS = (13, 11)
 MAGNIFIED = 30.0
 """Largest logit of a twin. Its hidden states are multiplied to reach it, so that soft caps and scales show."""
 RELOADED = 1e-4
-"""Largest difference, in nats, between a twin and what opens of it, both in float32."""
+"""Largest difference, in nats, between a twin and its reloaded copy, both in float32."""
 IN_TWIN = " (in a small twin of it, float32)"
 INPUTS = slice(None, -1)
 TARGETS = slice(1, None)
@@ -105,8 +105,8 @@ class Proof:
     model: Agreement
     """On the sharded model."""
     twin: Agreement | ProvedType | str
-    """On its small twin, or what the page shows of its kind; why there is no twin, if its configuration cannot be made
-    small."""
+    """Result on its small twin, or the result of its kind in the page; why there is no twin, if its configuration
+    cannot be made small."""
     why_rows: str = ""
     """Why rows are not packed although `trainer.packing` would have them so."""
     kernel: str = ""
@@ -114,7 +114,7 @@ class Proof:
 
     @property
     def text(self) -> str:
-        """Says in one line what was shown."""
+        """The result in one line."""
         layout = "packed" if self.packed else "padded"
         return (
             f"{self.architecture}: the trainer's log-probabilities are those of the model's own logits within "
@@ -125,9 +125,9 @@ class Proof:
 
 
 def prove_models(models: Sequence[PreTrainedModel], mesh: Mesh, sharding: Sharding, packing: Packing) -> Proof:
-    """Shows how the models of a run, the policy first, can be computed, and sets `sharding` and them to it.
+    """Finds how the models of a run, the policy first, can be computed, and sets `sharding` and the models to it.
 
-    Weights and random generators stay as they are. Collective. Raises BadInput on all ranks, as `decide` does.
+    Weights and random generators do not change. Collective. Raises BadInput on all ranks, as `decide` does.
     """
     before = random_state(mesh.device)
     proofs = [_prove_model(model, mesh, sharding, packing) for model in models]
@@ -146,7 +146,7 @@ def _prove_model(model: PreTrainedModel, mesh: Mesh, sharding: Sharding, packing
 
 
 def _prove_kind(config: PretrainedConfig, *, packed: bool) -> Agreement | ProvedType | str:
-    """Returns what the page shows of models like `config`, else what its twin shows, or why there is no twin."""
+    """Returns the page's result for models like `config`, else the result of its twin, or why there is no twin."""
     proved = proved_type(config)
     if proved:
         if packed:
@@ -160,7 +160,7 @@ def _prove_kind(config: PretrainedConfig, *, packed: bool) -> Agreement | Proved
 
 
 def _on_first(mesh: Mesh, compute: Callable[[], T]) -> T:
-    """Returns what the first rank computes, or raises its BadInput, on all ranks alike. Collective."""
+    """Returns the first rank's result, or raises its BadInput, on all ranks. Collective."""
     outcome: T | BadInput | None = None
     if mesh.is_first:
         try:
@@ -174,8 +174,8 @@ def _on_first(mesh: Mesh, compute: Callable[[], T]) -> T:
 
 
 def decide(architecture: str, model: Agreement, twin: Agreement | ProvedType | str, *, packing: Packing) -> Proof:
-    """Returns how a model is computed: packed if that was tried and agrees, else in rows. `twin`: what a small twin or
-    the page showed, or why there is no twin.
+    """Returns how a model is computed: packed if that was tried and agrees, else in rows. `twin`: the result of a small
+    twin or the page, or why there is no twin.
 
     Raises BadInput when rows do not agree, and when packed rows do not although `packing` asks for them.
     """
@@ -260,7 +260,7 @@ def _refusing(model: PreTrainedModel) -> Iterator[None]:
 def _try_packed(
     model: PreTrainedModel, samples: Sequence[Tensor], other: Tensor, own: Sequence[Tensor]
 ) -> dict[str, Any]:
-    """Returns the fields of an Agreement about packed rows. `other`: what the first sample is changed to."""
+    """Returns the fields of an Agreement about packed rows. `other`: a changed first sample."""
     before = model.config._attn_implementation
     try:
         model.set_attn_implementation(PACKED)

@@ -32,7 +32,7 @@ IGNORED = re.compile(
 ROPE = re.compile(r"(.*\.)?rope_(parameters|scaling)(\..*)?\.(?!.*type).*")
 """Numbers of rotary embeddings, which the model's own class reads. Their type counts."""
 LARGE = "more than 1"
-"""Stands for each whole number above 1, which is a size."""
+"""Replaces each whole number above 1, which is a size."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class ProvedType:
 
 
 def proved_type(config: PretrainedConfig) -> ProvedType | None:
-    """Returns what the page shows of models with the switches of `config`; None if it shows nothing of them, or was
-    written with other versions."""
+    """Returns the page's result for models with the switches of `config`; None if it has none, or was written with
+    other versions."""
     page = _page()
     entry = page["types"].get(config.model_type)
     if entry is None or page["versions"] != versions():
@@ -69,7 +69,9 @@ def versions() -> dict[str, str]:
 
 
 def switches(config: PretrainedConfig) -> dict[str, str]:
-    """Returns what a configuration has apart from sizes: the different values of each key that is not None, as text."""
+    """Returns the parts of a configuration that are no sizes: the different values of each key that is not None, as
+    text.
+    """
     found: dict[str, set[str]] = {}
     for key, value in _leaves(config.to_dict(), ""):
         found.setdefault(key, set()).add(value)

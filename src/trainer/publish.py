@@ -1,4 +1,4 @@
-"""The canary: log-probabilities of a fixed sequence, by which a replica proves that it uses what was published."""
+"""The canary: log-probabilities of a fixed sequence, by which a replica proves that it uses the published weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trireme.process import trace
 
 CANARY_TOKENS = 16
 """For a model without experts: each token passes through all of its matrices, so these are enough for a mean that does
-not hang on single ones. More would cost time on CPUs, in trainer and replicas."""
+not depend on single tokens. More would cost time on CPUs, in trainer and replicas."""
 TOKENS_OF_EXPERTS = 64
 """Enough for nearly all experts of a layer to be chosen (a token takes 8 of 128), and for a mean in which single
 tokens, routed differently after rounding, count little."""

@@ -2,8 +2,7 @@
 
 All shards are called with the same arguments in the same order, but each with its own part of a batch. All compute the
 same plan, from the lengths of all datums, and each takes its own micro-batches. A verb refuses bad input (provenance, a
-wrong loss configuration, what one rank finds in its part) on every rank before the first pass, so the shards stay
-usable.
+wrong loss configuration, a fault in one rank's part) on every rank before the first pass, so the shards stay usable.
 """
 
 from __future__ import annotations
@@ -164,8 +163,8 @@ class Shard(AdapterVerbs):
         return dict(self._reference.named_parameters())
 
     def shown(self) -> tuple[str, str]:
-        """Says what the model showed at the start, and why rows are not packed although the configuration would have
-        them so ("" otherwise)."""
+        """Returns the results of the model's proof at the start, and why rows are not packed although the configuration
+        asks for it ("" otherwise)."""
         said = self.proof.text, self._layers_text, self._sharding.memory.text, self._sums.text
         return "; ".join(filter(None, said)), self.proof.why_rows
 
@@ -228,7 +227,7 @@ class Shard(AdapterVerbs):
         return collect(part.lengths, computed, {})
 
     def forward_summarized(self, part: BatchPart, which: Which, name: str, summarize: Summary) -> SummarizedOutput:
-        """Does what `forward` does, and has `summarize` look at the part with the log-probabilities as the column
+        """Computes `forward`, and calls `summarize` with the part, which then has the log-probabilities as the column
         `name`."""
         output = self.forward(part, which)
         batch = part.batch
@@ -321,7 +320,7 @@ class Shard(AdapterVerbs):
 
     @cached_property
     def layout(self) -> Layout:
-        """The places of all that is published, the same on all ranks."""
+        """The places of all published tensors, the same on all ranks."""
         if self._adapter:
             shapes = published_adapters
         else:
@@ -329,12 +328,12 @@ class Shard(AdapterVerbs):
         return lay_out(shapes(self._model, self._sharding.dtype))
 
     def terms(self) -> tuple[tuple[int, ...], Any]:
-        """Returns what an offer to replicas needs: the sizes of the buckets, and where this rank can be found."""
+        """Returns the terms of an offer to replicas: the sizes of the buckets, and where to find this rank."""
         return self.layout.sizes, self._sender.endpoint
 
     def publish_weights(self, version: int, session: Session | None = None) -> PublishedWeights:
-        """Sends the weights in the inference dtype as `version`. What it returns has the part of this rank as its
-        source: `trireme.core.transport.Transport.join` makes one of all."""
+        """Sends the weights in the inference dtype as `version`. The result has this rank's part as its source:
+        `trireme.core.transport.Transport.join` joins the parts of all ranks."""
         fault_point("trainer.publish")
         model = self._model
         dtype = self._sharding.dtype

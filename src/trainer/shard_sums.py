@@ -1,4 +1,4 @@
-"""The sums of what this rank holds of each published tensor: a version gets its digest without a gather.
+"""The sums of this rank's parts of each published tensor: a version gets its digest without a gather.
 
 A published tensor is mostly a part of one parameter (`trireme.core.slices`). Anything else has to be gathered before it
 can be summed.
@@ -26,8 +26,8 @@ from trireme.transports.tensor_sums import TensorPart, equal_parts, part_sums, r
 
 
 class PartPlace(NamedTuple):
-    """Where what a rank holds of a published tensor is: in the whole, and in memory. Parts of one tensor at equal
-    places are summed together."""
+    """Where a rank's part of a published tensor is: in the whole, and in memory. Parts of one tensor at equal places
+    are summed together."""
 
     whole: tuple[int, ...]
     """Shape of the published tensor."""
@@ -86,8 +86,8 @@ class ShardSums:
         return table
 
     def _held(self, parts: Sequence[tuple[int, Slice]]) -> dict[PartPlace, list[tuple[int, Tensor]]]:
-        """Returns what this rank holds of parts of one tensor, and is to sum: their rows in the table, and views, by
-        their place in the whole."""
+        """Returns the parts of one tensor that this rank holds and sums: their rows in the table, and views, by their
+        place in the whole."""
         source = parts[0][1].source.detach()
         if isinstance(source, DTensor):
             begin, end, counts = _rows_here(source)
@@ -107,7 +107,7 @@ class ShardSums:
     def watching(
         self, units: Iterable[Sequence[tuple[str, Tensor]]], owned: Collection[str], table: Tensor
     ) -> Iterator[Sequence[tuple[str, Tensor]]]:
-        """Yields the gathered units, and adds to `table` the sums of those `owned` tensors that need the gather."""
+        """Yields the gathered units, and adds the sums of `owned` tensors that need the gather to `table`."""
         wanted = set(self.gathered) & set(owned)
         for unit in units:
             for name, tensor in unit:
@@ -130,8 +130,8 @@ def _sharing_sources(slices: Mapping[str, Slice | None]) -> list[list[tuple[int,
 
 
 def _rows_here(source: DTensor) -> tuple[int, int, bool]:
-    """Returns which rows of the whole tensor this rank holds, from the first to the one after the last, and if it sums
-    them: of several copies, the first does."""
+    """Returns which rows of the whole tensor this rank holds (first, end), and whether it sums them: of several copies,
+    the first does."""
     coordinates = source.device_mesh.get_coordinate()
     assert coordinates is not None, "this rank is in the mesh"
     begin = 0

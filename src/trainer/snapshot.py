@@ -28,8 +28,8 @@ PAGING_THREADS = 8
 MOMENTS = ("exp_avg", "exp_avg_sq")
 REFERENCE = "reference."
 STACKED_BYTES = 2**28
-"""Largest whole size of a stack, unless it is one parameter: a rank that reads a part of a stack reads all that another
-rank has written of it."""
+"""Largest whole size of a stack, unless it is one parameter: a rank that reads a part of a stack reads everything that
+another rank has written of it."""
 
 
 def kinds(tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
@@ -89,7 +89,7 @@ class Slab:
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """Returns what this rank has of a sharded tensor."""
+    """Returns this rank's part of a sharded tensor."""
     return cast(DTensor, tensor).to_local().detach()
 
 
@@ -110,7 +110,7 @@ class Staging:
     """Buffers in host memory for this rank's part of each parameter, its moments, and the reference.
 
     `buffers` by the name under which each is saved, sharded like the parameter, over the CPUs of the same ranks.
-    `tensors`: those in the buffers, with the live tensors that they are copies of.
+    `tensors`: the tensors in the buffers, with the live tensors that they copy.
     """
 
     def __init__(
@@ -130,7 +130,9 @@ class Staging:
             self._add(REFERENCE + kind, [[reference[name] for name in names]])
 
     def _add(self, name: str, stacks: Sequence[Sequence[Tensor]]) -> None:
-        """Makes the buffer of `stacks`, each of as many tensors, sharded alike: a [stacks, tensors, ...] DTensor."""
+        """Makes the buffer of `stacks`, with equal numbers of tensors and the same sharding: a [stacks, tensors, ...]
+        DTensor.
+        """
         live = [[own_part(tensor) for tensor in stack] for stack in stacks]
         first = live[0][0]
         sharded = cast(DTensor, stacks[0][0])

@@ -75,7 +75,7 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_random_state(state: Mapping[str, Tensor]) -> None:
-    """Sets the generators that `state` (from `random_state`) names; the others stay as they are."""
+    """Sets the generators that `state` (from `random_state`) names; does not change the others."""
     if "torch" in state:  # and so the others, which every process has
         torch.set_rng_state(state["torch"])
         *words, position, has_gauss, gauss = state["numpy"].tolist()
@@ -128,9 +128,9 @@ class RecordingFileSystem(FileSystem):
 class Checkpointer:
     """Saves and loads one rank's part of the trainer's state. Constructing it, `begin` and `load` are collective.
 
-    `parameters` are the sharded ones by name; `optimizer` has its state (`make_adam_state`). `reference` has the
-    tensors of a reference policy that changes, by name. `base` is the digest of the weights that the parameters are
-    adapters of; None if they are the whole model. `buffers` are saved by name too.
+    `parameters` are the sharded parameters by name; `optimizer` has its state (`make_adam_state`). `reference` has the
+    tensors of a changing reference policy, by name. `base` is the digest of the base weights if the parameters are
+    adapters; None if they are the whole model. `buffers` are saved by name too.
     """
 
     def __init__(
@@ -181,21 +181,21 @@ class Checkpointer:
         wait([self._newest] if self._newest else [])
 
     def keep(self) -> None:
-        """Prepares for a change of the state: copies what a running save still needs of it."""
+        """Prepares for a change of the state: copies the part that a running save still needs."""
         if self._snapshot:
             self._snapshot.keep()
             self._snapshot = None
 
     def reset_moments(self) -> None:
-        """Sets AdamW's moments and its count of steps to 0; a running save still gets what they were."""
+        """Sets AdamW's moments and its count of steps to 0; a running save still gets the old values."""
         self.keep()
         for state in self._optimizer.state.values():
             torch._foreach_zero_(list(state.values()))
 
     def load(self, path: Path, source: CommitSource | None = None) -> None:
         """Loads the state that any number of ranks saved in `path`; a rank that does not see it there takes it from
-        `source`. Random generators of ranks that did not exist then, and a reference that was not saved, stay as they
-        are. Raises CheckpointInvalid for the state of another model, or one that cannot be read, and StorageFailed."""
+        `source`. Random generators of ranks that did not exist then, and a reference that was not saved, do not change.
+        Raises CheckpointInvalid for the state of another model, or one that cannot be read, and StorageFailed."""
         self.wait_until_saved()  # frees the buffers
         with PartReader.opened(path, source) as part:
             small = self._read(path, part)

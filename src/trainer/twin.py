@@ -1,9 +1,9 @@
 """Tiny twins of models: the same architecture with the same switches, a few narrow layers and a small vocabulary.
 
-What holds for a model's twin in the way of names, shapes and reloading holds for the model, at a thousandth of the
-cost. Switches (flags, scales, soft caps, names of functions, kinds of layers) stay as they are; only sizes shrink. A
-size is known by its name (`SIZES`), and a layer's kind by what the configuration lists for it, so that one layer of
-each kind stays. `EXCEPTIONS` has the sizes of architectures that cannot be built that way.
+Results for the twin's names, shapes and reloading hold for the model, at a thousandth of the cost. Switches (flags,
+scales, soft caps, names of functions, kinds of layers) do not change; only sizes shrink. A size is known by its name
+(`SIZES`), and a layer's kind by what the configuration lists for it, so that one layer of each kind stays. `EXCEPTIONS`
+has the sizes of architectures that cannot be built that way.
 """
 
 from __future__ import annotations
@@ -76,11 +76,13 @@ SIZES: tuple[tuple[str, Size], ...] = (
 
 DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers")
 BEFORE = r"first_k_dense_replace|num_dense_layers|max_window_layers|moe_layer_start_index"
-"""Numbers of first layers that differ from those after them."""
+"""Numbers of first layers that differ from later layers."""
 PERIODS = r".*(period|interval|every_n_layers|sliding_window_pattern|sparse_step|moe_layer_step)"
 SHARED = "num_kv_shared_layers"
 PER_LAYER = "per_layer_config"
-"""How many last layers take the keys of earlier ones, and what single layers have instead of the common sizes."""
+"""How many last layers take the keys of earlier ones, and the sizes of single layers that differ from the common
+sizes.
+"""
 MOST_LAYERS = 8
 
 EXCEPTIONS: dict[str, dict[str, Any]] = {
@@ -89,7 +91,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     | {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
     "zamba2": {"attention_hidden_size": 128, "attention_head_dim": 32},
 }
-"""By model type: sizes that have to fit each other in a way that names do not tell."""
+"""By model type: sizes that depend on each other in a way that their names do not show."""
 
 
 def twin_config(config: PretrainedConfig) -> PretrainedConfig:
@@ -164,7 +166,9 @@ def _token_ids(section: Mapping[str, Any], small: Mapping[str, Any]) -> dict[str
 
 
 def _shrink_layers(section: dict[str, Any], depth: str, count: int) -> dict[str, Any]:
-    """Returns the section with as few layers as have one of each kind, and what it lists by layer for those only."""
+    """Returns the section with just enough layers for one of each kind, and its lists by layer for these layers
+    only.
+    """
     if count <= 2:
         return section
     kinds = [_kind(section, layer, count) for layer in range(count)]
@@ -191,14 +195,16 @@ def _shrink_layers(section: dict[str, Any], depth: str, count: int) -> dict[str,
 
 
 def _other_sizes(single: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what a layer has instead of the common sizes, for the twin: larger sizes are twice the common ones."""
+    """Returns the sizes of a layer that differ from the common sizes, for the twin: larger sizes are twice the common
+    ones.
+    """
     small = {key: _shrink_value(key, value, section) for key, value in single.items()}
     larger = {k for k, v in single.items() if type(v) is int and type(section.get(k)) is int and v > section[k]}
     return {key: 2 * value if key in larger else value for key, value in small.items()}
 
 
 def _kind(section: Mapping[str, Any], layer: int, count: int) -> str:
-    """Returns all that the configuration says about one layer."""
+    """Returns everything that the configuration says about one layer."""
     said: list[Any] = []
     for key, value in section.items():
         if isinstance(value, list) and len(value) == count:
