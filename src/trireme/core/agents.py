@@ -1,5 +1,5 @@
-"""Sessions of agents as the orchestrator sees them: it opens one for each rollout that an agent plays, samples what the
-agent asks for, and gets back what the agent was given. Only `trireme.launch` sees the classes behind it."""
+"""Sessions of agents as the orchestrator sees them: it opens one for each rollout that an agent plays, samples the
+agent's requests, and gets back all answers. Only `trireme.launch` sees the classes behind it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SampleTurn = Callable[..., Awaitable[SampledSequence]]
 
 @dataclass(frozen=True)
 class AgentAccess:
-    """All that an agent has to know of the policy."""
+    """Everything that an agent needs for access to the policy."""
 
     base_url: str
     """For OpenAI's client."""
@@ -35,7 +35,7 @@ class AgentTurn(Protocol):
 
     @property
     def prompt(self) -> npt.NDArray[np.int32]:
-        """The whole prompt; where it `follows`, what comes behind the answer before."""
+        """The whole prompt; if it `follows`, the part after the answer before."""
 
     @property
     def follows(self) -> bool:

@@ -58,7 +58,7 @@ def stored_dtypes(name: str) -> set[str]:
 
 
 def _stored(name: str) -> dict[str, Any] | None:
-    """Returns what the headers of the files say of each stored tensor; None without safetensors files."""
+    """Returns the header entries of each stored tensor; None without safetensors files."""
     if model_file(name, INDEX) is None and model_file(name, SINGLE) is None:
         return None
     headers = (read_header(file)[1] for file in weight_files(name))
@@ -66,8 +66,8 @@ def _stored(name: str) -> dict[str, Any] | None:
 
 
 def read_header(file: Path) -> tuple[int, dict[str, Any]]:
-    """Returns where the tensors begin in a safetensors file, and what its header says of each. Raises BadInput, which
-    names the file, for a header that is not true: the library refuses it too, but does not say which file it read."""
+    """Returns where the tensors begin in a safetensors file, and the header's entry of each. Raises BadInput, which
+    names the file, for a wrong header: the library refuses it too, but does not name the file."""
     try:
         with safe_open(file, framework="numpy"):
             pass

@@ -99,7 +99,7 @@ class TokenBatch:
         )
 
     def mapped(self, function: BatchMap) -> TokenBatch:
-        """Returns what `function` makes of the batch: the same datums with other columns."""
+        """Returns `function` of the batch: the same datums with other columns."""
         return function(self)
 
     def __len__(self) -> int:
@@ -167,8 +167,8 @@ class PartPieces:
     lengths: Numbers
     datums: Numbers
     pieces: tuple[Any, ...]
-    """The datums, cut into pieces of about PIECE_TOKENS: references to a TokenBatch each, or these themselves. Each is
-    stored by itself, as storing holds Python's lock for as long as it copies."""
+    """The datums in pieces of about PIECE_TOKENS: references to TokenBatches, or the batches. Each is stored by itself,
+    because storing holds Python's lock while it copies."""
 
     def opened(self, fetch: Callable[[Any], Any]) -> BatchPart:
         """Returns the part. `fetch` takes a reference to a piece and returns the piece."""
@@ -178,7 +178,7 @@ class PartPieces:
 
 @dataclass(frozen=True)
 class StoredPart:
-    """Tells a process of the trainer where its part of a `StoredBatch` is."""
+    """Where a process of the trainer finds its part of a `StoredBatch`."""
 
     part: Any
     """A reference to its PartPieces, or these themselves."""

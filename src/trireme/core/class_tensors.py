@@ -32,7 +32,7 @@ class Differences:
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Returns the buffers, by name, that belong to what the module saves."""
+    """Returns the buffers that the module saves, by name."""
     return {
         f"{prefix}.{name}".removeprefix("."): buffer
         for prefix, owner in module.named_modules()
@@ -42,15 +42,15 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def saved_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Returns the module's parameters and persistent buffers by name, tied ones once."""
+    """Returns the module's parameters and persistent buffers by name, tied tensors once."""
     return {**dict(module.named_parameters()), **persistent_buffers(module)}
 
 
 def differences(model: PreTrainedModel, stored: Mapping[str, tuple[int, ...]]) -> Differences:
     """Compares the tensors that `model` saves with the `stored` ones: shapes by name.
 
-    One of tied tensors is enough, and files may leave out the prefix of the base model. Stored tensors that the class
-    leaves out knowingly, such as layers for speculative decoding, are not compared.
+    One tensor of a tied pair is enough, and files may leave out the prefix of the base model. Stored tensors that the
+    class leaves out knowingly, such as layers for speculative decoding, are not compared.
     """
     import torch
     from transformers.core_model_loading import revert_weight_conversion

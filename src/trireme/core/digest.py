@@ -7,8 +7,8 @@ Its digest is two sums modulo 2^64, for k = 0 and 1:
 
 A shard of the trainer and a rank of an engine each have a part of a tensor. They sum it with the keys of the words'
 places in the whole tensor, and no process needs all of it. A changed word changes both sums, because keys are odd. Two
-words that change places change at least one sum, but for a chance of 2^-96. The sums find accidents. They do not resist
-someone who wants to forge weights, because they are linear.
+words that change places change at least one sum, except with a probability of 2^-96. The sums find accidents. They do
+not resist someone who wants to forge weights, because they are linear.
 
 The kernel is compiled by numba when it is first needed (`warm_up`), which takes half a CPU second in each process.
 numba's cache on disk would halve that, and is not used: it writes next to the source, and processes on unlike CPUs that
@@ -46,7 +46,7 @@ class Sums:
         return Sums((self.first + other.first) % MODULUS, (self.second + other.second) % MODULUS)
 
     def __str__(self) -> str:
-        """Returns 32 hex digits, as they stand in the table of tensors."""
+        """Returns 32 hex digits, the form in the table of tensors."""
         return f"{self.first:016x}{self.second:016x}"
 
     @property
@@ -123,8 +123,8 @@ _31 = _U(31)
 
 
 def _add_rows(words: Any, first_word: Any, step: Any) -> Any:
-    """Computes `sums_of_rows`. LLVM makes vector instructions of the inner loop as it stands; a function for the key
-    would be the same, but compiles longer."""
+    """Computes `sums_of_rows`. LLVM vectorises the inner loop in this form; a function for the key would compute the
+    same, but compile longer."""
     first = _U(0)
     second = _U(0)
     for r in range(words.shape[0]):

@@ -26,8 +26,8 @@ class BadInput(TriremeError):
 
 
 class BadRequest(BadInput):
-    """One request cannot be sampled, by any replica: what it asks for is refused, or engines died of it. Its caller is
-    to change it; nothing else is broken."""
+    """No replica can sample this request: its contents are refused, or engines died of it. Its caller has to change it;
+    nothing else is broken."""
 
 
 class LimitReached(TriremeError):
@@ -45,8 +45,8 @@ class ServicesLost(RoomFailed):
 
 
 class WeightsGone(RoomFailed):
-    """The trainer no longer keeps the bytes of a version that a replica or a commit wants. Where they were wanted
-    nothing has changed, and nothing is broken."""
+    """The trainer no longer keeps the bytes of a version that a replica or a commit needs. The receiver has not
+    changed, and nothing is broken."""
 
 
 class ProvenanceError(TriremeError):
@@ -54,7 +54,7 @@ class ProvenanceError(TriremeError):
 
 
 class WeightsRefused(TriremeError):
-    """An update of weights failed its digest or its canary: what arrived is not what was published."""
+    """An update of weights failed its digest or its canary: the replica's weights are not the published ones."""
 
 
 class NonFiniteGradient(TriremeError):
@@ -74,4 +74,4 @@ class DiskFull(StorageFailed):
 
 
 class LockLost(TriremeError):
-    """Another driver has taken over the run directory; names it. What this driver would write there is refused."""
+    """Another driver has taken over the run directory; names it. Writes of this driver there are refused."""

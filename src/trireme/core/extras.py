@@ -11,7 +11,7 @@ from trireme.core.errors import BadInput
 def require(module: str, *, extra: str, what_for: str) -> Any:
     """Imports and returns `module`, which the optional dependencies `extra` install.
 
-    Raises BadInput with the command that installs them where it is missing; `what_for` is what needs it.
+    Raises BadInput with the command that installs them where it is missing; `what_for` names the feature that needs it.
     """
     try:
         return importlib.import_module(module)

@@ -1,4 +1,4 @@
-"""The files of a model: where this machine has them, and how two copies are told apart within a second."""
+"""The files of a model: where this machine has them, and how to distinguish two copies within a second."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import xxhash
 from trireme.core.tokenizer import looks_like_path
 
 WHOLE_BYTES = 2**22
-"""Files up to this size are compared by all of their bytes, larger ones by their size and pieces of them."""
+"""Files up to this size are compared by all of their bytes, larger files by their size and pieces of them."""
 PIECES = 16
 PIECE_BYTES = 2**16
 CONFIG = "config.json"

@@ -37,19 +37,19 @@ LossNormalization = Literal[
 
 @dataclass(frozen=True)
 class Normalization:
-    """One kind of normalisation, and what it needs to know."""
+    """One kind of normalisation, with its parameters."""
 
     kind: LossNormalization
     longest: int | None
     """C, in tokens."""
 
     def apply(self, batch: TokenBatch, column: str) -> tuple[TokenBatch, float]:
-        """Returns a minibatch with its weights m_t, the float32 `column`, as the kind wants them, and what it adds to
-        the divisor of its substep."""
+        """Returns a minibatch with its weights m_t, the float32 `column`, in the form of this kind, and its term in the
+        divisor of its substep."""
         return self.weigh(batch, column), self.divisor(_totals(batch, column))
 
     def weigh(self, batch: TokenBatch, column: str) -> TokenBatch:
-        """Returns datums with their weights as the kind wants them. Must see all datums of a sequence."""
+        """Returns datums with their weights in the form of this kind. Must see all datums of a sequence."""
         if self.kind != "sequence_mean_token_mean":
             return batch
         total_N = _totals(batch, column)
@@ -57,7 +57,7 @@ class Normalization:
         return replace(batch, columns={**batch.columns, column: share.astype(np.float32)})
 
     def divisor(self, total_N: npt.NDArray[np.float64]) -> float:
-        """Returns what sequences add to the divisor of their substep; 0 where nothing is divided. `total_N`: the sums
+        """Returns the sequences' term in the divisor of their substep; 0 where nothing is divided. `total_N`: the sums
         of their weights."""
         number = float(np.count_nonzero(total_N))
         if self.kind == "token_mean":

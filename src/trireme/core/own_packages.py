@@ -45,7 +45,7 @@ def search(directories: Iterable[str]) -> None:
 
 
 def hidden_modules(directories: Sequence[str]) -> list[str]:
-    """Says which modules in `directories` are hidden by the project's packages, and what to do."""
+    """Returns messages on the modules in `directories` that the project's packages hide, with the remedy."""
     places = sorted({Path(directory).resolve() for directory in directories} - {ROOT})
     return [
         f"{file} is hidden, as `import {name}` finds Trireme's package: to import yours, give it another name, or put "

@@ -1,4 +1,4 @@
-"""Leaves secrets out of what a run writes: code.diff, config.json, manifests, what Weights & Biases gets.
+"""Leaves secrets out of a run's output: code.diff, config.json, manifests, data for Weights & Biases.
 
 A secret is the value of an environment variable with the name of one, a text in the format of a known service, and a
 long random text that is assigned to such a name. Other long texts (digests, paths) stay.
@@ -14,7 +14,7 @@ from typing import Any
 MASK = "(secret, left out)"
 CERTAIN = r"(?:api_?key|access_?key|secret(?:_?key)?|private_?key|auth_?key|password|passwd|credentials?)"
 NAME = rf"(?:{CERTAIN}|(?<![a-z])token)"
-"""Tokens are also what models read: only a random one is a secret."""
+"""Models also read tokens, so only a random text with this name is a secret."""
 _certain, _names = (re.compile(rf"{name}$", re.IGNORECASE) for name in (CERTAIN, NAME))
 _formats = re.compile(
     r"hf_[A-Za-z0-9]{30,}|sk-[\w-]{20,}|gh[oprsu]_\w{30,}|github_pat_\w{30,}|glpat-[\w-]{20,}|xox[abeoprs]-[\w-]{10,}"

@@ -1,5 +1,5 @@
-"""The inference room as other rooms see it: its verbs as a Protocol, and what they return. Only `trireme.launch` and
-`trireme.api` see the classes behind it."""
+"""The inference room as other rooms see it: its verbs as a Protocol, and the types of their results. Only
+`trireme.launch` and `trireme.api` see the classes behind it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Heartbeat:
 
 
 class SampledPart(Protocol):
-    """All that a replica has sampled of a sequence so far."""
+    """The tokens of a sequence that a replica has sampled so far."""
 
     @property
     def tokens(self) -> npt.NDArray[np.int32]: ...
@@ -63,7 +63,7 @@ OnProgress = Callable[[SampledPart], None]
 
 
 class SequenceSampler(Protocol):
-    """Anything that samples sequences: the replicas, or what stands before them."""
+    """Anything that samples sequences: the replicas, or an object in front of them."""
 
     async def sample(self, request: SampleRequest, on_progress: OnProgress | None = None, /) -> SampledSequence:
         """Samples one sequence on some replica. It continues over weight updates; its spans name the weights of each
@@ -88,8 +88,8 @@ class Sampler(SequenceSampler, Protocol):
     """The inference room as the orchestrator sees it: all replicas behind one router."""
 
     async def versions(self) -> dict[int, int]:
-        """Returns {replica: version} for live replicas that have acknowledged one; empty before the first update. Those
-        of an update that has ended have its version, and are sampled from."""
+        """Returns {replica: version} for live replicas that have acknowledged one; empty before the first update. After
+        an update has ended, its replicas have its version, and sample from it."""
 
     def on_change(self, call: Callable[[dict[int, int]], object]) -> None:
         """Calls `call` with `versions` whenever a replica has joined, left or failed, or has acknowledged one."""

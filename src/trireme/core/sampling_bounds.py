@@ -49,7 +49,7 @@ MOST_ANSWERS = 128
 MOST_SAMPLES = 1024
 """Answers to one prompt by the dialects of chats, and by Tinker's. Each is a request of its own for vLLM."""
 MOST_PROMPT_LOGPROBS = 20
-"""The likeliest tokens at each place of a prompt: vLLM's `max_logprobs` unless it is told otherwise."""
+"""The likeliest tokens at each place of a prompt: the default of vLLM's `max_logprobs`."""
 MOST_STOPS = 64
 LONGEST_STOP = 256
 MOST_STOP_IDS = 1024

@@ -61,8 +61,8 @@ class Slice:
         return view, (0,) * len(self.shape)
 
     def of_rows(self, local: Tensor, begin: int, end: int) -> tuple[Tensor, tuple[int, ...]]:
-        """Returns what lies in the rows `begin : end` of the source, which are `local`, as a view, and where it starts
-        in this tensor."""
+        """Returns the part of this tensor in the rows `begin : end` of the source, as a view of `local`, which holds
+        these rows, and where it starts in this tensor."""
         assert len(local) == end - begin, f"rows {begin} to {end} of a tensor are {len(local)} here"
         shape, start, row = list(self.shape), [0] * len(self.shape), self.row
         first, within = divmod(self.offset, row)
@@ -80,7 +80,7 @@ class Slice:
 
 
 class _CopiesAsViews(TorchDispatchMode):
-    """Lets the copies that are made inside the block be views of what they copy."""
+    """Turns copies made inside the block into views of their sources."""
 
     def __init__(self) -> None:
         super().__init__()

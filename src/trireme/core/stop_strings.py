@@ -21,8 +21,8 @@ def first_of(strings: Sequence[str], text: str) -> int | None:
 
 
 def cut(sampled: SampledSequence, strings: Sequence[str], decode: Decode) -> SampledSequence:
-    """Cuts what was sampled behind the token that completes one of `strings`. Later tokens had no influence on earlier
-    ones, so the result is what a sampler returns that stops there."""
+    """Cuts the sampled tokens after the token that completes one of `strings`. Later tokens had no influence on earlier
+    ones, so the result equals the answer of a sampler that stops there."""
     tokens = sampled.tokens.tolist()
 
     def complete(end: int) -> bool:

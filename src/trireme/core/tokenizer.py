@@ -1,7 +1,7 @@
-"""Opens the tokenizer of a model, and tells names of models on the hub from directories.
+"""Opens the tokenizer of a model, and distinguishes names of models on the hub from directories.
 
-`AutoTokenizer` imports torch, which takes seconds. So a tokenizer in a file `tokenizer.json`, as nearly all are, is
-opened by the class that reads that file, and only others by `AutoTokenizer`.
+`AutoTokenizer` imports torch, which takes seconds. So a tokenizer in a file `tokenizer.json`, the usual case, is opened
+by the class that reads that file, and only others by `AutoTokenizer`.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ READY_PART = 10
 
 @dataclass(frozen=True)
 class Offer:
-    """The trainer tells replicas this before it sends a version to a group of them."""
+    """The trainer's offer to replicas before it sends a version to a group of them."""
 
     attempt: int
     version: int
@@ -61,7 +61,7 @@ class Offer:
     endpoints_R: tuple[Any, ...]
     """Where each rank of the trainer can be found: the address of its node, and a port."""
     timeout_s: float
-    """Seconds from the offer until all is sent, or the sending is given up."""
+    """Seconds from the offer until all is sent, or sending is abandoned."""
     server: int = 0
     """The rank that sends to the replica that is asked; the router, which knows all replicas, says it to each."""
 
@@ -89,14 +89,14 @@ class Session:
 
     attempt: int
     epoch: int
-    """Higher than in the last session if the members are others: then groups are made anew, else used again. A
+    """Higher than in the last session if the members differ: then new groups are made, else groups are reused. A
     successor of a replica is another member under the same number."""
     servers: Mapping[int, int]
-    """{number of a replica that said in time that it is ready: the rank that sends to it}, in the order in which the
-    members of a group follow each other."""
+    """{number of a replica that reported ready in time: the rank that sends to it}, in the order in which the members
+    of a group follow each other."""
     left_s: float = 0.0
-    """Seconds until the sending is given up, from when the trainer's ranks are told of the session; the trainer's
-    handle, which made the offer, knows them."""
+    """Seconds until sending is abandoned, from when the trainer's ranks learn of the session; the trainer's handle,
+    which made the offer, knows them."""
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -104,7 +104,7 @@ class Session:
         return tuple(sorted(self.servers))
 
     def served_by(self, rank: int) -> tuple[int, ...]:
-        """Returns the members that rank `rank` sends to, as they follow each other.
+        """Returns the members that rank `rank` sends to, in order.
 
         >>> Session(1, 0, {0: 0, 3: 1, 1: 1, 4: 0}).served_by(1)
         (3, 1)
@@ -178,7 +178,7 @@ class Transport(Protocol):
     def make_receiver(self) -> Receiver: ...
 
     def join(self, parts_R: Sequence[Any]) -> Any:
-        """Returns the source, from what each rank's `send` returned."""
+        """Returns the source, from the results of `send` of all ranks."""
 
     def lease(self, source: Any) -> None:
         """Keeps the bytes until `release`, whatever is published meanwhile: a commit that is written alongside training

@@ -158,7 +158,7 @@ class SampleResponse:
 
     sequences: Sequence[SampledSequence]
     prompt_logprobs: PromptLogprobs | None = None
-    """The log-probability of each token of the prompt given those before it, at temperature 1; None for the first."""
+    """The log-probability of each token of the prompt given all earlier ones, at temperature 1; None for the first."""
     topk_prompt_logprobs: TopkPromptLogprobs | None = None
     """The likeliest tokens at each place and their log-probabilities, likeliest first."""
 

@@ -2,8 +2,8 @@
 
 The trainer packs the tensors of one version, in the inference dtype and under their (unfused) Hugging Face names, into
 a few flat byte buckets. Each tensor has its own hash; the digest of the version is a hash over the sorted table of
-names, dtypes, shapes and hashes. A receiver recomputes the hashes from the bytes that arrived. That proves delivery;
-that what was delivered is *used* is proved by the canary: the log-probabilities of a fixed token sequence.
+names, dtypes, shapes and hashes. A receiver recomputes the hashes from the received bytes. That proves delivery; the
+canary, the log-probabilities of a fixed token sequence, proves that the received weights are *used*.
 
 With LoRA only the adapter's tensors travel. The digest then also covers the base, by its own digest, and the adapter's
 rank and alpha: without these the tensors mean nothing.
@@ -188,7 +188,7 @@ class Canary:
     logprobs: npt.NDArray[np.float32]
     """float32 [T - 1], of tokens[1:] given the tokens before each."""
     bound: Drift
-    """Largest drift that a replica may have: EXACT or ROUNDED, or what followed from the drift of the first update."""
+    """Largest drift that a replica may have: EXACT or ROUNDED, or a bound from the drift of the first update."""
 
 
 @dataclass(frozen=True)

@@ -321,8 +321,8 @@ class Commits:
         self._run.store.check_owner()
 
     def make_room(self) -> None:
-        """Makes room for a row: waits for the commit in flight, deletes old commits and, if there are none, gives up
-        the draft of this boundary. Raises StorageFailed after too many missed commits."""
+        """Frees space for a row: waits for the commit in flight, deletes old commits and, if there are none, the draft
+        of this boundary. Raises StorageFailed after too many missed commits."""
         self._settle()
         if not self._prune_for_room() and self._draft:
             draft = self._draft

@@ -91,8 +91,8 @@ class RowGuard(Protocol):
 
 
 class Journal:
-    """Writes about each step of the run in `root`: its row to metrics.jsonl, `out` and the trackers, what it trained on
-    to trained.jsonl, and the records of some rollouts. Close it at the end, as `closing` does."""
+    """Writes each step of the run in `root`: its row to metrics.jsonl, `out` and the trackers, its problems to
+    trained.jsonl, and the records of some rollouts. Close it at the end, as `closing` does."""
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ def evaluation_text(row: Mapping[str, Any]) -> Iterator[str]:
 
 
 def step_line(row: Mapping[str, Any], max_steps: int) -> str:
-    """Returns what the terminal shows of a step of `rl`: a line, and one for each evaluation."""
+    """Returns a step of `rl` for the terminal: a line, and one for each evaluation."""
     return "\n".join(
         [
             f"step {shown_step(row):>{len(str(max_steps))}}/{max_steps}"
@@ -206,7 +206,7 @@ class Tracker(Protocol):
         """Writes the row of a step, and the rollouts in `records`, a group each."""
 
     def alert(self, roster: Roster, incident: Incident | None) -> None:
-        """Tells of an incident, as a listener of the roster."""
+        """Reports an incident, as a listener of the roster."""
 
     def close(self) -> None:
         """Writes the rest, and ends."""

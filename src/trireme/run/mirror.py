@@ -49,7 +49,7 @@ LOOK_S = 1.0
 EVERY_S = 60.0
 """Seconds after which rows and logs are brought without a commit, and HEAD is looked at."""
 RETRY_S = 30.0
-"""Seconds until what could not be brought is tried again."""
+"""Seconds until a failed upload is tried again."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,8 @@ class Shape:
 
 
 class Mirror:
-    """Brings what the run directory `root` holds to `bucket`, for the driver that put `stored` there, with this `tag`.
+    """Uploads the files of the run directory `root` to `bucket`, for the driver that put `stored` there, with this
+    `tag`.
 
     `limit_s`: for everything that is new at one time. `note` records an incident.
     """
@@ -95,7 +96,7 @@ class Mirror:
         self._thread = threading.Thread(target=self._follow, name="store", daemon=True)
 
     def start(self) -> None:
-        """Begins to follow what the directory holds."""
+        """Begins to follow the directory."""
         self._thread.start()
 
     def check(self) -> None:
@@ -149,8 +150,8 @@ class Mirror:
             self._lost = error
 
     def _bring_what_comes(self) -> None:
-        """Brings new commits at once, and everything else every EVERY_S. What failed waits for RETRY_S, and is tried
-        once more at the end."""
+        """Uploads new commits at once, and everything else every EVERY_S. A failed upload waits for RETRY_S, and is
+        tried once more at the end."""
         full_at = time.monotonic()
         retry_at = 0.0
         while not self._lost and not self._ending.wait(LOOK_S):
@@ -187,8 +188,8 @@ class Mirror:
             self._waiting.clear()
 
     def bring(self) -> bool:
-        """Brings everything that is new to the store, and deletes there what HEAD has ceased to name. Returns False if
-        an attempt began meanwhile: then it has to be called again. Raises LockLost, StorageFailed, OSError."""
+        """Uploads everything that is new, and deletes objects that HEAD has ceased to name. Returns False if an attempt
+        began meanwhile: then call it again. Raises LockLost, StorageFailed, OSError."""
         deadline = time.monotonic() + self._limit_s
         shape = self._shape()
         driver = self._stored.driver
@@ -269,7 +270,7 @@ class Mirror:
     def _bring_file(
         self, path: str, driver: int, deadline: float, stats: dict[str, tuple[int, int, int]]
     ) -> tuple[FilePart, ...]:
-        """Brings the new parts of a file. Returns all of its parts, and adds to `stats` what the file was then."""
+        """Uploads the new parts of a file. Returns all of its parts, and adds the file's present `stat` to `stats`."""
         file = self._root / path
         stored_parts = self._stored.files.get(path, ())
         stat = file.stat()
@@ -295,7 +296,9 @@ class Mirror:
             )
 
     def _put_head(self, new: StoredRun) -> None:
-        """Puts HEAD on the condition that it is still this driver's, then deletes what it has ceased to name."""
+        """Puts HEAD on the condition that it is still this driver's, then deletes objects that it has ceased to
+        name.
+        """
         old = self._stored
         try:
             self._tag = self.bucket.swap(HEAD, new.to_json(), self._tag)
@@ -330,8 +333,8 @@ class Mirror:
         raise LockLost(str(refusal))
 
     def _sweep(self, attempt: int) -> None:
-        """Deletes what earlier drivers and attempts put and no HEAD came to name. Those may still live, so what they
-        put from now on stays until the next attempt."""
+        """Deletes objects of earlier drivers and attempts that no HEAD came to name. Such a driver may still live, so
+        its later objects stay until the next attempt."""
         stored = self._stored
         swept: list[str] = []
         parts = stored.parts()

@@ -69,7 +69,7 @@ class RemoteRun:
         return bucket
 
     def _prepare(self, root: Path) -> None:
-        """Makes `root` what the start needs: nothing, this machine's own directory, or what was brought."""
+        """Makes `root` ready for the start: empty, this machine's own directory, or the downloaded one."""
         resume = self._config.resume
         stored = self._in_store
         if stored is None:
@@ -173,8 +173,8 @@ class RemoteRun:
         write_bytes(commit, MANIFEST, text[0])
 
     def claim(self, run: RunDir, note: Callable[[str], None]) -> Mirror:
-        """Takes over HEAD in the store for `run`. Returns what brings it there. Raises BadInput if another driver was
-        faster, StorageFailed."""
+        """Takes over HEAD in the store for `run`. Returns the mirror that uploads it. Raises BadInput if another driver
+        was faster, StorageFailed."""
         bucket = self._bucket or self._look(run.root.name)
         if self._in_store and self._in_store.head.run_id == run.start.run_id:
             before = self._in_store

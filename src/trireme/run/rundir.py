@@ -136,8 +136,8 @@ class RunDir:
         return run
 
     def next_attempt(self, config: CommonConfig, fixed: Mapping[str, Any]) -> RunDir:
-        """Starts the next attempt of this run, after a failure, from the newest commit. Raises LockLost, and what
-        `open` raises."""
+        """Starts the next attempt of this run, after a failure, from the newest commit. Raises LockLost, and the errors
+        of `open`."""
         self.store.check_owner()
         head = _begun(self.store)
         assert head is not None  # `open` wrote it
@@ -147,8 +147,8 @@ class RunDir:
         return run
 
     def checkout(self) -> list[str]:
-        """Parks what came after the commit that this attempt starts from. Call it when all rooms have loaded the
-        commit, before any row file is opened. Returns what it did, for people. Raises StorageFailed, LockLost."""
+        """Sets aside everything after the commit that this attempt starts from. Call it when all rooms have loaded the
+        commit, before any row file is opened. Returns a report for people. Raises StorageFailed, LockLost."""
         return self.store.checkout(self.start.step)
 
     def __enter__(self) -> RunDir:
@@ -181,7 +181,9 @@ class RunDir:
         return head
 
     def _record_inputs(self) -> list[str]:
-        """Writes code.diff, and copies it, config.json and HEAD to the attempt's logs. Returns what they leave out."""
+        """Writes code.diff, and copies it, config.json and HEAD to the attempt's logs. Returns notes on the secrets
+        left out.
+        """
         code_diff = self.root / "code.diff"
         left_out = {CONFIG: (self.root / CONFIG).read_text().count(MASK), code_diff.name: _write_code_diff(code_diff)}
         for file in (self.root / CONFIG, code_diff, self.root / HEAD):
@@ -313,7 +315,7 @@ def _begun(store: CheckpointStore) -> Head | None:
 
 
 def _fork(config: CommonConfig, store: CheckpointStore, source: VerifiedCommit) -> Start:
-    """Starts a new run from another run's commit. Reuses what an interrupted fork of the same commit left."""
+    """Starts a new run from another run's commit. Reuses the files of an interrupted fork of the same commit."""
     step = source.manifest.step
     attempt = source.manifest.attempt + 1
     other_commits = [commit for commit in store.commits() if commit != store.commit(step)]

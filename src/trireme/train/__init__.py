@@ -1,1 +1,1 @@
-"""The training loops, and what guards them."""
+"""The training loops, and their guards."""

@@ -88,7 +88,7 @@ class Guard(RefusedSteps):
         self._alarmed = kl > limits.alarm
 
     def _check_difficulty(self, row: Mapping[str, Any]) -> None:
-        """Counts steps of each environment, except those without problems of it."""
+        """Counts steps of each environment, except steps without its problems."""
         for env in self._envs:
             for kind, instead in (("bad", "easier"), ("good", "harder")):
                 share = row.get(f"env/{env}/by_group/frac_all_{kind}")

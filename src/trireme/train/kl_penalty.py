@@ -43,8 +43,8 @@ class KlPenalty:
         self._means: list[float] = []
 
     def __call__(self, minibatches: Iterator[Minibatch]) -> Iterator[Minibatch]:
-        """Yields the minibatches of one substep. The reference computes each as it comes; but no advantage is known
-        before dbar is, so all wait for the last."""
+        """Yields the minibatches of one substep. The reference computes each minibatch when it comes; but dbar needs
+        the last one, so all wait for it."""
         if not self._coef:
             yield from minibatches
             return

@@ -101,7 +101,7 @@ def evaluate(trainer: Trainer, held_out: Examples | None, version: int, clock: C
 
 
 def step_line(row: Mapping[str, Any], max_steps: int) -> str:
-    """Returns what the terminal shows of a step."""
+    """Returns a step's line for the terminal."""
     if "test/nll" in row:
         tested = f"  test {row['test/nll']:.4f} (version {row['test/version']})"
     else:

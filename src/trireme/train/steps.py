@@ -168,7 +168,7 @@ class StepRecord:
         }
 
     def optim_metrics(self) -> dict[str, float]:
-        """Returns `optim/*`: the loss as it was normalised, other sums as means over loss tokens, and `ratio:max` as
+        """Returns `optim/*`: the normalised loss, other sums as means over loss tokens, and `ratio:max` as
         `ratio_max`."""
         sums = reduce_metrics(self._outputs)
         loss = sums.pop("loss:sum") / (sum(self._divisors) or 1.0)

@@ -1,8 +1,8 @@
 """Weights travel by broadcasts: each trainer rank sends all buckets to its part of the replicas, while it packs them.
 
-What others need, replicas that join or were left out and commits, each rank keeps in its own memory: its share of the
-last two versions. They take single buckets on demand (`trainer.actor.ShardActor.bucket`). The source of a version names
-its session and the actors that keep it.
+Each rank keeps its share of the last two versions in its own memory, for joining replicas, replicas that were left out,
+and commits. They take single buckets on demand (`trainer.actor.ShardActor.bucket`). The source of a version names its
+session and the actors that keep it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ANSWER_S = 30.0
 
 @dataclass(frozen=True)
 class KeptPart:
-    """Says what one rank keeps of a version."""
+    """The part of a version that one rank keeps."""
 
     version: int
     session: Session | None

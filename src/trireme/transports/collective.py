@@ -48,9 +48,9 @@ class Collective(Protocol):
 
 
 class GlooCollective:
-    """A group over TCP, along a chain: each member passes on what has arrived, in pieces, so one copy leaves the root
-    and each member but the last. (gloo's own broadcast is a tree of whole messages: log2 of the group's size copies
-    leave the root.) Constructing it is collective.
+    """A group over TCP, along a chain: each member passes on arrived bytes, in pieces, so one copy leaves the root and
+    each member but the last. (gloo's own broadcast is a tree of whole messages: log2 of the group's size copies leave
+    the root.) Constructing it is collective.
 
     If a member's successor is lost, the member still receives; members behind it do not. A send to a stopped process
     cannot be aborted and ends at its deadline. The sockets of the group end with the last reference to it.
@@ -147,7 +147,7 @@ class NcclCollective:
         self._await(done.query, deadline, f"a broadcast of {buffer.nbytes} bytes")
 
     def finish(self, timeout_s: float) -> None:
-        """NCCL passes on what it has to before `broadcast` returns."""
+        """Does nothing: NCCL passes all bytes on before `broadcast` returns."""
 
     def abort(self) -> None:
         comm = self._comm
@@ -171,7 +171,7 @@ class NcclCollective:
 
 
 class _Config(ctypes.Structure):
-    """The first fields of `ncclConfig_t` as they have been since NCCL 2.14, which it accepts by their version."""
+    """The first fields of `ncclConfig_t`, unchanged since NCCL 2.14, which it accepts by their version."""
 
     _fields_ = [
         ("size", ctypes.c_size_t),

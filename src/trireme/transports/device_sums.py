@@ -273,8 +273,8 @@ def jobs_by_variant(parts: Sequence[TensorPart]) -> dict[Variant, list[Job]]:
 
 
 def tables(variant: Variant, jobs: Sequence[Job]) -> tuple[Tensor, Tensor]:
-    """Returns what the kernel reads of the jobs: int64 [jobs, FIELDS], and the number of programs up to the end of
-    each, int32 [jobs]."""
+    """Returns the kernel's tables of the jobs: int64 [jobs, FIELDS], and the number of programs up to the end of each,
+    int32 [jobs]."""
     table = torch.tensor([job.fields(variant.columns) for job in jobs])
     return table, table[:, 9].cumsum(0).to(torch.int32)
 
@@ -292,7 +292,7 @@ def constants(variant: Variant) -> dict[str, Any]:
 
 
 def _converted(part: TensorPart) -> Iterator[TensorPart]:
-    """Yields the part, or what it has, converted, where the kernel does not convert as PyTorch does."""
+    """Yields the part, or its pieces, converted, where the kernel does not convert as PyTorch does."""
     tensor = part.tensor
     if tensor.dtype == part.dtype or {tensor.dtype, part.dtype} <= CONVERTED:
         yield part

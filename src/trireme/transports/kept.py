@@ -19,7 +19,7 @@ sends."""
 
 
 class KeptVersions:
-    """The rank's share of the last two versions, and of older ones that are leased. Threads may call all of it."""
+    """The rank's share of the last two versions, and of older leased versions. Its methods are thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -38,8 +38,8 @@ class KeptVersions:
         return np.zeros(nbytes, dtype=np.uint8)
 
     def begin(self, version: int, *, reuse: bool = False) -> None:
-        """Makes room for `version`: of those before it the last one stays. `reuse`: all its buckets lie in what
-        `memory` gives."""
+        """Frees memory for `version`: of earlier versions only the last one stays. `reuse`: all its buckets lie in
+        arrays from `memory`."""
         with self._lock:
             self._versions.pop(version, None)
             dropped = self._drop(keep=1)

@@ -30,7 +30,7 @@ POLL_S = 0.01
 STORE_S = 30.0
 """Time limit for connecting to a store that listens."""
 ANSWER_SHARE = 0.25
-"""Part of the time that is left in which members, who have just said that they are ready, have to answer."""
+"""Share of the remaining time in which members have to answer after they reported ready."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class BroadcastGroup:
     members: tuple[int, ...]
     """Numbers of the replicas, in order of their ranks, which begin at 1: each passes on to the next."""
     kind: str
-    """What it sends by: "nccl" or "gloo"."""
+    """The library that sends: "nccl" or "gloo"."""
     collective: Collective
 
 
@@ -103,8 +103,8 @@ class GroupRoot:
         return BroadcastGroup(name, self._session.epoch, there, kind, joined), late
 
     def clear(self) -> None:
-        """Takes away what was said about this version. Members at the end of a chain may read it after all has left the
-        root, so the root does this when it begins with the next version."""
+        """Removes the messages about this version. Members at the end of a chain may read them after the root has sent
+        all bytes, so the root removes them when it begins the next version."""
         for key in ("call", "go", *(f"answer/{member}" for member in self._members)):
             self._store.delete_key(self._key + key)
 
@@ -124,7 +124,7 @@ class GroupRoot:
 
 
 class GroupMember:
-    """The side of replica `number`; `given_up` tells if this version is no longer wanted."""
+    """The side of replica `number`; `given_up` returns whether this version is not needed any longer."""
 
     def __init__(
         self, store: Store, host: str, number: int, attempt: int, version: int, given_up: Callable[[], bool]

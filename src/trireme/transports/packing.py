@@ -41,9 +41,9 @@ _FUSED = re.compile(r"\b(?:[qkv]|gate|up)_proj\b")
 
 Bucket: TypeAlias = npt.NDArray[np.uint8]
 Buffer = TypeVar("Buffer", Bucket, Tensor, Bucket | Tensor)
-"""What a bucket is packed in: host memory, or bytes on a GPU."""
+"""The memory in which a bucket is packed: host memory, or bytes on a GPU."""
 Units = Iterable[Sequence[tuple[str, Tensor]]]
-"""Named tensors, unit by unit as they are gathered."""
+"""Named tensors, unit by unit, in the order in which they are gathered."""
 
 
 def fused_group(name: str) -> str:

@@ -1,8 +1,8 @@
 """Sends broadcasts from a trainer rank.
 
-The rank never waits for a replica beyond the deadline of the session. A thread sends. At the deadline it is given up,
-with its group and with the buffers that it may still read, and the rank continues to gather, because other ranks take
-part in that. The members fetch what they lack.
+The rank never waits for a replica beyond the deadline of the session. A thread sends. At the deadline the rank abandons
+the thread, its group and the buffers that it may still read, and continues to gather, because other ranks take part in
+that. The members fetch the missing buckets.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Sending:
         self.group: BroadcastGroup | None = group
         self.root: GroupRoot | None = None
         self.failure = ""
-        """Why it was given up."""
+        """Why sending was abandoned."""
         self.late: tuple[int, ...] = ()
         """Members that did not connect in time, and were left out."""
         self.deadline = time.monotonic() + session.left_s
@@ -64,17 +64,17 @@ class Sending:
         threading.Thread(target=self._run, name=f"broadcast of version {version}", daemon=True).start()
 
     def hand_over(self, bucket: Buffer, sent: Callable[[], None]) -> bool:
-        """Hands a full bucket to the thread, which calls `sent` when it will not read it any more. Returns False if the
-        sending has been given up; then `sent` may never be called."""
+        """Hands a full bucket to the thread, which calls `sent` when it has read it. Returns False if sending was
+        abandoned; then `sent` may never be called."""
         return self.wait(lambda: self._accepts((bucket, sent)))
 
     def finish(self) -> bool:
-        """Waits until all is sent; returns False if the sending has been given up."""
+        """Waits until all is sent; returns False if sending was abandoned."""
         return self.wait(lambda: self._accepts(None)) and self.wait(lambda: self._done.wait(TICK_S))
 
     def wait(self, ended: Callable[[], bool]) -> bool:
-        """Calls `ended`, which takes TICK_S, until it is true. Returns False if the sending has been given up, which it
-        is at the deadline."""
+        """Calls `ended`, which takes TICK_S, until it is true. Returns False if sending was abandoned, at the deadline
+        at the latest."""
         while not self.failure:
             if ended():
                 return not self.failure

@@ -162,7 +162,7 @@ def _words_of(piece: Tensor) -> npt.NDArray[np.uint16]:
 
 
 def _merged(shape: Sequence[int], strides: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Returns the same with as few dimensions as tell the places, at least one."""
+    """Returns the same places with as few dimensions as possible, at least one."""
     sizes = [1]
     steps = [1]
     for size, stride in zip(shape, strides, strict=True):
