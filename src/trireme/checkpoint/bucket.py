@@ -42,7 +42,7 @@ CONDITIONS = (
 
 
 SILENT = re.compile(r"HTTP error|status code: (429|50[0234])")
-"""In what the package says of a request to a store that was not reached, or was too busy to answer it."""
+"""Parts of the package's message on a store that was not reached, or was too busy to answer."""
 
 
 class StoreSilent(StorageFailed):
@@ -50,7 +50,7 @@ class StoreSilent(StorageFailed):
 
 
 class PutRefused(Exception):
-    """The object is not the one that a conditional put was to replace."""
+    """The object is not the one that a conditional put expects."""
 
 
 class Bucket:
@@ -77,7 +77,7 @@ class Bucket:
 
     @contextmanager
     def _storage_errors(self, key: str) -> Iterator[None]:
-        """Turns an error of the block into StorageFailed, but for a refused condition."""
+        """Turns an error of the block into StorageFailed, except a refused condition."""
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
         try:
@@ -189,8 +189,8 @@ class Bucket:
                 obstore.delete(self._store, now)
 
     def try_conditions(self) -> None:
-        """Tries whether the store refuses what it has to refuse. Raises BadInput if it does not, or cannot be written
-        at all; StoreSilent, after some tries, if it gives no answer."""
+        """Tries whether the store refuses a put with a false condition. Raises BadInput if it does not, or cannot be
+        written at all; StoreSilent, after some tries, if it gives no answer."""
         key = f"trial-{secrets.token_hex(8)}"
         try:
             first = self.swap(key, b"first", None)
@@ -226,5 +226,5 @@ class Bucket:
 
 
 def _first_line(error: Exception) -> str:
-    """Returns what an error says, without the package's own account of itself."""
+    """Returns an error's message, without the package's own account of itself."""
     return str(error).split("\n\nDebug source")[0].strip().replace("\n", " ")[:500]

@@ -276,6 +276,6 @@ def replace_file(file: Path, contents: bytes) -> None:
 
 
 def checksum_of(file: Path) -> str:
-    """Computes the xxh3-128 (32 hex digits) of a file's contents as they are on the disk now. Raises OSError."""
+    """Computes the xxh3-128 (32 hex digits) of a file's present contents on the disk. Raises OSError."""
     with file.open("rb", buffering=0) as stream:
         return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()

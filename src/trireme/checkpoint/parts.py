@@ -2,7 +2,8 @@
 
 A writer on such a node writes to the usual path, on the disk of its node. When all parts of a commit are written,
 `put_parts` runs there: it puts them below the key that the commit will have in the store, and frees the disk. The
-driver fetches what its draft lacks. A reader there fetches the files that it needs into a directory of its own.
+driver fetches the missing files of its draft. A reader there fetches the files that it needs into a directory of its
+own.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def sees(mark: Path, text: str) -> bool:
 
 
 def put_parts(url: str, key: str, draft: Path, files: Sequence[FileRecord]) -> str:
-    """Puts those files of a draft that this node has below `key`, and deletes the draft from its disk. Returns why that
+    """Puts the files of a draft that this node has below `key`, and deletes the draft from its disk. Returns why that
     failed; "" if it did not."""
     try:
         bucket = Bucket(url)

@@ -26,7 +26,7 @@ def choose(
     store: CheckpointStore, step: int | None, flag: str = "--resume.step", newest: str = "--resume alone"
 ) -> VerifiedCommit | None:
     """Returns the commit of `step`, or the newest that verifies (step None or -1); None if there is no commit at all,
-    and no step is given. `flag` gives the step, and `newest` says what to give for the newest.
+    and no step is given. `flag` is the option for the step, and `newest` its value for the newest.
 
     Raises BadInput for a step that is missing or does not verify, and if no commit verifies.
     """
@@ -64,7 +64,7 @@ def _of_step(store: CheckpointStore, step: int, flag: str, newest: str) -> Verif
 
 
 def choose_existing(store: CheckpointStore, step: int | None, flag: str, newest: str) -> VerifiedCommit:
-    """Returns what `choose` returns. Raises BadInput also if there is no commit."""
+    """Returns the commit that `choose` returns. Raises BadInput also if there is no commit."""
     chosen = choose(store, step, flag, newest)
     if chosen:
         return chosen

@@ -17,8 +17,8 @@ TRAINED = "trained.jsonl"
 ROLLOUTS = "rollouts"
 """Directory with a file of rollouts for each step that records some."""
 ROW_FILES = (METRICS, TRAINED)
-"""Row files of a run: the metrics of each step, and what it trained on (so the order of the data). Going back to the
-commit of step N removes their rows from N on."""
+"""Row files of a run: the metrics of each step, and its problems (so the order of the data). Going back to the commit
+of step N removes their rows from N on."""
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,7 @@ class CheckpointStore:
         return self.checkpoints / step_name(step)
 
     def branch(self, lineage: str) -> Path:
-        """Returns the directory of what was superseded when `lineage` was left; it need not exist."""
+        """Returns the directory of the files that were superseded when `lineage` was left; it need not exist."""
         return path_in(self.root / "branches", lineage)
 
     def head(self) -> Head | None:
@@ -178,8 +178,8 @@ class CheckpointStore:
         return None, passed_over
 
     def check_owner(self) -> None:
-        """Raises LockLost if another driver, or a later attempt of this one, has started in the run directory, and what
-        `fence` raises."""
+        """Raises LockLost if another driver, or a later attempt of this one, has started in the run directory, and the
+        errors of `fence`."""
         if self.fence:
             self.fence()
         if self.owner is None or ((head := self.head()) and (head.run_id, head.attempt) == self.owner):
@@ -281,10 +281,10 @@ class CheckpointStore:
     def checkout(self, step: int) -> list[str]:
         """Makes `step` the end of HEAD's branch. Call it before this attempt opens its row files.
 
-        Deletes drafts. Parks later commits and damaged ones under `branches/<lineage>/`, the newest first; then moves
+        Deletes drafts. Moves later commits and damaged ones under `branches/<lineage>/`, the newest first; then moves
         rows of step >= `step` there (in checkpoints.jsonl: the rows of parked commits). If anything was parked, HEAD
         starts a new lineage. That is last, so another call, also with another step, can complete an interrupted one.
-        Returns what it did, for people. Raises StorageFailed, LockLost, and CheckpointInvalid without a HEAD.
+        Returns a report for people. Raises StorageFailed, LockLost, and CheckpointInvalid without a HEAD.
         """
         self.check_owner()
         head = self.head()

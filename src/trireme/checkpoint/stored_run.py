@@ -27,7 +27,7 @@ from trireme.core.paths import names_of
 
 FORMAT = 1
 PART_BYTES = 4 << 20
-"""Size of the parts of a file; only its last one is shorter, and is put anew when the file has grown."""
+"""Size of the parts of a file; only its last one is shorter, and is put again when the file has grown."""
 COMMITS = "commits"
 ROWS = "rows"
 
@@ -67,7 +67,7 @@ class StoredRun:
     head: Head
     """HEAD of the run directory."""
     written: int = 0
-    """Counts what this driver has put, so that no two HEADs are equal."""
+    """Counts the puts of this driver, so that no two HEADs are equal."""
     commits: Mapping[str, StoredCommit] = field(default_factory=dict)
     """The commits, by their paths in the run directory."""
     files: Mapping[str, tuple[FilePart, ...]] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class StoredRun:
 
     @classmethod
     def from_json(cls, text: bytes) -> StoredRun:
-        """Parses what `to_json` wrote. Raises CheckpointInvalid for any other text."""
+        """Parses the output of `to_json`. Raises CheckpointInvalid for any other text."""
         try:
             values = json.loads(text)
             written = values.pop("format")

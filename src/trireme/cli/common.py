@@ -73,8 +73,8 @@ def planned(loaded: Loaded[Config], rooms: Sequence[PartKind], console: Console)
 
 
 def next_steps(root: Path, max_steps: int, seconds: float, first: Sequence[str], last: Sequence[str] = ()) -> str:
-    """Returns what a user may want to do with a finished run: lines of text, each followed by its command. The lines
-    `first` come before what all runs offer, `last` after it."""
+    """Returns the next steps for a user with a finished run: lines of text, each followed by its command. The lines
+    `first` come before the lines of all runs, `last` after them."""
     return "\n".join(
         [
             f"\nstep {max_steps} reached after {seconds:.0f} s. What next:",

@@ -45,7 +45,7 @@ PIPE_WIDTH = 160
 
 
 def main(argv: Sequence[str], console: Console) -> None:
-    """Runs the command; `argv` is what follows its name. Raises BadInput if a run would be refused."""
+    """Runs the command; `argv` holds its arguments. Raises BadInput if a run would be refused."""
     options, config = parse(argv)
     if config:
         address = cluster_address(config)
@@ -116,8 +116,8 @@ def _examine(config: CommonConfig | None, address: str | None) -> tuple[Examinat
 
 
 def _expected(config: CommonConfig, examination: Examination) -> Expected:
-    """Returns what the run expects of the nodes that answered, and why its plan does not fit them if it does not. The
-    data of `sft` takes no memory of nodes, so the plan is made without it."""
+    """Returns the run's needs on the nodes that answered, and why its plan does not fit them, if so. The data of `sft`
+    takes no memory of nodes, so the plan is made without it."""
     if not examination.facts:
         return Expected(output_dir=absolute(config.run.directory), model=config.model.name)
     parts = COMMANDS[config.command][1]

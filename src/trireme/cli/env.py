@@ -124,9 +124,8 @@ async def _try(config: Config, options: argparse.Namespace) -> None:
 
 
 def report(trajectory: Trajectory, times_s: Sequence[float], tokenizer: Any) -> Iterator[str]:
-    """Yields what came of each turn, for a person: tokens with their mask in the loss, reward, metrics, and the time
-    that the environment took. `times_s`: when each answer was requested and returned, in turn,
-    and the end."""
+    """Yields the result of each turn, for a person: tokens with their mask in the loss, reward, metrics, and the time
+    that the environment took. `times_s`: when each answer was requested and returned, in turn, and the end."""
     end = 0
     for number, turn in enumerate(trajectory.turns):
         yield f"\nturn {number + 1}, in the training sequence that begins at token {turn.start}"

@@ -4,8 +4,8 @@
     trireme eval some/model @ env.toml --inference.replicas 2   any Hugging Face model; the rest as for `rl`
 
 Replicas load the weights from the directory themselves, so no trainer starts and no weights travel; a commit's files
-have been verified against its manifest before. Of a commit of LoRA adapters they load what `trireme export --merge`
-writes, which lies among the run's exports for as long as the evaluation takes.
+have been verified against its manifest before. For a commit of LoRA adapters they load the output of `trireme export
+--merge`, which lies among the run's exports during the evaluation.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _verified(commit: Path) -> VerifiedCommit:
 
 
 def main(argv: Sequence[str], console: Console) -> None:
-    """Runs the command; `argv` is what follows its name. Raises TriremeError."""
+    """Runs the command; `argv` holds its arguments. Raises TriremeError."""
     options, arguments = _parser().parse_known_args(argv)
     subject = Subject.of(options.checkpoint, options.step)
     loaded = configured(subject, UNREAD, [*arguments, "--eval.every", "1"])

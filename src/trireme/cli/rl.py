@@ -28,7 +28,9 @@ from trireme.run.rundir import rerun_command
 from trireme.train.kl_reference import resolve_reference
 
 ENVIRONMENTS_S = 30.0
-"""Seconds for which a start waits until its environments have been made for a trial. Slower ones are made only once."""
+"""Longest time in seconds that a start waits for a trial construction of its environments. Slower ones are made only
+once.
+"""
 WAIT_LINE_S = 5.0
 """Time between the lines that say so."""
 
@@ -108,8 +110,8 @@ def _ask(weights: Path, prompt: str | None, config: Config) -> str:
 
 
 def _quoted(code: str) -> str:
-    """Returns code as one word of a shell: in double quotes if a shell reads nothing inside them, as the code has
-    single ones; else as shlex does it, which is hard to read."""
+    """Returns code as one word of a shell: in double quotes if a shell interprets nothing inside them, because the code
+    has single ones; else with shlex's quotes, which are hard to read."""
     if re.search(r'["$`!]|\\\\', code):
         return shlex.quote(code)
     return f'"{code}"'

@@ -55,7 +55,7 @@ def main(argv: list[str], console: Console) -> None:
 
 
 def _refuse_what_is_not_served(config: Config) -> None:
-    """Raises BadInput for what this server does not do."""
+    """Raises BadInput for options that this server does not support."""
     if config.run.url:
         raise Refusal(
             f"run.output_dir = {config.run.output_dir} with `trireme serve`",

@@ -168,7 +168,7 @@ def _report(options: argparse.Namespace) -> None:
 
 
 def _reader(root: Path) -> RunReader:
-    """Returns what reads the run in `root` for the console's page."""
+    """Returns the reader of the run in `root` for the console's page."""
     from service.console.reading import RunReader
 
     tokenizer = tokenizer_of(run_config(root))

@@ -29,7 +29,7 @@ EXACT_SAMPLERS = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty":
 def check(config: CommonConfig, facts: ModelFacts | None) -> list[str]:
     """Returns the warnings of a configuration that can work. Raises BadInput, with all reasons, for one that cannot.
 
-    `facts` None (a dry run without a hub) leaves out what depends on the model's sizes.
+    `facts` None (a dry run without a hub) leaves out checks that depend on the model's sizes.
     """
     if config.tensorboard:
         require("tensorboard", extra="tensorboard", what_for="--tensorboard")
@@ -137,7 +137,7 @@ def _groups(config: Config) -> Iterator[Refusal]:
 
 
 def _names(config: Config) -> Iterator[Refusal]:
-    """Refuses equal names: they tell environments apart, in metrics and in the ids of problems."""
+    """Refuses equal names: names distinguish environments, in metrics and in the ids of problems."""
     env_labels = [env.label for env in config.env]
     held_out = [env.label for env in config.eval_envs]
     for section, labels in (("env", env_labels), ("eval.env", held_out if config.eval.env else [])):

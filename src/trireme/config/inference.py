@@ -25,7 +25,7 @@ LARGE_GPU_BYTES = 70 * GIB
 """Sequences that a server of vLLM 0.32 decodes at the same time on a GPU, and on one of at least that much memory. It
 takes the fewer on an A100 of 80 GiB, too."""
 CPU_SEQUENCES = 256
-"""Sequences that a replica on CPUs decodes at the same time unless told. (docs/benchmarks.md, defaults)"""
+"""Default number of sequences that a replica on CPUs decodes at the same time. (docs/benchmarks.md, defaults)"""
 
 
 class SamplingConfig(Section):
@@ -61,8 +61,8 @@ class InferenceConfig(Section):
     tried on several GPUs yet); a replica that is not ready in time fetches them from the shards."""
     on_update: Literal["recompute_kv", "keep_kv", "drain"] = "recompute_kv"
     """How requests in flight take new weights: recompute_kv computes their KV cache again under the new weights;
-    keep_kv keeps it (a shorter pause, but the tokens after it come from no policy exactly, and are marked mixed);
-    drain finishes them first, while new ones wait."""
+    keep_kv keeps it (a shorter pause, but later tokens come from no exact policy, and are marked mixed); drain finishes
+    them first, while new ones wait."""
     sampling: SamplingConfig
     max_model_len: PositiveInt | None = None
     """Context of the engine; none = model.max_seq_len."""
@@ -71,15 +71,15 @@ class InferenceConfig(Section):
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Share of a GPU's memory that a replica, or its rank on that GPU, may take."""
     gpu_cache_gb: PositiveFloat | None = None
-    """KV cache of a replica on its GPU (on each of several), in GiB; none = what max_num_seqs sequences of full length
-    and prefix_cache take, but at most what gpu_memory_utilization leaves: as vLLM measures that, and on a GPU that is
-    shared with the trainer, where nothing can be measured while both start, as the plan works it out."""
+    """KV cache of a replica on its GPU (on each of several), in GiB; none = the size for max_num_seqs sequences of full
+    length and prefix_cache, but at most the memory that gpu_memory_utilization leaves: by vLLM's measurement, or by the
+    plan's estimate on a GPU shared with the trainer, where nothing can be measured while both start."""
     prefix_cache: NonNegativeFloat = 1.0
-    """Room on GPUs for prefixes of conversations that no sequence is decoding, as a multiple of what max_num_seqs
-    sequences of full length take; see gpu_cache_gb."""
+    """Space on GPUs for prefixes of conversations that no sequence is decoding, as a multiple of the space for
+    max_num_seqs sequences of full length; see gpu_cache_gb."""
     max_num_seqs: PositiveInt | None = None
-    """Sequences that a replica decodes at the same time; none = on a GPU what a vLLM server takes there (256, or 1,024
-    from 70 GiB of memory on, in vLLM 0.32), 256 on CPUs."""
+    """Sequences that a replica decodes at the same time; none = on a GPU the default of a vLLM server there (256, or
+    1,024 from 70 GiB of memory on, in vLLM 0.32), 256 on CPUs."""
     max_loras: PositiveInt = 1
     """Adapters that a replica decodes in the same step (vLLM's max_loras). A run has one, and `trireme serve` with
     trainer.lora one for each set of weights that it samples from; requests for further adapters take turns."""

@@ -19,7 +19,7 @@ from trireme.core.refusals import Refusal
 Path = tuple[str, ...]
 BOOLEANS = ("true", "false")
 LEAST_ALIKE = 0.7
-"""How alike two names have to be, from 0 to 1, for one to be meant by the other."""
+"""Least similarity of two names, from 0 to 1, for one to be meant by the other."""
 USAGE = """usage: {command} [@ FILE.toml ...] [--SECTION @ FILE.toml ...] [--key value ...] [--dry-run] [--verbose]
 
   @ FILE              read a TOML or JSON file; several overlay each other from left to right

@@ -40,7 +40,7 @@ PREFIX = "TRIREME__"
 
 @dataclass(frozen=True)
 class GivenValue:
-    """One value as it was given."""
+    """One value in its given form."""
 
     spelling: Path
     """The path as written."""
@@ -73,7 +73,7 @@ class MergedLayers:
         """Strings for an entry of a list without its number."""
 
     def add(self, layer: Sequence[GivenValue]) -> None:
-        """Puts a layer over those before it."""
+        """Puts a layer over the earlier ones."""
         keys = self._keys
         lists = {setting.spelling for setting in layer if setting.value == [] and setting.spelling in keys.lists}
         self.named = {path for path in self.named if keys.list_of(path) not in lists}
@@ -190,8 +190,8 @@ def _convert(path: Path, setting: GivenValue, keys: Keys) -> Any:
 
 
 def read_literal(text: str) -> Any:
-    """Returns `text` as JSON, else as a TOML value, else as the string that it is: also what TOML alone takes for
-    something else, as `nan` and dates.
+    """Returns `text` as JSON, else as a TOML value, else unchanged: also texts that only TOML reads as another value,
+    such as `nan` and dates.
 
     >>> read_literal("5"), read_literal("{a = 1}"), read_literal("hard"), read_literal("nan")
     (5, {'a': 1}, 'hard', 'nan')

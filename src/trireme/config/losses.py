@@ -19,8 +19,8 @@ SUPERVISED_COLUMNS = ("target_tokens", "weights")
 
 
 class Parameter(NamedTuple):
-    """A parameter of a loss. Those with `low` in their name and their `high` counterparts are absolute ratios around
-    1."""
+    """A parameter of a loss. Parameters with `low` in their name and their `high` counterparts are absolute ratios
+    around 1."""
 
     default: float | None = None
     """None: must be given."""

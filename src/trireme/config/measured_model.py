@@ -124,8 +124,8 @@ def _heads(text: PretrainedConfig, hidden: int) -> tuple[int, int, int]:
 
 
 def _multiplied(model: PreTrainedModel, experts: int, text: PretrainedConfig) -> tuple[int, int]:
-    """Counts the parameters that a token of text is multiplied with, of experts only the chosen ones, and how many
-    experts that are in a layer."""
+    """Counts the parameters that a token of text is multiplied with (only the chosen experts), and the chosen experts
+    of a layer."""
     from torch import nn
 
     head = model.get_output_embeddings()

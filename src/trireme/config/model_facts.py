@@ -55,7 +55,7 @@ class ModelFacts:
     num_parameters: int
     """All parameters, as the sizes imply."""
     multiplied_parameters: int
-    """Parameters that a token is multiplied with: of the experts only the chosen ones, and the embeddings once only."""
+    """Parameters that a token is multiplied with: only the chosen experts, and the embeddings once only."""
     tied_embeddings: bool
     """True: the output matrix is the embedding matrix."""
     max_position_embeddings: int
@@ -129,7 +129,7 @@ class ModelFacts:
     @classmethod
     def from_json(cls, name: str, text: str) -> ModelFacts:
         """Returns the facts in the text of a config.json: for plain decoders counted from its sizes, for all others
-        from the model that transformers builds of it. Raises BadInput that names what cannot be read."""
+        from the model that transformers builds of it. Raises BadInput that names the unreadable part."""
         try:
             described = json.loads(text)
             if _is_plain(described):

@@ -86,9 +86,9 @@ class EnvConfig(Section):
 
 class RendererConfig(Section):
     name: str = Field("auto", json_schema_extra=NAMES_CODE)
-    """How chat messages become tokens: as the tokenizer's `chat_template` says, `role_colon` (`User: ...`, for base
-    models), `qwen3`, `renderers:FORMAT` (of the package renderers), or `package.module:Class`; auto = qwen3 where
-    it writes what the template does, else such a format, else the template, and role_colon without one."""
+    """How chat messages become tokens: by the tokenizer's `chat_template`, `role_colon` (`User: ...`, for base models),
+    `qwen3`, `renderers:FORMAT` (of the package renderers), or `package.module:Class`; auto = qwen3 where it writes the
+    same as the template, else such a format, else the template, and role_colon without one."""
     strip_thinking_from_history: bool = True
     """A query takes the thinking before it out of the prompt, so that it begins a new training sequence; false =
     thinking stays, and all turns are one sequence."""
@@ -125,7 +125,7 @@ class EvalConfig(Section):
     """Steps between evaluations; there is one before the first step and one at the end too. 0 = off."""
     env: Annotated[tuple[HeldOutConfig, ...], SEVERAL] = ()
     problems: PositiveInt | None = 128
-    """Held-out problems in an evaluation, the same in each: the first ones; none = all."""
+    """Held-out problems in an evaluation, always the first ones; none = all."""
     samples: PositiveInt = 1
     """Rollouts per problem; several give avg@k and pass@k."""
     max_tokens: PositiveInt | None = None

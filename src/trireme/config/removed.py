@@ -1,4 +1,4 @@
-"""Keys of the configuration and commands that no longer exist, and what to use instead."""
+"""Keys of the configuration and commands that no longer exist, and their replacements."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REMOVED: dict[str, str] = {
     "trireme report --steps": "leave it out for the newest 50 steps; `--trace FILE` writes all, for ui.perfetto.dev",
     "trireme watch --plain": "leave it out: `trireme watch RUN` prints where the run stands, without a terminal too",
 }
-"""What to do instead of a removed key (`section.key`, or a whole `section`), command (`trireme foo`) or option of a
+"""The replacement of a removed key (`section.key`, or a whole `section`), command (`trireme foo`) or option of a
 command (`trireme foo --bar`)."""
 
 

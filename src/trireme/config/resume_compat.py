@@ -19,7 +19,7 @@ from trireme.core.redaction import redact_values
 from trireme.core.tokenizer import looks_like_path
 
 IRRELEVANT = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}
-"""Entries of a model's config.json that say nothing about what it computes."""
+"""Entries of a model's config.json that do not change its results."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja")
 
@@ -69,8 +69,8 @@ def common_parts(config: CommonConfig, facts: ModelFacts) -> dict[str, Any]:
 
 
 def reference_weights(name: str) -> str | dict[str, str]:
-    """Tells the weights of a model from others without reading all of them, which takes minutes for a large one.
-    Returns a digest of each safetensors file in a local directory, wherever it lies; for a model on the hub its name.
+    """Identifies the weights of a model without reading all of them, which takes minutes for a large one. Returns a
+    digest of each safetensors file in a local directory, wherever it lies; for a model on the hub its name.
     """
     if not looks_like_path(name):
         return name

@@ -62,7 +62,7 @@ class ResumeConfig(Section):
     """Resume from the newest commit that verifies; spelled `--resume`. `--resume auto`: if the run has begun, else
     start it, so that a scheduler can repeat one command; needs run.name."""
     step: Annotated[int, Field(ge=-1)] | None = None
-    """Resume from the commit of this step; -1 = the newest. What came after it moves to `branches/`."""
+    """Resume from the commit of this step; -1 = the newest. Later commits and rows move to `branches/`."""
     dir: str | None = None
     """Fork: start a new run from a commit of the run in this directory, which does not change."""
     force: bool = False
@@ -123,7 +123,7 @@ class ModelConfig(Section):
 
 
 def _ends(ports: str) -> tuple[int, int]:
-    """Returns the first port of FIRST-LAST and the one behind its last. Raises ValueError."""
+    """Returns the first port of FIRST-LAST and the one after its last. Raises ValueError."""
     first, last = map(int, ports.split("-"))
     return first, last + 1
 
@@ -141,8 +141,8 @@ class ClusterConfig(Section):
     address: str | None = Field(None, json_schema_extra=NAMES_CODE)
     """Address of a running Ray cluster; none = start one here."""
     ports: Annotated[str, AfterValidator(_check_ports)] | None = None
-    """Ports at which the stores listen where shards and replicas meet, FIRST-LAST; none = any free ones. gloo and NCCL
-    listen where the kernel lets them: net.ipv4.ip_local_port_range of the nodes."""
+    """Ports of the stores where shards and replicas meet, FIRST-LAST; none = any free ones. gloo and NCCL listen on the
+    kernel's ports: net.ipv4.ip_local_port_range of the nodes."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """Where models compute; auto = on GPUs if the cluster has any, else on CPUs."""
     variables: list[str] = Field([])
@@ -192,7 +192,7 @@ class TimeoutsConfig(CommonTimeouts):
 
 class TraceConfig(Section):
     max_mb: NonNegativeInt = 64
-    """Megabytes of trace that each process writes (what it did when; `docs/seeing.md`); 0 = none."""
+    """Megabytes of trace that each process writes (its work over time; `docs/seeing.md`); 0 = none."""
 
 
 class RolloutsConfig(Section):

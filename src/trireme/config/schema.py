@@ -1,5 +1,5 @@
-"""Every option of a run: its type, default and meaning. Each section has a file; each value lives once, and what
-follows from others is a property.
+"""Every option of a run: its type, default and meaning. Each section has a file; each value lives once, and derived
+values are properties.
 
 `docs/configuration.md` is generated from the schema.
 """
@@ -48,14 +48,14 @@ from trireme.core.tokenizer import looks_like_path
 from trireme.core.types import AdamParams
 
 ANSWER_S = 60.0
-"""Added to the deadlines of replicas, so that their message, which says what was late, comes first."""
+"""Added to the deadlines of replicas, so that their more precise message comes first."""
 MOST_MINIBATCHES = 8
 ROLLOUTS_OF_A_SHARD = 16
 """`trainer.num_minibatches = auto`: the most parts of a substep, and the least that a part has for each shard."""
 
 
 class CommonConfig(Section, ABC):
-    """The keys of any kind of run: all that the trainer, commits and the run directory read."""
+    """The keys of any kind of run: everything that the trainer, commits and the run directory read."""
 
     command: ClassVar[str]
     """The program that reads it."""
@@ -83,7 +83,7 @@ class CommonConfig(Section, ABC):
     @property
     @abstractmethod
     def label(self) -> str:
-        """A word for what the run learns, which begins its default name."""
+        """A word for the subject of the run, which begins its default name."""
 
     @property
     @abstractmethod
@@ -115,8 +115,8 @@ class CommonConfig(Section, ABC):
         return 0.0
 
     def start_deadline_s(self, facts: ModelFacts | None) -> float:
-        """Returns the seconds that rooms, and successors of their parts, have to start: `timeouts.start_s`, and what
-        reading the model takes at READ_BYTES_PER_S, and its KL reference. Only `timeouts.start_s` if the size of the
+        """Returns the seconds that rooms, and successors of their parts, have to start: `timeouts.start_s`, and the
+        time to read the model and its KL reference at READ_BYTES_PER_S. Only `timeouts.start_s` if the size of the
         model is unknown."""
         models = 2 if self.loads_reference else 1  # nothing is known of the reference: it counts like the model
         return self.timeouts.start_s + (models * facts.stored_bytes / READ_BYTES_PER_S if facts else 0.0)

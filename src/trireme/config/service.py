@@ -60,8 +60,8 @@ class ServiceConfig(Section):
     requests_per_minute: PositiveInt | None = None
     """Requests of one key in a minute; none = as many as come."""
     models: PositiveInt = 16
-    """Models that `trireme serve` trains at the same time where they are adapters (trainer.lora); clients with further
-    ones wait. A whole model is trained alone."""
+    """Models that `trireme serve` trains at the same time if they are adapters (trainer.lora); further clients wait. A
+    whole model is trained alone."""
     sessions: SessionsConfig = SessionsConfig()
     """Limits of sessions (docs/sessions.md)."""
     tinker: TinkerConfig = TinkerConfig()

@@ -28,7 +28,7 @@ class DataConfig(Section):
     epochs: PositiveInt = 1
     """Passes over the data, where max_steps is 0."""
     shuffle: bool = True
-    """Each epoch in a random order of its own, by the seed; else as they stand."""
+    """Each epoch in a random order of its own, by the seed; else in the order of the files."""
     too_long: Literal["refuse", "truncate", "drop"] = "refuse"
     """Examples longer than model.max_seq_len: they stop the run before it starts, their end is cut off, or they are
     left out."""

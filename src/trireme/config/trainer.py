@@ -52,8 +52,8 @@ class KlConfig(Section):
 
 class LoraConfig(Section):
     rank: PositiveInt | None = Field(None, validation_alias=AliasChoices("rank", "lora_rank"))
-    """Train adapters of this rank on frozen weights: 1, 8, 16, 32, 64, 128, 256, 320 or 512, what vLLM takes; none
-    = train all weights."""
+    """Train adapters of this rank on frozen weights: 1, 8, 16, 32, 64, 128, 256, 320 or 512, the ranks of vLLM; none =
+    train all weights."""
     alpha: PositiveFloat = Field(32.0, validation_alias=AliasChoices("alpha", "lora_alpha"))
     """The output of an adapter is scaled by alpha / rank."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, validation_alias=AliasChoices("dropout", "lora_dropout"))
@@ -99,10 +99,10 @@ class CommonTrainer(Section):
     """This many processes, rank after rank, are always on one node; none = Ray packs all actors on as few nodes as
     it can."""
     loss_normalization: LossNormalization | None = None
-    """How tokens weigh. token_mean: all alike; sequence_mean_token_mean: as in GRPO and GSPO, all sequences alike;
-    sequence_mean_token_sum_norm: as in Dr. GRPO, by sequences times their longest length; sequence_mean_token_sum
-    (once sequence_mean): by sequences; sum: not divided. none = as the loss was published: token_mean, and for gspo
-    sequence_mean_token_mean."""
+    """How tokens weigh. token_mean: all tokens equally; sequence_mean_token_mean: as in GRPO and GSPO, all sequences
+    equally; sequence_mean_token_sum_norm: as in Dr. GRPO, by sequences times their longest length;
+    sequence_mean_token_sum (once sequence_mean): by sequences; sum: not divided. none = the loss's published form:
+    token_mean, and for gspo sequence_mean_token_mean."""
     learning_rate: PositiveFloat | Literal["auto"] = "auto"
     """Peak learning rate; auto = by hidden size, for Qwen and Llama models."""
     reference_batch_size: PositiveInt | None = None
@@ -148,7 +148,7 @@ class CommonTrainer(Section):
 
     @property
     def mesh(self) -> dict[str, int]:
-        """Sizes of the trainer's device mesh by dimension, outermost first; `trainer.mesh` says what each is for."""
+        """Sizes of the trainer's device mesh by dimension, outermost first; `trainer.mesh` explains them."""
         return {"replicate": self.replicate, "shard": self.shards}
 
     @property

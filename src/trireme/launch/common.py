@@ -1,4 +1,4 @@
-"""Prepares a start, and tells its progress. Imports no Ray: `prepare_cluster` must be called before that."""
+"""Prepares a start, and reports its progress. Imports no Ray: `prepare_cluster` must be called before that."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BEGINNING = re.compile(r"\S+ \S+ [A-Z]+ [\w.]+: ")
 
 
 def prepare_cluster(config: CommonConfig, plan: Plan) -> None:
-    """Prepares the environment for Ray. Raises BadInput when this machine lacks what the run needs."""
+    """Prepares the environment for Ray. Raises BadInput when this machine lacks a resource of the run."""
     address = cluster_address(config)
     if address is None:
         plan.check_resources()
@@ -49,8 +49,8 @@ class StartProgress:
     """
 
     def __init__(self, console: Console, logs: Path | None = None, roster: Roster | None = None) -> None:
-        """`logs`: the directory where the processes that are waited for have their logs. `roster` is told about once a
-        second how far each of them is."""
+        """`logs`: the directory with the logs of the awaited processes. `roster` gets the progress of each about once a
+        second."""
         self._console = console
         self._logs = logs
         self._roster = roster

@@ -92,7 +92,7 @@ def _is_head(node: Mapping[str, Any]) -> bool:
 
 
 def examine(config: CommonConfig | None, among: Collection[str] = (), trainer: str = "") -> Examination:
-    """Examines all nodes of the cluster, or the head and those in `among` (Ray's ids), for a run of `config`; without
+    """Examines all nodes of the cluster, or the head and the nodes `among` (Ray's ids), for a run of `config`; without
     one for any run. `trainer`: Ray's id of the trainer's node; "": the first node with GPUs, else the head."""
     output_dir = absolute(config.run.directory) if config else ""
     ports = config.cluster.port_range if config else range(0)
@@ -169,8 +169,8 @@ def trial_file(output_dir: str) -> Iterator[str]:
 
 def check_nodes(plan: Plan, rooms: Mapping[str, Sequence[str]], console: Console) -> None:
     """Examines the nodes of a run before its actors start there, {Ray's id: rooms with actors}. Does nothing if the
-    driver's node is the only one. Prints warnings and the network's rate. Raises BadInput, which names the nodes, for
-    what cannot work."""
+    driver's node is the only one. Prints warnings and the network's rate. Raises BadInput, which names the nodes, if
+    the run cannot work there."""
     among = {*rooms, ray.get_runtime_context().get_node_id()}
     if len(among) == 1:
         return

@@ -1,4 +1,4 @@
-"""The rooms of `rl`: trainer and orchestrator are built anew for each attempt, replicas outlive it.
+"""The rooms of `rl`: each attempt builds trainer and orchestrator again, replicas outlive it.
 
 When an attempt ends, an orchestrator that still lives first closes its environments.
 """

@@ -54,14 +54,14 @@ class Core:
     rooms: Sequence[Any]
     """Their handles."""
     replica_set: Any = None
-    """The actor that owns the replicas, which is told of each that is ready."""
+    """The actor that owns the replicas; it learns of each ready replica."""
 
 
 class TrainingRun(ABC):
-    """The part of a run that differs between commands. `fixed` is what a resume must find unchanged."""
+    """The part of a run that differs between commands. `fixed`: the values that a resume must find unchanged."""
 
     core: str
-    """Names the rooms that are built anew together."""
+    """Names the rooms that are rebuilt together."""
     places: Mapping[str, list[dict[str, Any]]]
     """Ray's options of each actor in its place, by room: once they are reserved."""
     lasting: frozenset[str] = frozenset()
@@ -80,7 +80,7 @@ class TrainingRun(ABC):
         self.fixed = fixed
 
     def enter(self, run: RunDir) -> None:  # noqa: B027  most commands need nothing here
-        """Prepares the run before Ray starts, and takes over from `run` what the configuration depends on."""
+        """Prepares the run before Ray starts, and takes from `run` the values that the configuration depends on."""
 
     def start_lasting(self, run: RunDir, roster: Roster, ending: ExitStack) -> ElasticReplicas | None:
         """Starts the actors that outlive attempts, if there are any. `roster` gets the health of the actors that the
@@ -97,7 +97,7 @@ class TrainingRun(ABC):
 
     @abstractmethod
     def step_line(self, row: Mapping[str, Any]) -> str:
-        """Returns what the terminal shows of a step."""
+        """Returns a step's line for the terminal."""
 
 
 def launch(training: TrainingRun, console: Console) -> Path | None:
@@ -181,7 +181,7 @@ class Newest:
 
 @contextmanager
 def resume_hint(run: RunDir) -> Iterator[None]:
-    """Adds to what ends a run early: the newest commit, and the command that resumes from it."""
+    """Adds the newest commit, and the command that resumes from it, to an error that ends a run early."""
     try:
         yield
     except (TriremeError, signals.Stopped) as error:
@@ -233,8 +233,8 @@ def attempts(
 
 @contextmanager
 def attempt(training: TrainingRun, run: RunDir, supervisor: Supervisor, place: str, console: Console) -> Iterator[Core]:
-    """Starts the rooms of an attempt, which load what it starts from, and waits for replicas: all of them in the first
-    attempt of the command and in deterministic mode, else one. However the block ends, the rooms are stopped."""
+    """Starts the rooms of an attempt, which load its commit, and waits for replicas: all of them in the first attempt
+    of the command and in deterministic mode, else one. However the block ends, the rooms are stopped."""
     started = time.monotonic()
     log_dir = run.logs
     start = run.start
@@ -295,8 +295,8 @@ def await_own_places(training: TrainingRun, supervisor: Supervisor, console: Con
 def load(
     core: Core, commit: Path, manifest: Manifest, source: CommitSource | None, roster: Roster, console: Console
 ) -> list[str]:
-    """Has all rooms load their parts of a commit, from `source` where its directory is not seen. Returns what the rooms
-    other than the trainer say that it has of unfinished work."""
+    """Makes all rooms load their parts of a commit, from `source` where its directory is not seen. Returns the messages
+    of the rooms other than the trainer on its unfinished work."""
     unfinished = []
     message = core.trainer.load_state(commit / "trainer", manifest.identities, source)
     if message:

@@ -28,7 +28,7 @@ from trireme.process.environ import Resources, cluster_address
 from trireme.process.ray_cluster import Progress, actor_nodes, cluster_resources, nodes_of, ray_cluster, reserve
 
 NODES_S = 30.0
-"""Seconds for which nodes of a cluster are asked what they have, before actors start there."""
+"""Seconds in which nodes of a cluster have to report their resources, before actors start there."""
 
 
 @contextmanager

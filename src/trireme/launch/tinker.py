@@ -36,7 +36,7 @@ TICK_S = 0.2
 
 
 def clear(directory: Path) -> None:
-    """Finishes or removes what a server that was killed left in `directory`, which is locked. Raises StorageFailed."""
+    """Finishes or removes the files that a killed server left in `directory`, which is locked. Raises StorageFailed."""
     for base in directory.glob(f"{BASE}*"):
         shutil.rmtree(base, ignore_errors=True)
     recover(directory / RUNS)
@@ -51,10 +51,9 @@ def serve_clients(
     directory: Path,
     say: Callable[[str], None],
 ) -> None:
-    """Serves until a signal comes. `names`: those by which clients may ask for the model, first the one that they are
-    told; `service.tinker.names` are added. `rooms` starts a trainer and replicas; where one of them is lost all are
-    started again, and do again what they had done. What clients save is in `directory`. Raises Stopped,
-    TriremeError."""
+    """Serves until a signal comes. `names`: the names by which clients may request the model, first the one that they
+    see; `service.tinker.names` are added. `rooms` starts a trainer and replicas; after the loss of one of them all are
+    started again, and repeat their work. Clients' states are in `directory`. Raises Stopped, TriremeError."""
     max_len = config.seq_limit(facts)
     options = config.service
     names = (*names, *options.tinker.names)
@@ -108,7 +107,9 @@ def _await_address(listener: TinkerListener) -> None:
 
 
 def _work(listener: TinkerListener, worker: TrainingWorker, sampler: SamplerVerbs, begun: Callable[[], None]) -> None:
-    """Has the server work with these rooms until that ends. `begun` is called once it does. Raises what ended it."""
+    """Makes the server work with these rooms until that ends. `begun` is called once it does. Raises the error that
+    ended it.
+    """
     working = listener.work(worker, sampler)
     announced = False
     try:

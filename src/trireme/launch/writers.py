@@ -116,8 +116,8 @@ class FarNodes:
         self._put("", draft, ())
 
     def _put(self, key: str, draft: Path, files: Sequence[FileRecord]) -> list[str]:
-        """Calls `put_parts` on all nodes, and waits for each, so that none is late for another try. Returns what
-        failed."""
+        """Calls `put_parts` on all nodes, and waits for each, so that none is late for another try. Returns the
+        failures."""
         task = ray.remote(num_cpus=0, max_retries=0)(put_parts)
         url = self.mirror.bucket.url
         refs = [task.options(scheduling_strategy=on_node(node)).remote(url, key, draft, files) for node in self.nodes]

@@ -34,7 +34,7 @@ def choose_device(option: Literal["auto", "cpu", "gpu"], gpus: int, *, determini
 def find_device(config: CommonConfig, process: str) -> Device:
     """Returns the device of `cluster.device`, for which the plan has chosen cpu or gpu if it was auto.
 
-    Raises BadInput, which says what was found, when it is a GPU and PyTorch can use none in this process, `process`.
+    Raises BadInput, with the facts about GPUs, when it is a GPU and PyTorch can use none in this process, `process`.
     """
     device = config.cluster.device
     assert device != "auto", "see trireme.plan.base.Plan.resolved"
@@ -51,8 +51,8 @@ def has_gpu() -> bool:
 
 
 def require_gpu(process: str, key: str = "cluster.device") -> None:
-    """Raises BadInput, which says what was found, when PyTorch can use no GPU in this process, `process`. `key`: the
-    option that wants one."""
+    """Raises BadInput, with the facts about GPUs, when PyTorch can use no GPU in this process, `process`. `key`: the
+    option that requires one."""
     import torch
 
     if has_gpu():
@@ -67,7 +67,7 @@ def require_gpu(process: str, key: str = "cluster.device") -> None:
 
 
 def _gpu_facts() -> str:
-    """Says what matters to a process that cannot use a GPU."""
+    """Returns the relevant facts for a process that cannot use a GPU."""
     import torch
 
     driver = "no NVIDIA driver is loaded"

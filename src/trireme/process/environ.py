@@ -1,4 +1,4 @@
-"""Reads the resources of this machine, and sets what the system gives a process: variables that Ray reads when it is
+"""Reads the resources of this machine, and sets the surroundings of a process: variables that Ray reads when it is
 imported, output files, CPU time."""
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ LOG_LINES = 20
 DRIVER_MARK = "HEAD"
 """File that the driver writes into the directory of an attempt's logs (`RunDir.nonce`)."""
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-"""Has the C library (glibc from 2.35 on) ask for huge pages for what it allocates, where Linux leaves that to programs.
-On CPUs tensors get new memory all the time, and what a page costs is mostly the same for 4 KiB and for 2 MiB."""
+"""Makes the C library (glibc from 2.35 on) ask for huge pages, where Linux leaves that to programs. On CPUs tensors get
+new memory all the time, and a page of 4 KiB costs almost as much as a page of 2 MiB."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Resources:
 
     @classmethod
     def of_this_machine(cls) -> Resources:
-        """Returns what this process may use of this machine."""
+        """Returns the resources of this machine that this process may use."""
         return cls((this_machine(),), "this machine")
 
     @property
@@ -61,7 +61,7 @@ class Resources:
 
     @property
     def emptied(self) -> Resources:
-        """The machines as they are when nothing runs there."""
+        """The machines with all their memory free."""
         emptied = [
             replace(
                 node, free_bytes=node.memory_bytes, gpus=tuple(replace(g, free_bytes=g.memory_bytes) for g in node.gpus)
@@ -81,13 +81,13 @@ def cluster_address(config: CommonConfig) -> str | None:
 
 
 def user_cache() -> Path:
-    """Returns the directory of this user for what outlives a run."""
+    """Returns the directory of this user for files that outlive a run."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trireme"
 
 
 def keep_compiled_code() -> None:
-    """Sets where torch.compile and Triton keep what they compile: in the user's cache, unless a place is set. Call it
-    before anything imports `torch._inductor`, which settles on a directory in TMPDIR otherwise, and leaves it there."""
+    """Sets where torch.compile and Triton keep compiled code: in the user's cache, unless a place is set. Call it
+    before anything imports `torch._inductor`, which chooses a directory in TMPDIR otherwise, and keeps it."""
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(user_cache() / "torchinductor"))
 
 
@@ -95,12 +95,11 @@ def prepare_ray_environment(address: str | None, threads: int, deterministic: bo
     """Sets the variables that Ray reads when it is imported, for the cluster at `address` or one started here (None).
 
     All processes of a cluster started here inherit this environment: `threads` for each (unless OMP_NUM_THREADS is set;
-    `deterministic` overrides it); `huge_pages` for what they allocate (unless GLIBC_TUNABLES is set); the usual CPU
-    priority (Ray's default for workers, nice 15, leaves no room below it for work that can wait); an authentication
-    token of its own (else Ray writes one into the home directory and prints that at every start); and no address but
-    127.0.0.1, where all of them listen, the trainer's store and Ray's metrics too (the variable's name is for the
-    systems on which this is Ray's default). Other clusters ask for a token by default, but a driver only sends it if
-    told to.
+    `deterministic` overrides it); `huge_pages` for their memory (unless GLIBC_TUNABLES is set); the usual CPU priority
+    (Ray's default for workers, nice 15, leaves no room below it for work that can wait); an authentication token of its
+    own (else Ray writes one into the home directory and prints that at every start); and no address but 127.0.0.1,
+    where all of them listen, the trainer's store and Ray's metrics too (the variable's name is for the systems on which
+    this is Ray's default). Other clusters ask for a token by default, but a driver only sends it if told to.
     """
     if address is not None:
         if "RAY_AUTH_TOKEN" in os.environ or (Path.home() / ".ray" / "auth_token").is_file():

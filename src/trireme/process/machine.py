@@ -1,5 +1,5 @@
-"""Reads what one machine has for a run: cores, memory and GPUs. Imports nothing heavy: a start of a run
-calls it, and a short task on each node of a cluster."""
+"""Reads the resources of one machine for a run: cores, memory and GPUs. Imports nothing heavy: a start of a run calls
+it, and a short task on each node of a cluster."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Node:
-    """A machine of a run, and what it has."""
+    """A machine of a run, with its resources."""
 
     name: str
-    """What it is called in sentences: "this machine", or its address in the cluster."""
+    """Its name in sentences: "this machine", or its address in the cluster."""
     cpus: int
     """Cores that the run may use."""
     num_gpus: int
     """GPUs that the run may use."""
     memory_bytes: int
-    """Memory of the machine, or what its control group allows if that is less."""
+    """Memory of the machine, or the limit of its control group if that is less."""
     free_bytes: int
     """The memory that no process has taken, by the system and by the control group."""
     shm_bytes: int
@@ -54,14 +54,14 @@ class Node:
     store_bytes: int
     """Size of Ray's object store."""
     gpus: tuple[Gpu, ...] = ()
-    """The memory of each GPU; fewer than `num_gpus` where the driver does not tell it. Of a cluster's node the one with
-    most free memory comes first: Ray gives away GPUs that no actor has."""
+    """The memory of each GPU; fewer than `num_gpus` where the driver does not report it. On a cluster's node the GPU
+    with most free memory comes first: Ray assigns GPUs that no actor has."""
     id: str = ""
     """Ray's id of it; "" for a machine that is in no cluster."""
 
     @property
     def smallest_gpu(self) -> Gpu | None:
-        """The GPU with the least free memory; None if the driver told of none."""
+        """The GPU with the least free memory; None if the driver reported none."""
         return min(self.gpus, key=lambda gpu: gpu.free_bytes, default=None)
 
 

@@ -79,8 +79,8 @@ def cluster_resources(timeout_s: float) -> Resources:
 
 @contextmanager
 def connected(address: str, config: CommonConfig | None) -> Iterator[None]:
-    """Connects to a running cluster for the time of the block; processes there get what a run of `config` takes with
-    it, or nothing. Raises BadInput where no cluster answers."""
+    """Connects to a running cluster for the time of the block; processes there get the environment of a run of
+    `config`, or nothing. Raises BadInput where no cluster answers."""
     _without_obituaries()
     _refuse_unless_reachable(address)
     os.environ["RAY_OVERRIDE_JOB_RUNTIME_ENV"] = "1"  # else Ray refuses variables that a submitted job also sets
@@ -96,8 +96,8 @@ def connected(address: str, config: CommonConfig | None) -> Iterator[None]:
 
 
 def _nodes(timeout_s: float) -> tuple[Node, ...]:
-    """Asks each node of the cluster what it has, side by side: a short task on each. Ray says how many cores and GPUs
-    it gives. Raises RoomFailed, which names the nodes that do not answer."""
+    """Asks each node of the cluster for its resources, in parallel: a short task on each. Ray reports how many cores
+    and GPUs it offers. Raises RoomFailed, which names the nodes that do not answer."""
     alive = [node for node in ray.nodes() if node["Alive"]]
     asking = [
         ray.remote(num_cpus=0, scheduling_strategy=on_node(node["NodeID"]))(this_machine).remote() for node in alive
@@ -293,8 +293,8 @@ class PlacePool:
 
     @staticmethod
     def are_there(options_N: Sequence[Mapping[str, Any]]) -> list[bool]:
-        """Tells of each actor with these options of Ray if Ray has its place; it has none while its node is lost. Asks
-        Ray once about each group."""
+        """Returns for each actor with these options of Ray whether Ray has its place; it has none while its node is
+        lost. Asks Ray once about each group."""
         return [node is not None for node in actor_nodes(options_N)]
 
 

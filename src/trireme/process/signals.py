@@ -74,7 +74,7 @@ def _stop(signum: int, _frame: FrameType | None) -> None:
 
 
 def check() -> None:
-    """Raises Stopped if a signal came. Ray's compiled code may have swallowed the one that was raised then."""
+    """Raises Stopped if a signal came, because Ray's compiled code may have swallowed an earlier Stopped."""
     if _received:
         raise Stopped(_received[0])
 

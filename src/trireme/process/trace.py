@@ -12,8 +12,8 @@ function call. Events are put into a queue; a thread writes the queue ten times 
 loses less than a second. Every event is a whole line of a JSON array that is never closed, as the format allows: the
 file can be read at any time.
 
-One clock: microseconds since 1970, as the system's clock said when the process started, counted on by the monotonic
-clock. Processes of one machine agree to microseconds. Processes of several machines agree as well as their system
+One clock: microseconds since 1970, by the system's clock at the start of the process, and by the monotonic clock from
+then on. Processes of one machine agree to microseconds. Processes of several machines agree as well as their system
 clocks do: under NTP a span may seem to begin a few milliseconds before its cause on another node.
 """
 

@@ -24,7 +24,7 @@ COLOURS = re.compile(r"\x1b\[\d+m")
 
 
 def failure(error: BaseException, owner: str, log: Path | None) -> TriremeError:
-    """Turns what Ray raised while `owner` was called into the error that a person reads."""
+    """Turns Ray's error of a call to `owner` into the error that a person reads."""
     log_note = f"; its log: {log}" if log else ""
     if isinstance(error, RayTaskError):
         cause = error.cause
@@ -37,14 +37,14 @@ def failure(error: BaseException, owner: str, log: Path | None) -> TriremeError:
 
 
 def with_log(error: TriremeError, log: Path | None) -> TriremeError:
-    """Returns what another process said of its failure, with the path of its log."""
+    """Returns another process's message on its failure, with the path of its log."""
     if type(error) is RoomFailed and log and "its log:" not in str(error):
         return RoomFailed(f"{error}; its log: {log}")
     return error
 
 
 def _cause_of_death(error: RayActorError) -> str:
-    """Returns what Ray knows of the death, without its advice, which is about Ray's own commands."""
+    """Returns Ray's account of the death, without its advice, which is about Ray's own commands."""
     message = " ".join(COLOURS.sub("", str(error)).split())
     pid = re.search(r"pid: (\d+)", message)
     detail = re.search(r"exit detail: (.*?)(?: Some common causes|$)", message)
@@ -72,7 +72,7 @@ def get_all(
 ) -> list[Any]:
     """Returns the values of `refs`; `owners` names their processes. Raises as soon as one fails, without waiting for
     others (which may hang in a collective), or after `timeout_s` seconds. Calls `on_tick` about once a second with the
-    names still waited for and the seconds waited. `limit` says in the error what set the time limit."""
+    names still waited for and the seconds waited. `limit` names the origin of the time limit in the error."""
     started = time.monotonic()
     pending = list(refs)
     owner = dict(zip(refs, owners, strict=True))
@@ -166,13 +166,13 @@ class Pending:
     log: Path | None = None  # directory of the owners' logs
 
     def wait(self, timeout_s: float) -> list[Any]:
-        """Returns the items of all lists. Raises what `get_all` raises."""
+        """Returns the items of all lists. Raises the errors of `get_all`."""
         parts = get_all(self.refs, owners=self.owners, timeout_s=timeout_s, log=self.log)
         return [item for part in parts for item in part]
 
 
 async def get_async(awaitable: Awaitable[Value], *, owner: str, timeout_s: float, log: Path | None = None) -> Value:
-    """Waits for one reference inside an event loop. Raises what `get_all` raises."""
+    """Waits for one reference inside an event loop. Raises the errors of `get_all`."""
     try:
         return await asyncio.wait_for(awaitable, timeout_s)
     except TimeoutError:

@@ -32,7 +32,7 @@ from trireme.core.redaction import is_secret
 from trireme.core.refusals import Refusal
 
 PREFIXES = ("HF_", "WANDB_", "NCCL_", "GLOO_", "VLLM_", "TRIREME_", "PYTORCH_", "TORCH", "TRITON_")
-"""The variables of what computes in actors begin like this: hub, W&B, collectives, vLLM, this project."""
+"""Prefixes of the variables of libraries in actors: hub, W&B, collectives, vLLM, this project."""
 OF_ONE_NODE = "VLLM_HOST_IP"
 """The address of the process itself, as vLLM reads it: another one on each node."""
 NAMES = ("PYTHONPATH", "TRANSFORMERS_OFFLINE", "TOKENIZERS_PARALLELISM", "CUBLAS_WORKSPACE_CONFIG")
@@ -83,7 +83,7 @@ class WorkerEnvironment:
 
     @property
     def text(self) -> str:
-        """Says by name what travels."""
+        """The names of everything that travels."""
         parts = [
             ("code of", [module.stem for module in self.modules]),
             ("variables", sorted(self.variables)),
@@ -104,13 +104,13 @@ class WorkerEnvironment:
 
 
 def travels_text(config: CommonConfig) -> str:
-    """Says by name what a run of this configuration takes with it, for its plan."""
+    """Returns the names of everything that a run of this configuration takes with it, for its plan."""
     return f"{WorkerEnvironment.of(config, os.environ).text}, from the driver to all nodes"
 
 
 def _beginning(secrets: Mapping[str, str]) -> Callable[[], None]:
-    """Returns what a process does first: it sets variables, and finds the project's packages before a user's modules.
-    Ray sends the function whole, because it is no function of a module."""
+    """Returns the first function of a process: it sets variables, and finds the project's packages before a user's
+    modules. Ray sends the function whole, because it is no function of a module."""
 
     def begin() -> None:
         os.environ.update(secrets)
@@ -140,8 +140,8 @@ def _chosen(names: Iterable[str], environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def modules_not_installed(names: Iterable[str]) -> tuple[Path, ...]:
-    """Returns where the top-level modules `names`, this project's packages, and all that their sources import lie, as
-    far as they are not among the installed packages: those are expected on every node."""
+    """Returns the places of the top-level modules `names`, this project's packages, and all their imports, unless they
+    are among the installed packages, which are expected on every node."""
     installed = [Path(sysconfig.get_path(kind)).resolve() for kind in INSTALLED]
     modules: dict[str, Path] = {}
     pending = [ENTRY, *OWN_PACKAGES, *names]
