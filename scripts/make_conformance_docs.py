@@ -1,4 +1,4 @@
-"""Runs the tests that stand for the cases of other projects, and writes docs/conformance.md:
+"""Runs the tests that stand for the cases of other projects, and writes docs/internals/conformance.md:
 `python scripts/make_conformance_docs.py`. The cases are in tests/conformance. It takes some minutes."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "unit" / "support"))
 from conformance_support import Yardstick, yardsticks  # noqa: E402
 
-TARGET = ROOT / "docs" / "conformance.md"
+TARGET = ROOT / "docs" / "internals" / "conformance.md"
 RUN_S = 3600.0
 
 INTRODUCTION = """# Conformance

@@ -1,4 +1,4 @@
-"""Memory of the trainer's shards: what they hold by a count, and by the plan, which is written to docs/memory.md.
+"""Memory of the trainer's shards: what they hold by a count, and by the plan (docs/internals/memory.md).
 
     python scripts/memory.py          # writes the page
 
@@ -396,7 +396,7 @@ def _prove(models: Sequence[PreTrainedModel], mesh: Mesh, sharding: Sharding, pa
 
 # ---- the page
 
-TARGET = Path(__file__).parents[1] / "docs" / "memory.md"
+TARGET = Path(__file__).parents[1] / "docs" / "internals" / "memory.md"
 GB = 10**9
 GPU_SIZES = (80 * GB, 141 * GB)
 GPUS = (1, 8, 32)

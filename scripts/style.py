@@ -32,7 +32,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TREES = ("src", "tests", "scripts")
-PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**/*.md")
 COUNTED = {tokenize.NAME, tokenize.NUMBER, tokenize.OP}
 LAYOUT = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 GENERATED = re.compile(r"^Generated (by|from) ", re.MULTILINE)

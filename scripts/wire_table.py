@@ -1,4 +1,4 @@
-"""Writes docs/wire.md: how long published weights of known models are on the wire, by a model of the network.
+"""Writes docs/internals/wire.md: how long published weights of known models are on the wire, by a model of the network.
 
     python scripts/wire_table.py
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from memory import facts_of
 from trireme.core.transport import Session, servers_of
 
-TARGET = Path(__file__).parents[1] / "docs" / "wire.md"
+TARGET = Path(__file__).parents[1] / "docs" / "internals" / "wire.md"
 GB = 10**9
 BYTES_PER_PARAMETER = 2
 GPUS_PER_NODE = 8
@@ -24,7 +24,7 @@ TRAINING_SHARE = 4
 """One node in so many trains, but at least one."""
 NODES = (2, 4, 8, 16, 32, 64)
 MODELS = {"Qwen3-4B": 1, "Qwen3-8B": 1, "Qwen3-30B-A3B": 2, "Llama-3-70B": 4}
-"""The GPUs of a replica: the fewest of 80 GB on which docs/memory.md has its weights and a KV cache fit."""
+"""The GPUs of a replica: the fewest of 80 GB on which docs/internals/memory.md has its weights and a KV cache fit."""
 NODE_GBIT = 100
 GPU_GBIT = 400
 """Rates of a node's only network card, and of the card that each GPU has in nodes made for training."""

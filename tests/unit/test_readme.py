@@ -199,7 +199,7 @@ def try_output(fence: Fence) -> None:
     assert [line for line in shown if line.endswith(":")] == [line for line in printed[2:] if line.endswith(":")]
 
 
-@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.name)
 def test_source_files_that_a_page_names_exist(page: Path) -> None:
     named = re.findall(
         r"`(?:src/)?((?:trireme|trainer|orchestrator|inference|service)/[a-z_/]+(?:\.py|/))`", page.read_text()

@@ -22,7 +22,7 @@ def multiply_by_few_kernels() -> None:
     oneDNN makes a kernel for each size of a batch that a matrix is multiplied with, and while requests end one after
     the other, nearly every step has another size.
 
-    Gain: 0.8 ms of a step's 10 ms, and 136 MiB after 240 sizes (docs/benchmarks.md, whole_job).
+    Gain: 0.8 ms of a step's 10 ms, and 136 MiB after 240 sizes (docs/internals/benchmarks.md, whole_job).
     """
     import torch
     from vllm import _custom_ops

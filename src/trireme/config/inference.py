@@ -25,7 +25,7 @@ LARGE_GPU_BYTES = 70 * GIB
 """Sequences that a server of vLLM 0.32 decodes at the same time on a GPU, and on one of at least that much memory. It
 takes the fewer on an A100 of 80 GiB, too."""
 CPU_SEQUENCES = 256
-"""Default number of sequences that a replica on CPUs decodes at the same time. (docs/benchmarks.md, defaults)"""
+"""Default number of sequences that a replica on CPUs decodes at once (docs/internals/benchmarks.md, defaults)."""
 
 
 class SamplingConfig(Section):

@@ -171,7 +171,7 @@ EXACT = Drift(1e-4, 1e-4)
 ROUNDED = Drift(0.2, 3.0)
 """Largest drift of models in 16 bits at the first update of a run. The mean tells faults (0.7 and more in the random
 models of two layers that were tried) from rounding (up to 0.09); single tokens moved by up to 1.55, because rounding
-may change their experts (docs/benchmarks.md)."""
+may change their experts (docs/internals/benchmarks.md)."""
 LEAST = Drift(0.05, ROUNDED.largest)
 GROWTH = 5.0
 """At later updates a model in 16 bits may have GROWTH times the drift of the first, and LEAST in any case. Where

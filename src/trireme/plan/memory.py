@@ -29,8 +29,8 @@ KEPT_BYTES = 64 * 2**20
 KEPT_OF_LAYERS = 17
 KEPT_OF_LARGE = 192 * 2**20
 """What glibc keeps on a host of freed tensors, a fit to measurements of models up to 70 million parameters
-(docs/memory.md): it gives back what has more than LARGEST_KEPT bytes. If a layer has not more, it keeps KEPT_BYTES, and
-KEPT_OF_LAYERS for each parameter of the layers; else KEPT_OF_LARGE."""
+(docs/internals/memory.md): it gives back what has more than LARGEST_KEPT bytes. If a layer has not more, it keeps
+KEPT_BYTES, and KEPT_OF_LAYERS for each parameter of the layers; else KEPT_OF_LARGE."""
 GPU_ALLOWANCES = {"CUDA context": GIB // 2, "NCCL": GIB, "workspaces": GIB // 2}
 """Bytes that a shard takes of its GPU in addition to tensors. They are allowances: nothing was measured on a GPU."""
 GPU_SHARE = 0.85

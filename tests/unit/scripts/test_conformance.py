@@ -8,7 +8,7 @@ from conformance_support import ROOT, Case, Yardstick, yardsticks
 
 YARDSTICKS = list(yardsticks())
 CASES = [pytest.param(y, case, id=f"{y.name}: {case.text}") for y in YARDSTICKS for case in y.cases]
-PAGE = ROOT / "docs" / "conformance.md"
+PAGE = ROOT / "docs" / "internals" / "conformance.md"
 
 
 @cache

@@ -13,7 +13,7 @@ from itertools import groupby
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MARK = re.compile(r"<!-- not run here: (\S.*) -->")
 PREPARED = (["pip", "install", "uv"], ["export"])
 """What a command line begins with, and needs no trial."""
