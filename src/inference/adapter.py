@@ -44,7 +44,7 @@ POLICY = LoRARequest("policy", 1, "in memory")
 
 
 def request_of(name: str, number: int) -> LoRARequest:
-    """Returns what a request for adapter `number` names, which has been taken."""
+    """Returns the LoRA request for the loaded adapter `number`."""
     return LoRARequest(name, number, "in memory")
 
 

@@ -2,11 +2,11 @@
 
     step ---> tokens of all requests ---> held ---(requests have ended; some time is over; a pause)---> one message
 
-vLLM's engine sends a message for each step, in which every request has an object with three arrays for one token. To
-write, read and enter these took a third of a replica's CPU time where steps are short. What a replica makes of them is
-asked for when a request ends, or about once a second. Ends wait for each other too, for a small share of the time that
-their requests have taken: a message costs the engine, the replica's actor and the orchestrator. Whatever a pause ends
-is sent before it: weights change in pauses only, and a message names the weights of all its tokens.
+vLLM's engine sends a message for each step, in which every request has an object with three arrays for one token. With
+short steps, writing and reading these took a third of a replica's CPU time. Callers need a request's tokens only when
+it ends, or about once a second. Ends wait for each other too, for a small share of the time that their requests have
+taken: a message costs the engine, the replica's actor and the orchestrator. All held outputs are sent before a pause:
+weights change in pauses only, and a message names the weights of all its tokens.
 
 vLLM imports this module in the engine's process because the replica names one of its schedulers (`scheduler_cls`).
 """
@@ -64,8 +64,8 @@ class HeldOutputs:
     def pass_on(
         self, outputs: Iterable[EngineCoreOutput], may_wait: Callable[[str], bool], now: float
     ) -> list[EngineCoreOutput]:
-        """Takes the outputs of a step. Returns what must not wait, with what was kept of its request. `may_wait` is
-        asked about the first output of a request."""
+        """Takes the outputs of a step. Returns the outputs that must not wait, with the held outputs of their requests.
+        Calls `may_wait` for the first output of a request."""
         going = []
         for output in outputs:
             name = output.request_id
@@ -105,12 +105,12 @@ class HeldOutputs:
 
 
 def can_wait(output: EngineCoreOutput) -> bool:
-    """Tells if an output has nothing that `joined` would lose, and more will follow."""
+    """Returns whether `joined` loses nothing of an output, and more will follow."""
     return output.finish_reason is None and has_tokens_alone(output)
 
 
 def is_plain_end(output: EngineCoreOutput) -> bool:
-    """Tells if an output is the last of its request, and has nothing that `joined` would lose."""
+    """Returns whether an output is the last of its request, and `joined` loses nothing of it."""
     return output.finish_reason is not None and has_tokens_alone(output)
 
 
@@ -160,7 +160,7 @@ def joined_logprobs(parts: Sequence[LogprobsLists]) -> LogprobsLists | None:
 
 
 class CoalescingScheduler(Scheduler):
-    """Sends what has ended, what may not wait, and all after its longest wait."""
+    """Sends ends, outputs that may not wait, and all outputs after their longest wait."""
 
     _all_sent = 0.0
 
@@ -219,10 +219,12 @@ class CoalescingScheduler(Scheduler):
         return self.pause_state is not PauseState.UNPAUSED
 
     def _may_wait(self, request_id: str) -> bool:
-        """Tells if only the end of this request is waited for, and the engine's scheduler finds it."""
+        """Returns whether the caller waits only for the end of this request, and the engine's scheduler finds the
+        end.
+        """
         params = self.requests[request_id].sampling_params
         return params is not None and params.output_kind is RequestOutputKind.FINAL_ONLY and not params.stop
 
 
 class CoalescingAsyncScheduler(CoalescingScheduler, AsyncScheduler):
-    """Coalesces outputs where vLLM prepares a step while the one before it is computed."""
+    """Coalesces outputs where vLLM prepares a step while it computes the one before."""

@@ -41,12 +41,14 @@ HEAD_DTYPE = "head_dtype"
 GIVEN_UP = ("abort", "error")
 """How requests end that the engine ends by itself: with "error" after an exception about the request."""
 READ = "read"
-"""The key of SamplingParams.extra_args that tells the scheduler that a request's tokens are read while they are
-sampled. vLLM carries these arguments to the engine's process and does not look at them."""
+"""The key of SamplingParams.extra_args that marks a request with tokens that are read while they are sampled, for the
+scheduler. vLLM carries these arguments to the engine's process and does not read them."""
 
 
 def import_engine(*, on_cpu: bool) -> None:
-    """Imports what a start of vLLM needs in this process. Raises BadInput for a build of vLLM for other devices."""
+    """Imports the modules for a start of vLLM in this process. Raises BadInput for a build of vLLM for other
+    devices.
+    """
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     import vllm.engine.arg_utils
@@ -95,9 +97,9 @@ def coalesce_outputs(config: SchedulerConfig) -> None:
 
 
 def engine_seed(config: Config, start: str) -> int:
-    """Returns the seed of an engine, from which requests without one are sampled: the run's in deterministic mode, else
-    one for each `start`. With the same one, two replicas would draw the same numbers for their requests, and an engine
-    that starts again those which the lost one has drawn."""
+    """Returns the seed of an engine, for requests without one: the run's in deterministic mode, else one for each
+    `start`. With equal seeds, two replicas would draw the same numbers for their requests, and a restarted engine would
+    draw the lost one's numbers again."""
     if config.deterministic:
         return config.seed
     return int.from_bytes(hashlib.blake2b(f"{config.seed}/{start}".encode(), digest_size=4).digest())  # as numpy takes
@@ -227,7 +229,7 @@ def sampled_sequence(
     request: SampleRequest, output: RequestOutput, kept_from: WeightIdentity | None
 ) -> SampledSequence:
     """Converts vLLM's final RequestOutput. Raises RoomFailed unless its version spans cover every token, and ValueError
-    for a request that the engine has given up.
+    for a request that the engine has dropped.
 
     `kept_from`: the weights under which the request entered, where its KV cache outlives them (`keep_kv`), else None.
     """

@@ -26,7 +26,7 @@ from trireme.process.environ import write_stacks_on_signal
 log = logging.getLogger(__name__)
 PR_SET_PDEATHSIG = 1
 QUEUES = "/dev/shm/psm_"
-"""Path of what `multiprocessing.shared_memory` makes, up to a random part of the name."""
+"""Path of the files of `multiprocessing.shared_memory`, up to a random part of the name."""
 PATH_COLUMN = 5
 """The column of a line of a process's maps that has the path; the columns before it have no spaces."""
 DELETED = " (deleted)"
@@ -113,8 +113,8 @@ def _start_ranks_by(method: str | None) -> None:
 
 
 class LogOnce(logging.Filter):
-    """Passes the first record of each message that a module of vLLM logs, whatever stands in it, and none that begins
-    with `without`."""
+    """Passes only the first record of each message that a module of vLLM logs, whatever its arguments, and no message
+    that begins with `without`."""
 
     def __init__(self, without: str = "") -> None:
         super().__init__()
@@ -130,8 +130,8 @@ class LogOnce(logging.Filter):
 
 
 def quieten_vllm() -> None:
-    """Has an engine in this process, or forked from it, log once what vLLM logs for each tensor that it loads in
-    another dtype, and not that OMP_NUM_THREADS is set: Ray or the plan does that."""
+    """Makes an engine in this process, or forked from it, log once the message that vLLM logs for each tensor that it
+    loads in another dtype, and never that OMP_NUM_THREADS is set: Ray or the plan does that."""
     logging.getLogger("vllm.model_executor.models.utils").addFilter(LogOnce())
     logging.getLogger("vllm.utils.torch_utils").addFilter(LogOnce("OMP_NUM_THREADS="))
 

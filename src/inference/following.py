@@ -52,8 +52,8 @@ def own_tensors(layer: nn.Module) -> dict[str, Tensor]:
 
 
 class TensorFollower:
-    """Follows the published tensors of all updates into one model; one for each rank of an engine. `tensors_of`: what
-    it looks at of each layer, by names."""
+    """Follows the published tensors of all updates into one model; one for each rank of an engine. `tensors_of` returns
+    the tensors to follow in a layer, by names."""
 
     def __init__(self, model: nn.Module, tensors_of: Callable[[nn.Module], Mapping[str, Tensor]] = own_tensors) -> None:
         self._model = model
@@ -76,10 +76,10 @@ class TensorFollower:
     def following(
         self, tensors: Mapping[str, Tensor], *, traced: bool, factors: Mapping[str, float] = MappingProxyType({})
     ) -> Iterator[Iterator[tuple[str, Tensor]]]:
-        """Follows what loaders take from the iterator that it yields, and what they pack. The iterator must be begun
-        when vLLM has prepared its parameters, and the tensors stay alive until `loaded`. `traced`: what the loaders do
-        was found at an earlier update, and the finding was accepted; tensors of other shapes are followed anew.
-        `factors`: {tensor: power of two by which it was multiplied since it was published}."""
+        """Follows the tensors that loaders take from the yielded iterator, and their packing. Begin the iterator when
+        vLLM has prepared its parameters; the tensors must live until `loaded`. `traced`: an earlier update recorded the
+        loaders' copies, and the record was accepted; tensors of other shapes are recorded again. `factors`: {tensor:
+        power of two by which it was multiplied since it was published}."""
         table = _table_of(tensors, factors)
         self._sums.clear()
         self._factors = factors
@@ -110,8 +110,8 @@ class TensorFollower:
         return traced and self._only_copies and lies and _table_of(tensors, {}) == self._table
 
     def copy(self, groups: Iterable[Mapping[str, Tensor]]) -> None:
-        """Copies what loaders would copy: all published tensors, in groups which need not live longer than their turn.
-        Call `loaded` afterwards."""
+        """Copies all published tensors as the loaders would, in groups that need not live longer than their turn. Call
+        `loaded` afterwards."""
         self._sums.clear()
         self._factors = MappingProxyType({})
         model_tensors = self._model_tensors()
@@ -130,7 +130,7 @@ class TensorFollower:
         yield from tensors.items()
 
     def pack(self, when: str, pack: Callable[[nn.Module], None], layer: nn.Module) -> None:
-        """Calls `pack`, which may change a layer's parameters, and sums those before that it changes."""
+        """Calls `pack`, which may change a layer's parameters, and first sums the parameters that it changes."""
         if self._watch is None:
             for name, tensor in self._tensors_of_layer(layer).items():
                 if self._packed.get(name) == when:
@@ -202,11 +202,11 @@ class TensorFollower:
             self._sums |= self._pending.popleft().result()
 
     def _sum(self, name: str, tensor: Tensor) -> dict[int, Tensor]:
-        """Sums what was copied to a parameter, if it lies as it did then: {number of the copy: sums}."""
+        """Sums the copies in a parameter, if its layout has not changed: {number of the copy: sums}."""
         return _sums_by_number(self._parts(name, tensor))
 
     def _parts(self, name: str, tensor: Tensor) -> dict[int, TensorPart]:
-        """Returns what was copied to a parameter, if it lies as it did then: {number of the copy: part to sum}."""
+        """Returns the copies in a parameter, if its layout has not changed: {number of the copy: part to sum}."""
         if name not in self._copies or self._layouts[name] != layout_of(tensor):
             return {}
         parts = {}

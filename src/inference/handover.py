@@ -64,14 +64,14 @@ class Progress:
 
 
 Outcome = SampledSequence | Progress | TriremeError
-"""How a request ends on a replica: its answer; what it has, when it is given up there; why it cannot be sampled
-anywhere."""
+"""How a request ends on a replica: its answer; its progress, when the replica drops it; why no replica can sample
+it."""
 NOTHING = Progress(0, np.zeros(0, np.int32), np.zeros(0, np.float32), ())
 
 
 class Handover:
-    """Keeps what a request has so far. `next_request` gives it to another replica; then `add` takes the progress that
-    this replica reports, in which its own first token has number 0. `told` gets all that is kept after each `add`."""
+    """Keeps the progress of a request. `next_request` gives it to another replica; then `add` takes the progress that
+    this replica reports, in which its own first token has number 0. `told` gets all kept progress after each `add`."""
 
     __slots__ = ("_base", "_kept", "_request", "_told")
 
@@ -94,7 +94,7 @@ class Handover:
 
     @property
     def is_read(self) -> bool:
-        """Tells if its answer is read while it is sampled."""
+        """Returns whether its answer is read while it is sampled."""
         return self._request.read
 
     def next_request(self) -> SampleRequest:
@@ -114,18 +114,18 @@ class Handover:
         )
 
     def add(self, progress: Progress) -> None:
-        """Keeps the replica's progress: replaces known tokens, ignores what would leave a gap."""
+        """Keeps the replica's progress: replaces known tokens, ignores progress that would leave a gap."""
         if self._base + progress.start <= len(self) and len(progress.tokens):
             self._kept = self._followed_by(progress)
             if self._told:
                 self._told(self._kept)
 
     def forget_last_replica(self) -> None:
-        """Drops what the replica reported that works on the request now: it is not to be trusted."""
+        """Drops the reports of the replica that works on the request now, because it cannot be trusted."""
         self._kept = self._followed_by(NOTHING)
 
     def complete(self, rest: SampledSequence) -> SampledSequence:
-        """Returns the whole answer: what was kept at `next_request`, and `rest`, which the replica answered."""
+        """Returns the whole answer: the tokens kept at `next_request`, and the replica's answer `rest`."""
         if not self._base:
             return rest
         whole = self._followed_by(Progress(0, rest.tokens, rest.logprobs, rest.spans))

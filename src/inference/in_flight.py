@@ -21,7 +21,7 @@ class HeldAdapter:
     """An adapter that the engine has in addition to the updated one."""
 
     request: LoRARequest
-    """What requests for it name."""
+    """The LoRA request that names it."""
     identity: WeightIdentity
 
 
@@ -37,7 +37,7 @@ class EngineRequest:
     """The adapter that samples it; None: the weights of updates do."""
 
     def named(self, answer: Answer) -> Answer:
-        """Returns what the request has made with the name of its adapter: the engine names the weights of updates."""
+        """Returns the request's tokens with the name of its adapter: the engine names the updated weights."""
         if self.adapter is None:
             return answer
         spans = tuple(replace(span, identity=self.adapter.identity, mixed=False) for span in answer.spans)

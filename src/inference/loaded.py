@@ -50,7 +50,7 @@ class HeldPart:
 
 @dataclass(frozen=True)
 class Following:
-    """Says what a rank's loaders did with each published tensor, found at its first update."""
+    """What a rank's loaders did with each published tensor, recorded at its first update."""
 
     parts: tuple[HeldPart, ...]
     """In the order of the sums; the same one several times, where the rank holds copies."""
@@ -67,13 +67,13 @@ class LoadedSums:
     """A rank's answer when it has loaded a version."""
 
     sums: npt.NDArray[np.uint64]
-    """[parts, 2], of what it holds."""
+    """[parts, 2], of the rank's parts."""
     following: Following | None
-    """It says what the sums are of, if that was found at this update."""
+    """The tensors of the sums, if this update recorded them."""
 
 
 class LoadedProof:
-    """Compares what the ranks of an engine have loaded with what was published."""
+    """Compares the tensors that the ranks of an engine loaded with the published ones."""
 
     def __init__(self, replica_name: str) -> None:
         self._replica_name = replica_name
@@ -81,7 +81,7 @@ class LoadedProof:
 
     @property
     def traced(self) -> bool:
-        """Tells if it is known what the engine's loaders do with each tensor."""
+        """Returns whether the copies of the engine's loaders are recorded."""
         return self._engine_tensors is not None
 
     def check(self, manifest: WeightsManifest, answers_R: Sequence[bytes]) -> None:
@@ -98,7 +98,7 @@ class LoadedProof:
 
 
 class EngineTensors:
-    """Knows what all ranks of an engine hold: rows of their sums, one rank's after the other's."""
+    """The tensors that all ranks of an engine hold: rows of their sums, rank after rank."""
 
     def __init__(self, followings_R: Sequence[Following], manifest: WeightsManifest) -> None:
         """Raises WeightsRefused if a tensor, or a part of one, was loaded by no rank."""
@@ -131,7 +131,7 @@ class EngineTensors:
             raise WeightsRefused(f"version {version}: the engine has loaded only a part, or nothing, of {some(parts)}")
 
     def warn(self, replica_name: str) -> None:
-        """Names what only the canary proves."""
+        """Names the tensors that only the canary proves."""
         if self._unfollowed:
             log.warning(
                 "%s: %d of %d published tensors cannot be followed into vLLM's parameters. Only the canary proves that "
@@ -170,7 +170,7 @@ class EngineTensors:
         )
 
     def _blame(self, tensor: int, sums: npt.NDArray[np.uint64], published: npt.NDArray[np.uint64]) -> str:
-        """Names the ranks that hold wrong values of a tensor; of parts that one rank holds alone, all that have one."""
+        """Names the ranks with wrong values of a tensor; if each part has one holder, all ranks that hold a part."""
         (mine,) = np.nonzero(self._tensor == tensor)
         ranks = np.unique(self._rank[mine])
         wrong = []

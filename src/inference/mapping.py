@@ -1,7 +1,7 @@
 """Where arrays of Ray's object store lie in files that other processes of this node can map: a way without a copy.
 
-Ray keeps objects in files without a name, which the raylet holds open and every worker maps. An engine's process has no
-part in Ray, but it runs for the same user, so it can open what the raylet holds as /proc/<raylet>/fd/N.
+Ray keeps objects in files without a name, which the raylet holds open and every worker maps. An engine's process is no
+part of Ray, but it runs for the same user, so it can open the raylet's files as /proc/<raylet>/fd/N.
 """
 
 from __future__ import annotations
@@ -114,7 +114,9 @@ def populate(buckets: Sequence[npt.NDArray[np.uint8]]) -> None:
 
 
 def mappings_of(buckets: Sequence[npt.NDArray[np.uint8]]) -> list[weakref.ref[mmap.mmap]]:
-    """Returns weak references to what `Region.map` has mapped: they tell afterwards whether something still uses it."""
+    """Returns weak references to the mappings of `Region.map`: they show afterwards whether something still uses
+    them.
+    """
     owners: list[object] = [bucket.base for bucket in buckets]
     return [weakref.ref(owner) for owner in owners if isinstance(owner, mmap.mmap)]
 

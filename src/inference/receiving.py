@@ -1,9 +1,9 @@
 """Receives broadcasts in rank 0 of a replica's engine. A thread does this, so the engine continues to sample.
 
 The bytes of a version come into one file without a name, which all ranks of the engine map. Another thread sums each
-bucket that has arrived, so that the check of a version need not read it again. The thread that receives
-writes what happens to a pipe of the replica's actor, a line of JSON for each message, because the engine itself answers
-only between two steps. Waiting for bytes does not hold Python's lock.
+received bucket, so that the check of a version need not read it again. The receiving thread writes its progress to a
+pipe of the replica's actor, a line of JSON for each message, because the engine itself answers only between two steps.
+Waiting for bytes does not hold Python's lock.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Receiving:
         self._current = Broadcast(offer, number, serial, pipe, last, spare, self._places)
 
     def sums(self, paths: Set[str]) -> dict[TensorPlace, str]:
-        """Returns the sums of tensors that were summed as they arrived in the files `paths`, by their places. For a
-        thread: it waits for sums that are not ready yet."""
+        """Returns the sums of tensors that were summed when they arrived in the files `paths`, by their places. Call it
+        in a thread: it waits for sums that are not ready yet."""
         current = self._current
         landing = current.landing if current else None
         if current and landing and paths == {landing.path}:
@@ -79,7 +79,7 @@ class Receiving:
 
 
 def sums_at(bucket: npt.NDArray[np.uint8], places: Sequence[TensorPlace]) -> dict[TensorPlace, str]:
-    """Returns the sums of what lies at some places of a bucket."""
+    """Returns the sums of the tensors at some places of a bucket."""
     return {place: str(sums_of(bucket[place.offset : place.offset + place.nbytes])) for place in places}
 
 
@@ -103,7 +103,7 @@ class Landing:
 
 
 class Broadcast:
-    """One version that is being received. The thread continues with the group of the one before."""
+    """A version that is being received. The thread continues with the previous version's group."""
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class Broadcast:
         return max(self._deadline - time.monotonic(), LEAST_S)
 
     def _receive(self, last: BroadcastGroup | None, pipe: int) -> BroadcastGroup:
-        """Receives all buckets and tells where they are; returns the group by which they came."""
+        """Receives all buckets and reports where they are; returns the group by which they came."""
         host, port = self._offer.endpoints_R[self._offer.server]
         store = open_store(host, port, timeout_s=self._offer.ready_s)
         fault_point("transport.ready")

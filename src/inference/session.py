@@ -1,6 +1,6 @@
-"""A replica's part in the sessions in which weights are broadcast: its answer to an offer, and what has arrived.
+"""A replica's part in the sessions in which weights are broadcast: its answer to an offer, and the received bytes.
 
-The engine's rank 0 receives (`inference.receiving`) and writes to a pipe of this process how far it is.
+The engine's rank 0 receives (`inference.receiving`) and writes its progress to a pipe of this process.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _Incoming:
                 future.exception()  # nobody may ever ask for it
 
     def is_of(self, source: Any) -> bool:
-        """Tells if it is the version of this source."""
+        """Returns whether it is the version of this source."""
         return (self.offer.attempt, self.offer.version) == (source.session.attempt, source.version)
 
     @staticmethod
@@ -89,8 +89,8 @@ class Broadcasts:
         self._mapping = asyncio.Lock()  # held while what has arrived is mapped, and while receiving begins
 
     async def offer(self, offer: Offer) -> None:
-        """Returns when the engine is ready to receive; what it still received of another version is given up. Raises
-        RoomFailed when it cannot."""
+        """Returns when the engine is ready to receive, and abandons an unfinished other version. Raises RoomFailed when
+        it cannot."""
         if self._incoming:
             self._incoming.fail(f"version {offer.version} was offered")
         try:
@@ -108,9 +108,9 @@ class Broadcasts:
 
     @asynccontextmanager
     async def fetched(self, number: int, source: Any) -> AsyncIterator[Arrived]:
-        """Gives the bytes of `source` as soon as they are in this node's memory: as they were broadcast to replica
-        `number`, else as they are had on demand. Other processes can map them until the end of the block. Raises
-        RoomFailed when they cannot be had."""
+        """Yields the bytes of `source` as soon as they are in this node's memory: as broadcast to replica `number`,
+        else as fetched on demand. Other processes can map them until the end of the block. Raises RoomFailed when they
+        are not available."""
         session = getattr(source, "session", None)  # None: another transport, or a loop that makes no offers
         if session:
             refusal = await self._why_not(number, source)
@@ -153,7 +153,7 @@ class Broadcasts:
         return str(incoming.arrived.exception() or "")
 
     def lose_engine(self) -> None:
-        """Forgets what an engine received that has ended."""
+        """Forgets the bytes that an ended engine received."""
         if self._incoming:
             self._incoming.fail("its engine has ended")
         self._incoming = None

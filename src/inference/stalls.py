@@ -1,10 +1,10 @@
-"""How an engine process that stands still is told from one that is busy.
+"""Distinguishes an engine process that hangs from a busy one.
 
 An engine says nothing in the middle of a step. A long prefill, a compilation, a KV cache that is computed again or a
 machine with other work make a step a hundred times longer than all before; a stopped or blocked process makes it
-endless. What tells them apart is CPU time: whatever works uses some, however little it gets, and what waits for ever
-uses none. So a deadline that is learned from the run is about the time without any (`StallClock`), and the configured
-one about all.
+endless. CPU time distinguishes them: a working process uses some, however little it gets, and a hanging process uses
+none. So a deadline that is learned from the run counts the time without any (`StallClock`), and the configured one
+counts all time.
 """
 
 from __future__ import annotations

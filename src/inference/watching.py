@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from inference.loaded import Elements, HeldPart
 
 PADDING = {torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default}
-"""Loaders fill what no published value belongs to."""
+"""Functions by which loaders fill elements that belong to no published value."""
 COMPUTED = "loaders compute with it"
 LAST_NAME = "\U0010ffff"
 Layout = tuple[tuple[int, ...], tuple[int, ...]]
@@ -155,7 +155,7 @@ def layout_of(tensor: Tensor) -> Layout:
 
 
 def widens(narrow: torch.dtype, wide: torch.dtype) -> bool:
-    """Tells if `wide` has all values of `narrow`, so that casting there and back changes nothing."""
+    """Returns whether `wide` has all values of `narrow`, so that casting there and back changes nothing."""
     return torch.promote_types(narrow, wide) == wide
 
 
@@ -191,7 +191,7 @@ def _numbers(name: str) -> tuple[str, list[int]]:
 
 
 def _memory(tensor: Tensor) -> int:
-    """Identifies what a tensor shares with its views, on the device `meta` too."""
+    """Identifies the memory that a tensor shares with its views, on the device `meta` too."""
     return tensor.untyped_storage()._cdata
 
 

@@ -1,4 +1,4 @@
-"""The part of a replica in vLLM's engine: checks what arrives and loads it.
+"""The part of a replica in vLLM's engine: checks received weights and loads them.
 
 vLLM imports this module in every rank of the engine because the replica names `WorkerExtension` as its
 `worker_extension_cls`. All of this runs between two forward steps. Each rank maps the same whole tensors and takes its
@@ -55,7 +55,7 @@ ask_for_tiles()  # on import, before a model is warmed up
 
 
 READERS = 8
-"""Threads that read what has arrived, at most: together they are as fast as a machine's memory."""
+"""Most threads that read received bytes: together they are as fast as a machine's memory."""
 
 
 def load_weights(
@@ -84,9 +84,9 @@ def copy_weights(
     manifest: WeightsManifest,
     buckets: list[npt.NDArray[np.uint8]],
 ) -> None:
-    """Does what `load_weights` does, where that only copies: each bucket travels to the device as a whole, and from
-    there to the parameters in one launch. A copy from the host for each tensor would wait, each time, until the device
-    has time for this process, which the trainer's may have at the moment."""
+    """Replaces `load_weights` where that only copies: each bucket travels to the device as a whole, and from there to
+    the parameters in one launch. A copy from the host for each tensor would wait, each time, until the device has time
+    for this process, while the trainer's process may have it."""
     by_bucket: list[list[TensorEntry]] = [[] for _ in buckets]
     for entry in manifest.entries:
         by_bucket[entry.bucket].append(entry)
@@ -106,7 +106,7 @@ def copy_weights(
 
 
 def _left_out(layer: torch.nn.Module) -> None:
-    """Stands in for the packing of a layer in tests."""
+    """Replaces the packing of a layer in tests."""
 
 
 def _as_loaded(tensors: Iterable[tuple[str, torch.Tensor]], fault: str | None) -> Iterator[tuple[str, torch.Tensor]]:
@@ -127,8 +127,8 @@ def _corrupt(model: torch.nn.Module) -> None:
 
 
 def readers() -> int:
-    """Returns how many threads read what has arrived. On CPUs it is one, as the engine computes by the same cores. On
-    GPUs an engine needs few cores, and the next step's sampling waits for the check."""
+    """Returns how many threads read received bytes. On CPUs it is one, because the engine computes by the same cores.
+    On GPUs an engine needs few cores, and the next step's sampling waits for the check."""
     if current_platform.is_cpu():
         return 1
     return max(1, min(READERS, len(os.sched_getaffinity(0)) // 2))
@@ -173,9 +173,9 @@ class WorkerExtension:
     carrier: Carrier | None = None
 
     def settle(self) -> int:
-        """Takes away the names of the shared memory by which ranks communicate. They have found each other, and killed
-        ones would leave it in /dev/shm. Compiles what checks weights, so that no update waits for it.
-        Returns this rank's process id."""
+        """Removes the names of the shared memory by which ranks communicate: they have found each other, and killed
+        ranks would leave it in /dev/shm. Compiles the checks of weights, so that no update waits for that. Returns this
+        rank's process id."""
         digest.warm_up()
         forget_shared_memory(Path("/proc/self/maps").read_text())
         if current_platform.is_cpu():
@@ -209,13 +209,13 @@ class WorkerExtension:
         Thread(target=_resolve, args=(self._checking, work), name="check", daemon=True).start()
 
     def checked(self) -> str | None:
-        """Returns why what has arrived is refused, "" if it is not; None while rank 0 still reads it."""
+        """Returns why the received bytes are refused, "" if they are not; None while rank 0 still reads them."""
         if self._checking.done():
             return self._checking.result()
         return None
 
     def take_weights(self, traced: bool) -> bytes:
-        """Loads the received weights, while the scheduler is paused. Returns what was loaded, a pickled
+        """Loads the received weights, while the scheduler is paused. Returns the loaded sums, a pickled
         `inference.loaded.LoadedSums`. `traced`: see `TensorFollower.following`. An error names the rank."""
         try:
             return pickle.dumps(self._load_received(traced))

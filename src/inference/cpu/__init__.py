@@ -1,6 +1,6 @@
-"""Gives engines on CPUs what they need beyond vLLM's own way. Each patch says what it gains, and where measured.
+"""Patches vLLM's engines on CPUs. Each patch names its gain, and where it was measured.
 
-`start`: a start without what a CPU need not do; `kernels`: batches of few sizes; `rank`: what vLLM leaves undone.
+`start`: a start without steps that a CPU does not need; `kernels`: batches of few sizes; `rank`: steps that vLLM omits.
 `inference.engine_startup` forks engines, on GPUs too.
 
 CPU seconds from the actor's start to a replica that is ready, of the actor, its engine process and their helpers (tiny

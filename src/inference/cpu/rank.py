@@ -1,4 +1,4 @@
-"""Completes what vLLM leaves undone in a rank on CPUs: without it an engine dies, or leaves memory behind."""
+"""Adds steps that vLLM omits in a rank on CPUs: without them an engine dies, or leaves memory behind."""
 
 from __future__ import annotations
 

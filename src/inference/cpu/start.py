@@ -13,7 +13,7 @@ CPU_ENVIRONMENT = {
 
 
 def prepare_cpu_start() -> None:
-    """Patches vLLM in this process, and in those forked from it. Call before the first engine; further calls change
+    """Patches vLLM in this process, and in processes forked from it. Call before the first engine; further calls change
     nothing."""
     multiply_by_few_kernels()
     _compile_nothing()

@@ -1,4 +1,4 @@
-"""The results of an examination, and what a run expects of the nodes."""
+"""The results of an examination, and the needs of a run on the nodes."""
 
 from __future__ import annotations
 

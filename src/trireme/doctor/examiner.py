@@ -18,7 +18,7 @@ class Report:
     """A node's facts, and where it listens for the other nodes."""
 
     facts: NodeFacts
-    """What the node reports of itself."""
+    """The node's report on itself."""
     endpoints: Sequence[Endpoint]
     """Each endpoint, first the one at any port of the node's address in the cluster."""
 

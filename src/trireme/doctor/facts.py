@@ -1,4 +1,6 @@
-"""Collects what one node reports of itself. Needs neither Ray nor a GPU library, so that it takes a second."""
+"""Collects the facts that one node reports of itself. Needs neither Ray nor a GPU library, so that it takes a
+second.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ class NodeFacts:
     """Versions of Python, of packages and of the NVIDIA driver ("" without one), and a digest of this project's
     source ("source")."""
     machine: Node
-    """Cores, memory, what of it is free, /dev/shm and the GPUs that the driver of the machine shows."""
+    """Cores, memory, free memory, /dev/shm and the GPUs that the driver of the machine shows."""
     shm_free: int
     """Free bytes in /dev/shm."""
     shares_run_directory: bool
@@ -60,7 +62,7 @@ class NodeFacts:
 
 
 def collect(questions: Questions) -> NodeFacts:
-    """Returns what this node reports of itself."""
+    """Returns this node's facts."""
     if questions.model:
         directory = model_directory(questions.model)
     else:

@@ -1,4 +1,4 @@
-"""One thing that is wrong, in four parts: the node, the actual state, the expected state, what to type."""
+"""One fault, in four parts: the node, the actual state, the expected state, the remedy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from trireme.core.refusals import Refusal
 
 CLUSTER = "cluster"
-"""Stands for the node of a finding about all nodes."""
+"""Replaces the node in a finding about all nodes."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Finding:
     expected: str
     """The state that a run needs, and why."""
     do: str
-    """What to type, and where."""
+    """The command to type, and where."""
     fatal: bool = True
     """True: a run is refused. False: a run works, but it is slower or may fail later."""
 

@@ -19,7 +19,7 @@ GIB = 2**30
 
 
 def findings(examination: Examination, expected: Expected) -> list[Finding]:
-    """Returns all that is wrong, in the order of the nodes, first the findings for which a run is refused."""
+    """Returns all faults, in the order of the nodes, first the faults for which a run is refused."""
     result = [*_missing(examination, expected), *_silent(examination, expected), *_plan(expected)]
     for node in examination.nodes:
         facts = examination.facts.get(node.name)

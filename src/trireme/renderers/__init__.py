@@ -1,4 +1,4 @@
-"""Turns chat messages into tokens and back: `types.py` says what a renderer does, `make_renderer` makes one."""
+"""Turns chat messages into tokens and back: `types.py` defines a renderer, `make_renderer` makes one."""
 
 from trireme.renderers.table import make_renderer, unknown_renderer
 from trireme.renderers.types import Message, Renderer, ToolCall, ToolSpec, TrainOn

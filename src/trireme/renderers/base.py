@@ -1,7 +1,7 @@
 """The base of renderers that write a conversation as text; here text and sampled tokens become prompts.
 
     messages --text()--> one string --encode--> tokens                        no message was sampled
-    prompt + sampled tokens + encode(text after the sampled message)          one was: its tokens stay as they are
+    prompt + sampled tokens + encode(text after the sampled message)          one was: its tokens do not change
 
 The text after a message is found by writing a mark in its place. Where a prompt leaves out the thinking of earlier
 messages (`history.py`), it is cut out of their tokens.
@@ -76,7 +76,7 @@ class TextRenderer(Renderer):
 
     def thinking_from(self, messages: Sequence[Message], generate: bool) -> int:
         """Returns the place before which the text shows no thinking. A conversation that ends with the assistant shows
-        what its prompt showed."""
+        the same as its prompt."""
         speaks = bool(messages) and messages[-1]["role"] == "assistant" and not generate
         return self._boundary(messages[:-1] if speaks else messages)
 
@@ -141,8 +141,8 @@ class TextRenderer(Renderer):
         return sampled + (tokens[1:] if ends_itself else tokens)
 
     def text_behind(self, messages: Sequence[Message], i: int, tools: Sequence[ToolSpec]) -> str:
-        """Returns the text of a prompt behind the content of message `i`. A format that writes its messages one by one
-        need not write those before it."""
+        """Returns the text of a prompt after the content of message `i`. A format that writes its messages one by one
+        need not write the earlier ones."""
         return self._around(messages, i, tools, True)[1]
 
     def _around(
@@ -217,7 +217,7 @@ class TextRenderer(Renderer):
         return super().finished(tokens) or (bool(self.stop_strings) and self._read(tokens)[1])
 
     def _read(self, tokens: Sequence[int]) -> tuple[str, bool]:
-        """Returns the text of a message up to what ended it, and True if anything did."""
+        """Returns the text of a message up to its end mark, and True if it has one."""
         by_token = super().finished(tokens)
         text = str(self._tokenizer.decode(tokens[:-1] if by_token else tokens))
         place = first_of(self.stop_strings, text)

@@ -1,7 +1,8 @@
 """Chat formats of the package `renderers`, an extra: Llama 3, Qwen 3.5, DeepSeek, Kimi, GLM, gpt-oss, Gemma and others.
 
 The package writes prompts token by token, and extends a sampled sequence by the next messages. It does not extend where
-thinking leaves the history: then it renders the conversation anew, and here each sampled message gets its tokens back.
+thinking leaves the history: then it renders the whole conversation again, and here each sampled message gets its tokens
+back.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ class PackageRenderer(Renderer):
         return "".join(self._decoded(tokens).split())
 
     def _decoded(self, tokens: list[int]) -> str:
-        """Returns the text of a message without what ends it."""
+        """Returns the text of a message without its end mark."""
         return str(self._tokenizer.decode(tokens[:-1] if self.finished(tokens) else tokens))
 
     # ---- answers
@@ -160,8 +161,8 @@ class PackageRenderer(Renderer):
 
 
 def suitable(tokenizer: Any, strip: bool, enable_thinking: bool | None = None) -> PackageRenderer:
-    """Returns the package's renderer for a model: the one that it names for it, else the first that writes what the
-    tokenizer's chat template does. Raises BadInput if there is none."""
+    """Returns the package's renderer for a model: the one that the package names for it, else the first one that agrees
+    with the tokenizer's chat template. Raises BadInput if there is none."""
     if tokenizer.chat_template is None and Path(tokenizer.name_or_path).is_dir():
         raise BadInput(f"{tokenizer.name_or_path} has no chat template to compare a format with")
     formats = require(f"{PACKAGE}.base", extra=PACKAGE, what_for="the chat format of a model").MODEL_RENDERER_MAP

@@ -1,6 +1,6 @@
-"""The tags that Qwen3 was trained with, and text written and read with them.
+"""The tags that Qwen3 was trained with; reads and writes text with them.
 
-`role_colon`, and chat templates that use the same tags, share them. What a model writes may be hostile.
+`role_colon`, and chat templates with the same tags, share them. A model's text may be hostile.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def tool_schema(tool: ToolSpec) -> dict[str, Any]:
 
 
 def describe_tools(tools: Sequence[ToolSpec]) -> str:
-    """Writes what a system message says about tools."""
+    """Writes the part of a system message about tools."""
     listed = "".join(f"\n{to_json(tool_schema(tool), ensure_ascii=False)}" for tool in tools)
     return (
         "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"

@@ -28,7 +28,7 @@ def make_renderer(
 ) -> Renderer:
     """Makes the renderer `name` for a `transformers` tokenizer.
 
-    `auto`: the renderer of `kinds` that writes what the tokenizer's chat template does; else the format of the package
+    `auto`: the renderer of `kinds` that agrees with the tokenizer's chat template; else the format of the package
     `renderers` that does; else the template itself; role_colon without a template. The next question strips earlier
     thinking from prompts, if the format strips it. `enable_thinking` false: prompts ask for an answer without any, as
     Qwen3's template does. Raises BadInput for an unknown name, for a tokenizer that does not suit it, and for a format
@@ -71,7 +71,7 @@ def _class_of(name: str) -> Callable[..., Renderer]:
 
 
 def _suitable(tokenizer: Any, strip: bool, enable_thinking: bool | None) -> Renderer:
-    """Returns the renderer that `auto` stands for, and logs which it is where the choice is not obvious."""
+    """Returns the renderer for `auto`, and logs its name where the choice is not obvious."""
     if tokenizer.chat_template is None:
         fallback = "role_colon"
     else:

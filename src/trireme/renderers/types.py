@@ -53,8 +53,8 @@ class Renderer(Protocol):
         """Returns the prompt for the assistant's next message."""
 
     def continuation(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int] | None:
-        """Returns what the prompt for the assistant's next message has behind the prompt and the tokens of the last
-        sampled message. That message need not have its `prompt`.
+        """Returns the part of the prompt for the assistant's next message after the last sampled message, with its
+        prompt and tokens. That message need not have its `prompt`.
 
         None, as here: the prompt may begin in another way, or a renderer needs all of it.
         """
@@ -73,7 +73,7 @@ class Renderer(Protocol):
         """Returns the ids of tokens that each end the assistant's message."""
 
     def stop_condition(self) -> tuple[int | str, ...]:
-        """Returns all that ends the assistant's message: the stop tokens, and strings that end it wherever they
+        """Returns the ends of the assistant's message: the stop tokens, and strings that end it wherever they
         appear."""
         return self.stop_tokens()
 
@@ -86,9 +86,8 @@ class Renderer(Protocol):
         return list(tokens)
 
     def parse_response(self, tokens: Sequence[int], tools: Sequence[ToolSpec] = ()) -> tuple[Message, bool]:
-        """Returns the assistant's message that was sampled as `tokens`, with what ended it, and True if it is whole.
+        """Returns the assistant's message that was sampled as `tokens`, with its end mark, and True if it is whole.
 
-        `tools` tell the types of arguments in formats that write them as plain text.
-        False: it was cut off or is malformed (thinking or a tool call without an end, a call that is not JSON). Never
-        raises.
+        `tools` give the types of arguments in formats that write them as plain text. False: it was cut off or is
+        malformed (thinking or a tool call without an end, a call that is not JSON). Never raises.
         """

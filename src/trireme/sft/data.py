@@ -108,7 +108,7 @@ class ExampleCursor:
         return self.epoch * self.size + self.position
 
     def take(self, number: int) -> list[int]:
-        """Takes the next `number` examples, or those left. Returns their indices."""
+        """Takes the next `number` examples, or the rest. Returns their indices."""
         if self.end is None:
             target = number
         else:

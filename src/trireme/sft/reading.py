@@ -1,7 +1,7 @@
 """Reads and checks files of conversations or tokens; refuses faults by file and line.
 
 A line of a JSONL file is one example: `{"messages": [...]}`, with `tools` if there are any, or `{"tokens": [...]}`,
-with `weights` unless all tokens count alike. Other entries of a line are ignored. An npz file holds many examples as
+with `weights` unless all tokens count equally. Other entries of a line are ignored. An npz file holds many examples as
 three arrays: `tokens` and `weights`, concatenated, and `offsets` [N + 1], where each example begins.
 """
 
@@ -84,7 +84,7 @@ def files_of(key: str, pattern: str) -> list[Path]:
 def read_examples(
     files: Sequence[Path], rules: ExampleRules, say: Callable[[str], None] = lambda _: None
 ) -> tuple[list[Example], list[str]]:
-    """Reads all examples of some files in order. Returns them, and notes on what was cut or left out.
+    """Reads all examples of some files in order. Returns them, and notes on cut and omitted ones.
 
     Raises BadInput, which lists the first refusals of all files, and for files without an example.
     """

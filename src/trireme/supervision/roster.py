@@ -1,4 +1,4 @@
-"""The health of each part of a run, and the history of what happened to the parts. Pure: no Ray, no clock of its own.
+"""The health of each part of a run, and the history of the parts. Pure: no Ray, no clock of its own.
 
     starting -> catching up -> healthy <-> suspect -> dead -> starting (its successor)
                                    |
@@ -123,8 +123,8 @@ class Roster:
         node: str | None = None,
         successor: bool = False,
     ) -> None:
-        """Sets the health of part `name`; does nothing when nothing changes. `successor`: the part is a new process in
-        the place of one that is gone. None leaves `pids` and `node` as they are."""
+        """Sets the health of part `name`; does nothing when nothing changes. `successor`: the part is a new process
+        that replaces a lost one. None does not change `pids` and `node`."""
         with self._lock:
             before = self._parts.get(name) or RunPart(name, health, self._now())
             if health is PartHealth.SUSPECT and before.health is not PartHealth.SUSPECT:
@@ -165,7 +165,7 @@ class Roster:
         self._tell(incident)
 
     def note_return(self, part: str, took_s: float, *kept: str) -> None:
-        """Records that `part` is ready again, that an attempt begins, and what of the one before was kept."""
+        """Records that `part` is ready again and that an attempt begins, with messages on the `kept` progress."""
         begins = f"ready again after {took_s:.1f} s: attempt {self.attempt} continues from step {self.step}"
         self.note(part, "; ".join([begins, *kept]))
 

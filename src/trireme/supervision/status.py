@@ -247,8 +247,8 @@ class ScaleRequests:
         return min((request for _, request in self._requests()), key=lambda request: request.at, default=None)
 
     def answer(self, request: ScaleRequest, what: str, *, accepted: bool = True) -> None:
-        """Answers `request` with `what` happens now, or why nothing does, for people. It is not done then: STATUS shows
-        the progress. Raises OSError."""
+        """Answers `request`, for people, with the changes that begin now, or why there are none. They are not done
+        then: STATUS shows the progress. Raises OSError."""
         _replace_json(self._place / f"{request.id}.answer", {"accepted": accepted, "what": what})
         (self._place / f"{request.id}.json").unlink(missing_ok=True)
 

@@ -250,7 +250,7 @@ class GroupAges:
 
 
 def _curve(name: str, points: Sequence[tuple[float, float]], smooth: bool) -> dict[str, Any]:
-    """Returns a curve, and with `smooth` the mean of each value and those before it too."""
+    """Returns a curve, and with `smooth` the mean of each value and earlier ones too."""
     if not smooth:
         return {"name": name, "points": thinned(points)}
     steps, values = zip(*points, strict=True)

@@ -26,8 +26,8 @@ class LineFollower:
     _position: int = 0
 
     def poll(self, most_bytes: int | None = None) -> tuple[bool, list[bytes]]:
-        """Returns the new whole lines, in at most `most_bytes`. The flag is True if the file was replaced or cut, as by
-        a run that goes back to a commit: then the lines are its first ones."""
+        """Returns the new whole lines, in at most `most_bytes`. The flag is True if the file was replaced or cut, for
+        example by a run that goes back to a commit: then the lines are its first ones."""
         if not self.file.exists():
             return False, []
         with self.file.open("rb") as lines:

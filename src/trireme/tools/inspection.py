@@ -1,4 +1,4 @@
-"""Inspects a run directory: its commits, what they hold, if they verify, and how its lineages descend."""
+"""Inspects a run directory: its commits, their contents and checksums, and the descent of its lineages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MOST_INCIDENTS = 10
 
 @dataclass(frozen=True, kw_only=True)
 class InspectedCommit:
-    """A commit of a run. What its manifest says is None where that cannot be read."""
+    """A commit of a run. Fields of an unreadable manifest are None."""
 
     path: str  # relative to the run
     step: int
@@ -62,8 +62,8 @@ class Inspection:
 
 
 def inspect(root: Path, on_commit: Callable[[Path], None], quick: bool = False) -> Inspection:
-    """Reads the run directory `root`, every byte of its commits included unless `quick`; `on_commit` is told which is
-    next."""
+    """Reads the run directory `root`, every byte of its commits included unless `quick`; calls `on_commit` with the
+    next commit."""
     store = CheckpointStore(root)
     branches = [CheckpointStore(path.parent) for path in sorted(root.glob("branches/*/checkpoints"))]
     commits = []
@@ -121,7 +121,7 @@ def _commit(root: Path, path: Path, branch: str | None, quick: bool) -> Inspecte
 
 
 def render(report: Inspection) -> Iterator[RenderableType]:
-    """Yields what a person reads, part by part."""
+    """Yields the report for a person, part by part."""
     yield f"run {report.run}"
     if report.damage:
         yield f"damaged: {report.damage}"

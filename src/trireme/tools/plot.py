@@ -37,7 +37,7 @@ STYLE = {
 
 
 def plot_runs(roots: Sequence[Path], key: str, window: int, title: str | None) -> bytes:
-    """Draws the metric `key` of the runs in `roots` over their steps, as an SVG file: thin lines are steps, thick ones
+    """Draws the metric `key` of the runs in `roots` over their steps, as an SVG file: thin lines are steps, thick lines
     the mean of the last `window` steps. The axis of values holds 0 and 1. Raises BadInput."""
     if len(roots) > len(COLORS):
         raise Refusal(

@@ -117,7 +117,7 @@ def _replicas(root: Path) -> list[RunPart]:
 
 
 def standing(root: Path, target: int) -> str:
-    """Says how many of the `target` replicas serve, and what the others do.
+    """Returns how many of the `target` replicas serve, and the states of the others.
 
     2 of 4 replicas serve; inference_2 catching up, inference_3 starting (it waits for a place in the cluster)
     """

@@ -18,7 +18,7 @@ from trireme.core.finite_json import to_json
 from trireme.process.trace import ROOMS
 
 NEWEST_STEPS = 50
-"""Steps in a report: more cannot be told apart on a screen."""
+"""Steps in a report: a screen cannot show more."""
 MOST_SPANS = 12_000
 MOST_ROWS = 48
 MOST_PROCESSES = 40
@@ -170,7 +170,7 @@ def export_trace(root: Path, out: Path) -> int | None:
 
 def timeline(root: Path, steps: int = NEWEST_STEPS, most_bytes: int = LIVE_BYTES) -> Timeline | None:
     """Reads the newest `steps` of the newest attempt, from at most `most_bytes` of its traces; None if there is no
-    trace. Shows what came before them if they are the attempt's first ones, and all that came after them."""
+    trace. Shows the time before them if they are the attempt's first ones, and all the time after them."""
     by_attempt = traces(root)
     if not by_attempt:
         return None
@@ -217,7 +217,7 @@ def _spans(processes: Sequence[Process]) -> list[Span]:
 
 
 def _process(file: Path, since: int, most_bytes: int) -> Process:
-    """Reads what a process did after the time `since`."""
+    """Reads the spans of a process after the time `since`."""
     nested: dict[str, list[Span]] = defaultdict(list)
     overlapping: dict[str, list[Span]] = defaultdict(list)
     counters: dict[str, list[tuple[int, float]]] = defaultdict(list)

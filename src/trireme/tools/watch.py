@@ -46,7 +46,7 @@ def watch(root: Path, console: Console) -> None:
 
 
 def drawing(root: Path, curves: RunCurves, driver: str, now: datetime) -> RenderableType:
-    """Returns what a person sees of the run in `root`. `driver`: from `driver_state`."""
+    """Returns the picture of the run in `root` for a person. `driver`: from `driver_state`."""
     status = Status.read(root)
     lines = [Text(f"{root.name}  {headline(run_config(root), curves.newest, driver)}", style="bold")]
     if is_live(driver):
