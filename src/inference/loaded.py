@@ -50,7 +50,7 @@ class HeldPart:
 
 @dataclass(frozen=True)
 class Following:
-    """What a rank's loaders did with each published tensor, recorded at its first update."""
+    """Records the copies that a rank's loaders made of each published tensor, at its first update."""
 
     parts: tuple[HeldPart, ...]
     """In the order of the sums; the same one several times, where the rank holds copies."""
