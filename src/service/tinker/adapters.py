@@ -26,7 +26,7 @@ def spec_of(wish: LoraBody | None, lora: LoraConfig) -> AdapterSpec:
             f"lora_config.rank = {wish.rank}; expected 1 to {lora.rank}, or a server with a larger trainer.lora.rank"
         )
     parts = ((wish.train_attn, ATTENTION), (wish.train_mlp, MLP), (wish.train_unembed, UNEMBED))
-    unwanted = {name for wanted, names in parts if not wanted for name in names}
+    unwanted = {name for trained, names in parts if not trained for name in names}
     targets = tuple(name for name in lora.target_modules if name not in unwanted)
     if not targets:
         raise RequestRefused(

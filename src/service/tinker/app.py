@@ -128,13 +128,15 @@ class TinkerRoutes:
     async def create_session(self, caller: Asking, body: SessionBody) -> JsonReply:
         """Begins a session."""
         session_id = uuid.uuid4().hex
-        said = body.model_dump(include={"user_metadata", "display_name", "project_id"})
-        self._state.begin_session(session_id, self._server.now(), caller, **said, created_s=time.time())
-        told = {"info_message": self._server.offer.told}
+        metadata = body.model_dump(include={"user_metadata", "display_name", "project_id"})
+        self._state.begin_session(session_id, self._server.now(), caller, **metadata, created_s=time.time())
+        notices = {"info_message": self._server.offer.greeting}
         if not _tried(body.sdk_version):
             oldest, newest = (".".join(map(str, version)) for version in (OLDEST, NEWEST))
-            told["warning_message"] = f"this server was tested with tinker {oldest} to {newest}, not {body.sdk_version}"
-        return JsonReply({"session_id": session_id, **told})
+            notices["warning_message"] = (
+                f"this server was tested with tinker {oldest} to {newest}, not {body.sdk_version}"
+            )
+        return JsonReply({"session_id": session_id, **notices})
 
     async def session_heartbeat(self, caller: Asking, body: BeatBody) -> JsonReply:
         """Notes that a client is there. One that the store does not know is told that its session is over."""
@@ -241,8 +243,8 @@ class TinkerRoutes:
         outcome = await self._server.outcome(promise)
         if outcome is None:
             reason = self._state.queued(promise)
-            told = {"queue_state": "paused_capacity" if reason else "active", "queue_state_reason": reason}
-            return JsonReply({"request_id": body.request_id, **told}, status_code=408)
+            queue = {"queue_state": "paused_capacity" if reason else "active", "queue_state_reason": reason}
+            return JsonReply({"request_id": body.request_id, **queue}, status_code=408)
         if isinstance(outcome, Failure):
             return JsonReply({"error": outcome.error, "category": outcome.category})
         if isinstance(outcome.payload, bytes):
@@ -256,13 +258,13 @@ class TinkerRoutes:
         target = body.target
         retrieved = body.retrieved_request_ids
         sampler = self._state.sampler(target.sampling_session_id, caller)
-        asked = (sampler, target.cloned_sampler_id, body.prev_cursor, retrieved, body.timeout)
-        done, cursor = await self._server.completions(*asked)
-        return JsonReply({"completions": [_completion(promise) for promise in done], "cursor": cursor})
+        query = (sampler, target.cloned_sampler_id, body.prev_cursor, retrieved, body.timeout)
+        finished, cursor = await self._server.completions(*query)
+        return JsonReply({"completions": [_completion(promise) for promise in finished], "cursor": cursor})
 
 
-def _promised(promise: Promise, **more: object) -> JsonReply:
-    return JsonReply({"request_id": promise.request_id, **more})
+def _promised(promise: Promise, **fields: object) -> JsonReply:
+    return JsonReply({"request_id": promise.request_id, **fields})
 
 
 def _completion(promise: Promise) -> dict[str, Any]:
@@ -274,8 +276,8 @@ def _completion(promise: Promise) -> dict[str, Any]:
 
 def _tried(sdk_version: str) -> bool:
     """Tells whether the client has a version that the server was tried with."""
-    found = re.match(r"(\d+)\.(\d+)\b", sdk_version)
-    return found is not None and OLDEST <= (int(found[1]), int(found[2])) <= NEWEST
+    match = re.match(r"(\d+)\.(\d+)\b", sdk_version)
+    return match is not None and OLDEST <= (int(match[1]), int(match[2])) <= NEWEST
 
 
 def make_tinker_app(server: TinkerServer, keys: ServiceKeys, limits: Limits) -> FastAPI:
@@ -298,8 +300,8 @@ def make_tinker_app(server: TinkerServer, keys: ServiceKeys, limits: Limits) -> 
     return app
 
 
-def _take_number(server: TinkerServer, caller: Caller, body: dict[str, Any], said: str) -> None:
+def _take_number(server: TinkerServer, caller: Caller, body: dict[str, Any], message: str) -> None:
     """Notes that a request was refused, if it was to one of this caller's models: later ones would wait for it."""
     if isinstance(body.get("seq_id"), int):
         with suppress(RequestRefused):
-            server.train(str(body.get("model_id")), body["seq_id"], Unusable(error=said), caller)
+            server.train(str(body.get("model_id")), body["seq_id"], Unusable(error=message), caller)

@@ -141,8 +141,8 @@ class AdamBody(Body):
 
     def params(self) -> AdamParams:
         """Returns them as the trainer has them; a norm of 0 or less does not clip."""
-        given = self.model_dump(exclude={"grad_clip_norm"})
-        return AdamParams(**given, max_grad_norm=self.grad_clip_norm if self.grad_clip_norm > 0 else float("inf"))
+        fields = self.model_dump(exclude={"grad_clip_norm"})
+        return AdamParams(**fields, max_grad_norm=self.grad_clip_norm if self.grad_clip_norm > 0 else float("inf"))
 
 
 class OptimStepBody(TrainingBody):
@@ -239,7 +239,7 @@ class SamplingBody(Body):
 
     def stop_ids(self) -> list[int]:
         """Returns the token ids that end a sample."""
-        return [each for each in self.stop or () if isinstance(each, int)]
+        return [token for token in self.stop or () if isinstance(token, int)]
 
 
 class SampleBody(Body):
@@ -292,8 +292,8 @@ class SampleBody(Body):
                 "end-of-sequence token ends it",
                 param="stop",
             )
-        given = options.model_dump(exclude={"max_tokens"})
-        return SamplingParams(**given, max_tokens=min(options.max_tokens or room, room))
+        fields = options.model_dump(exclude={"max_tokens"})
+        return SamplingParams(**fields, max_tokens=min(options.max_tokens or room, room))
 
 
 class RetrieveBody(Told):

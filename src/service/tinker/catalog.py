@@ -129,7 +129,7 @@ class Catalog:
         """Removes what could not be written whole, and the space that it takes."""
         shutil.rmtree(self._place(path, STAGING), ignore_errors=True)
 
-    def kept(self, path: str, request: str) -> SavedWeights | None:
+    def saved_by(self, path: str, request: str) -> SavedWeights | None:
         """Returns what `request` saved at a path: the server was killed before it said so."""
         try:
             saved = self._look_up(path, SERVER)
@@ -224,10 +224,10 @@ class Catalog:
                 place = path_in(directory, file)
             except CheckpointInvalid as error:
                 raise RequestRefused(f"{path} is damaged: {error}; use another one") from None
-            found = place.stat().st_size if place.exists() else None
-            if found != size:
+            actual = place.stat().st_size if place.exists() else None
+            if actual != size:
                 raise RequestRefused(
-                    f"{path} is damaged: its file {file} had {size} bytes and has {found}; use another one"
+                    f"{path} is damaged: its file {file} had {size} bytes and has {actual}; use another one"
                 )
         return directory, saved
 
@@ -259,13 +259,13 @@ class Catalog:
 
     def runs(self, caller: Caller = SERVER) -> list[SavedRun]:
         """Returns all models of `caller`, the newest first."""
-        found = [self._run_in(file.parent) for file in self._root.glob(f"*/{RUN}")]
-        found = [run for run in found if caller.may(run.owner)]
-        return sorted(found, key=lambda run: run.began_s, reverse=True)
+        saved_runs = [self._run_in(file.parent) for file in self._root.glob(f"*/{RUN}")]
+        saved_runs = [run for run in saved_runs if caller.may(run.owner)]
+        return sorted(saved_runs, key=lambda run: run.began_s, reverse=True)
 
     def saved(self, model_id: str) -> list[SavedWeights]:
         """Returns all that a model saved, the oldest first."""
-        return sorted(self._saved(model_id), key=lambda each: each.saved_s)
+        return sorted(self._saved(model_id), key=lambda weights: weights.saved_s)
 
     def _saved(self, model_id: str) -> Iterator[SavedWeights]:
         for kind in KINDS:
@@ -307,9 +307,9 @@ def _move(staging: Path, directory: Path) -> None:
 def _parts(path: str) -> tuple[str, SavedKind, str]:
     model_id, _, rest = path.removeprefix(SCHEME).partition("/")
     kind, _, name = rest.partition("/")
-    for each in KINDS:
-        if path.startswith(SCHEME) and kind == each and NAME.fullmatch(name):
-            return model_id, each, name
+    for candidate in KINDS:
+        if path.startswith(SCHEME) and kind == candidate and NAME.fullmatch(name):
+            return model_id, candidate, name
     raise RequestRefused(
         f"the path {path!r}; expected {SCHEME}<model>/<{' or '.join(KINDS)}>/<name>, with a name of up to 255 letters, "
         "digits, `_`, `-` and `.`"

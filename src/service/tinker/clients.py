@@ -36,7 +36,7 @@ class ClientModel:
     waiting: dict[int, Promise] = field(default_factory=dict)
     blocked: tuple[object, float] = None, 0.0
     """What it was last seen to wait for, and when that was seen first."""
-    ended: Failure | None = None
+    failure: Failure | None = None
     """The outcome of requests once it cannot be trained any more."""
     history: ModelHistory = field(default_factory=ModelHistory)
     """What the trainer has done for it."""
@@ -46,10 +46,10 @@ class ClientModel:
         """The request that may run."""
         return self.waiting.get(self.next_seq)
 
-    def waited(self, what: object, now: float) -> float:
+    def waited(self, cause: object, now: float) -> float:
         """Returns the seconds for which it was seen to wait for the same."""
-        if self.blocked[0] != what:
-            self.blocked = (what, now)
+        if self.blocked[0] != cause:
+            self.blocked = (cause, now)
         return now - self.blocked[1]
 
 
@@ -69,7 +69,7 @@ class ClientSampler:
     """The samples that have their outcome, by their numbers."""
 
     @property
-    def done(self) -> int:
+    def settled_count(self) -> int:
         """How many samples have had their outcome."""
         return len(self.answers) + sum(last - first + 1 for first, last in self.retired)
 
@@ -85,7 +85,7 @@ class ClientSession:
     """The client, who may read what its models load."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """What the client said of it."""
-    ended: str = ""
+    end_reason: str = ""
     """Why it has ended."""
     ended_s: float | None = None
     models: list[str] = field(default_factory=list)

@@ -84,11 +84,11 @@ class ForwardBackwardCall:
             raise RequestRefused(
                 f"loss_fn_config {words}; expected numbers: no loss here has a parameter that is a text"
             )
-        given = {name: float(value) for name, value in self.loss_fn_config.items()}
-        refusals = list(loss_refusals(self.loss_fn, given))
+        values = {name: float(value) for name, value in self.loss_fn_config.items()}
+        refusals = list(loss_refusals(self.loss_fn, values))
         if refusals:
-            raise RequestRefused(" ".join(f"{each.value}; expected {each.expected}." for each in refusals))
-        return given
+            raise RequestRefused(" ".join(f"{refusal.value}; expected {refusal.expected}." for refusal in refusals))
+        return values
 
     @property
     def tokens(self) -> int:
@@ -97,38 +97,38 @@ class ForwardBackwardCall:
 
     def data(self) -> list[Datum]:
         """Returns the datums with the columns that the loss reads. Raises RequestRefused, which names the datum."""
-        return [self._datum(number, each) for number, each in enumerate(self.encoded.data)]
+        return [self._datum(number, datum) for number, datum in enumerate(self.encoded.data)]
 
     def _datum(self, number: int, encoded: Any) -> Datum:
         try:
             tokens = np.concatenate([np.empty(0, "<i4"), *map(_tokens, encoded.model_input)])
             if not len(tokens):
                 raise ValueError("no tokens in model_input; expected at least one")
-            given = {name: _array(name, tensor) for name, tensor in encoded.loss_fn_inputs.items()}
-            return Datum(ModelInput(tokens), columns_of(self.loss_fn, given))
+            columns = {name: _array(name, tensor) for name, tensor in encoded.loss_fn_inputs.items()}
+            return Datum(ModelInput(tokens), columns_of(self.loss_fn, columns))
         except ValueError as error:
             raise RequestRefused(f"datum {number}: {error}") from None
 
 
-def columns_of(loss_fn: str, given: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+def columns_of(loss_fn: str, inputs: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
     """Returns the columns that the loss reads. Others are left out, as custom losses send their own with `forward`.
 
     No mask travels: tokens count where the advantage is not 0, which gives the same gradient, or where gspo's
     `sequence_ratio_mask` says so. Cross-entropy without weights weighs each token alike. Raises ValueError.
     """
     read = find_loss(loss_fn).columns
-    columns = {name: values for name, values in given.items() if name in read}
+    columns = {name: values for name, values in inputs.items() if name in read}
     if "target_tokens" not in columns:
-        raise ValueError(f"no target_tokens; given are {', '.join(sorted(given)) or 'no columns'}")
+        raise ValueError(f"no target_tokens; given are {', '.join(sorted(inputs)) or 'no columns'}")
     if "weights" in read:
         columns.setdefault("weights", np.ones(len(columns["target_tokens"]), np.float32))
         return columns
     missing = sorted({"logprobs", "advantages"} - set(columns))
     if missing:
-        raise ValueError(f"no {' and no '.join(missing)}, which the loss {loss_fn} reads; given are {sorted(given)}")
-    columns["mask"] = given[SEQUENCE_MASK] if SEQUENCE_MASK in given else columns["advantages"] != 0
+        raise ValueError(f"no {' and no '.join(missing)}, which the loss {loss_fn} reads; given are {sorted(inputs)}")
+    columns["mask"] = inputs[SEQUENCE_MASK] if SEQUENCE_MASK in inputs else columns["advantages"] != 0
     columns["mask"] = columns["mask"].astype(np.float32)
-    thresholds = {name: given[name] for name in THRESHOLDS if name in given}
+    thresholds = {name: inputs[name] for name in THRESHOLDS if name in inputs}
     return {**columns, **(thresholds if THRESHOLDS[0] in LOSSES[loss_fn].parameters else {})}
 
 
@@ -184,7 +184,7 @@ def encode_sample(response: SampleResponse, topk: int = 0) -> bytes:
 
 
 def _floats(logprobs: PromptLogprobs) -> npt.NDArray[np.float32]:
-    return np.array([np.nan if each is None else each for each in logprobs], "<f4")
+    return np.array([np.nan if logprob is None else logprob for logprob in logprobs], "<f4")
 
 
 def _table(likeliest: TopkPromptLogprobs, k: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:

@@ -27,8 +27,8 @@ class OwnCommits:
         shutil.rmtree(self.directory(self._writing), ignore_errors=True)
         return self._writing
 
-    def remove(self, kept: Collection[str]) -> None:
-        """Removes all but those in `kept`, and the one that may be being written."""
+    def remove(self, retained: Collection[str]) -> None:
+        """Removes all but the commits in `retained` and the one that may be in writing."""
         for directory in self._root.glob("*"):
-            if directory.name not in kept and directory.name != self._writing:
+            if directory.name not in retained and directory.name != self._writing:
                 shutil.rmtree(directory, ignore_errors=True)

@@ -28,7 +28,7 @@ class MeasuredCosts:
     def __init__(self) -> None:
         self._tokens = self._seconds = 0.0
 
-    def done(self, work: object, seconds: float) -> int:
+    def record(self, work: object, seconds: float) -> int:
         """Notes how long a request took; returns for how many more tokens it counts. Before the first pass the speed is
         not known, and nothing costs anything."""
         if not isinstance(work, ForwardBackwardCall):
@@ -36,7 +36,7 @@ class MeasuredCosts:
                 return round(seconds * self._tokens / self._seconds)
             return 0
         if not work.forward_only:
-            kept = 1 - 1 / REMEMBERED
-            self._tokens = kept * self._tokens + tokens_of(work)
-            self._seconds = kept * self._seconds + seconds
+            decay = 1 - 1 / REMEMBERED
+            self._tokens = decay * self._tokens + tokens_of(work)
+            self._seconds = decay * self._seconds + seconds
         return 0

@@ -81,7 +81,7 @@ class ModelHistory:
             and isinstance(self.steps[-1].work, OptimStepBody)  # after a later snapshot, a commit would let go of that
         )
 
-    def kept(self) -> Iterator[Step]:
+    def all_steps(self) -> Iterator[Step]:
         """Yields all steps, in the order in which they are to be done again."""
         yield from self.steps
         yield from self.batch
@@ -89,4 +89,4 @@ class ModelHistory:
     @property
     def numbers(self) -> set[int]:
         """The numbers of all steps."""
-        return {step.seq for step in self.kept()}
+        return {step.seq for step in self.all_steps()}

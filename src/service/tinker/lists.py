@@ -66,15 +66,15 @@ class SavedRoutes:
 
     async def runs(self, caller: Asking, limit: Seq = 20, offset: Seq = 0, project_id: str | None = None) -> JsonReply:
         """Lists training runs, the newest first."""
-        found = [run for run in self._catalog.runs(caller) if project_id in (None, self._project(run))]
-        cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
-        return JsonReply({"training_runs": list(map(self._run, found[offset : offset + limit])), "cursor": cursor})
+        matches = [run for run in self._catalog.runs(caller) if project_id in (None, self._project(run))]
+        cursor = {"offset": offset, "limit": limit, "total_count": len(matches)}
+        return JsonReply({"training_runs": list(map(self._run, matches[offset : offset + limit])), "cursor": cursor})
 
     async def run(self, caller: Asking, model_id: str) -> JsonReply:
         """Describes a training run."""
-        return JsonReply(self._run(self._found(caller, model_id)))
+        return JsonReply(self._run(self._find_run(caller, model_id)))
 
-    def _found(self, caller: Caller, model_id: str) -> SavedRun:
+    def _find_run(self, caller: Caller, model_id: str) -> SavedRun:
         try:
             return self._catalog.run(model_id, caller)
         except RequestRefused as error:
@@ -82,14 +82,14 @@ class SavedRoutes:
 
     async def checkpoints(self, caller: Asking, model_id: str) -> JsonReply:
         """Lists what a training run saved."""
-        saved = self._catalog.saved(self._found(caller, model_id).model_id)
-        return JsonReply({"checkpoints": [_checkpoint(each) for each in saved]})
+        saved = self._catalog.saved(self._find_run(caller, model_id).model_id)
+        return JsonReply({"checkpoints": [_checkpoint(weights) for weights in saved]})
 
     async def all_checkpoints(self, caller: Asking, limit: Seq = 100, offset: Seq = 0) -> JsonReply:
         """Lists what all training runs saved."""
-        found = [saved for run in self._catalog.runs(caller) for saved in self._catalog.saved(run.model_id)]
-        cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
-        return JsonReply({"checkpoints": list(map(_checkpoint, found[offset : offset + limit])), "cursor": cursor})
+        weights = [saved for run in self._catalog.runs(caller) for saved in self._catalog.saved(run.model_id)]
+        cursor = {"offset": offset, "limit": limit, "total_count": len(weights)}
+        return JsonReply({"checkpoints": list(map(_checkpoint, weights[offset : offset + limit])), "cursor": cursor})
 
     async def delete(self, caller: Asking, path: At) -> None:
         """Deletes something that was saved."""
@@ -121,14 +121,14 @@ class SavedRoutes:
             number = uuid.uuid5(uuid.NAMESPACE_URL, f"{caller.owner}/{x_idempotency_key}")
         else:
             number = uuid.uuid4()
-        asked = (body.source_path, f"{number.hex}:train:0", body.ttl_seconds, body.destination_project_id, caller)
-        return JsonReply({"tinker_path": await asyncio.to_thread(self._catalog.copy, *asked)})
+        arguments = (body.source_path, f"{number.hex}:train:0", body.ttl_seconds, body.destination_project_id, caller)
+        return JsonReply({"tinker_path": await asyncio.to_thread(self._catalog.copy, *arguments)})
 
     async def usage(self, caller: Asking, project_id: str | None = None) -> JsonReply:
         """Tells how much is saved in each project. It costs nothing."""
         sizes: dict[str, list[int]] = defaultdict(list)
         for run in self._catalog.runs(caller):
-            sizes[self._project(run)] += [each.size for each in self._catalog.saved(run.model_id)]
+            sizes[self._project(run)] += [weights.size for weights in self._catalog.saved(run.model_id)]
         shown = [
             {
                 "project_id": project or None,

@@ -28,8 +28,8 @@ class TinkerOffer:
     """The number of adapters that replicas hold at the same time beside the base; 0: they hold one set of weights."""
 
     @property
-    def kept(self) -> int:
-        """The number of sets of weights that are kept for samplers beside the base's and those in use."""
+    def cached_sets(self) -> int:
+        """The number of sets of weights that stay for samplers, without the base's and the ones in use."""
         return max(self.options.snapshots, self.slots)
 
     @property
@@ -43,7 +43,7 @@ class TinkerOffer:
         return (self.base_model, *self.options.names)
 
     @property
-    def told(self) -> str:
+    def greeting(self) -> str:
         """A sentence for clients whose session begins."""
         lora = self.lora
         if lora is None:
@@ -64,14 +64,14 @@ class TinkerOffer:
         served = self.served
         tokens = prompt.tokens
         vocabulary = served.vocab_size
-        most = served.max_len
+        context = served.max_len
         if not len(tokens) or tokens.max() >= vocabulary:
             raise RequestRefused(f"a prompt of {len(tokens)} tokens; expected at least one, all below {vocabulary}")
         unknown = [token for token in stop if token >= vocabulary]
         if unknown:
             raise RequestRefused(f"stop = {unknown[0]}; expected ids below {vocabulary}, the model's vocabulary")
-        if len(tokens) >= most:
+        if len(tokens) >= context:
             raise RequestRefused(
-                f"a prompt of {len(tokens)} tokens; expected less than {most}, the context of the model"
+                f"a prompt of {len(tokens)} tokens; expected less than {context}, the context of the model"
             )
-        return most - len(tokens)
+        return context - len(tokens)

@@ -41,13 +41,13 @@ class PromiseBook(Contents):
     used: set[str] = field(default_factory=set)
     """The sessions that clients have named, or a model or a sampler of which, since `retire_sessions` was called."""
 
-    def _change(self, thing: Stored, *more: Change, **changed: Any) -> None:
-        """Changes a thing, once it is committed together with `more`. Raises StorageFailed; then nothing is done."""
-        self.write([row_of(replace(thing, **changed)), *more])
+    def _change(self, thing: Stored, *rows: Change, **changed: Any) -> None:
+        """Changes a thing, once it is committed together with `rows`. Raises StorageFailed; then nothing is done."""
+        self.write([row_of(replace(thing, **changed)), *rows])
         for name, value in changed.items():
             setattr(thing, name, value)
 
-    def _found(self, kind: str, things: Mapping[str, Thing], name: str, caller: Caller) -> Thing:
+    def _look_up(self, kind: str, things: Mapping[str, Thing], name: str, caller: Caller) -> Thing:
         thing = things.get(name)
         if thing is None or not caller.may(self.sessions[thing.session_id].caller.owner):
             raise UnknownId(
@@ -65,32 +65,33 @@ class PromiseBook(Contents):
         self.write([row_of(session)])
         self.sessions[session_id] = session
 
-    def tell(self, session: ClientSession, **told: Any) -> None:
+    def tell(self, session: ClientSession, **fields: Any) -> None:
         """Notes more of what a client says of its session."""
-        self._change(session, metadata={**session.metadata, **told})
+        self._change(session, metadata={**session.metadata, **fields})
 
     def session(self, session_id: str, caller: Caller = SERVER) -> ClientSession:
         """Returns a session, which may have ended. Raises UnknownId."""
-        return self._found("session", self.sessions, session_id, caller)
+        return self._look_up("session", self.sessions, session_id, caller)
 
     def living(self, session_id: str, caller: Caller = SERVER) -> ClientSession:
         """Returns a session that has not ended. Raises UnknownId, GoneError."""
         session = self.session(session_id, caller)
-        if session.ended:
+        if session.end_reason:
             raise GoneError(
-                f"the session {session_id!r} has ended: {session.ended}; begin another one with a new ServiceClient"
+                f"the session {session_id!r} has ended: {session.end_reason}; begin another one with a new "
+                "ServiceClient"
             )
         return session
 
     def model(self, model_id: str, caller: Caller = SERVER) -> ClientModel:
         """Returns a model. Raises UnknownId."""
-        return self._found("model", self.models, model_id, caller)
+        return self._look_up("model", self.models, model_id, caller)
 
     def sampler(self, sampler_id: str, caller: Caller = SERVER) -> ClientSampler:
         """Returns a sampling session, which other processes than its session's may use, and longer. Raises UnknownId,
         and GoneError where the numbers of its samples are not known any more."""
-        sampler = self._found("sampler", self.samplers, sampler_id, caller)
-        if self.sessions[sampler.session_id].ended == MACHINE:
+        sampler = self._look_up("sampler", self.samplers, sampler_id, caller)
+        if self.sessions[sampler.session_id].end_reason == MACHINE:
             raise GoneError(f"the sampler {sampler_id!r} has ended: {MACHINE}")
         return sampler
 
@@ -101,10 +102,10 @@ class PromiseBook(Contents):
 
     # ---- promises
 
-    def _accept(self, promise: Promise, *more: Change) -> Promise:
-        """Keeps a new promise. `more`: what is committed together with it."""
+    def _accept(self, promise: Promise, *rows: Change) -> Promise:
+        """Keeps a new promise. `rows`: what is committed together with it."""
         work = [] if promise.outcome else [work_row(promise)]
-        self.write([*more, row_of(promise), *work])
+        self.write([*rows, row_of(promise), *work])
         self.promises[promise.request_id] = promise
         self.changed()
         return promise
@@ -115,19 +116,19 @@ class PromiseBook(Contents):
         of_owners = defaultdict[str, list[Promise]](list)
         for promise in promises:
             of_owners[promise.owner_id].append(promise)
-        for owner_id, done in of_owners.items():
-            removed = [promise.request_id for promise in done]
+        for owner_id, settled in of_owners.items():
+            removed = [promise.request_id for promise in settled]
             sampler = self.samplers.get(owner_id)
             try:
                 if sampler:
-                    retired = with_numbers(sampler.retired, [promise.number for promise in done])
+                    retired = with_numbers(sampler.retired, [promise.number for promise in settled])
                     self._change(sampler, *removed, retired=retired)
                 else:
                     self.write(removed)
             except StorageFailed:
-                log.exception("%d outcomes that were given could not be removed", len(done))
+                log.exception("%d outcomes that were given could not be removed", len(settled))
                 return
-            for promise in done:
+            for promise in settled:
                 promise.outcome = None
                 promise.forgotten = True
                 del self.promises[promise.request_id]
@@ -139,7 +140,7 @@ class PromiseBook(Contents):
         store fails, nothing is forgotten."""
         used = self.used | {promise.session_id for promise in self.promises.values()}
         self.used = set()
-        for session in [each for each in self.sessions.values() if each.ended]:
+        for session in [candidate for candidate in self.sessions.values() if candidate.end_reason]:
             if session.session_id in used:
                 session.beat_s = now
             elif now - session.beat_s > ENDED_S:
@@ -154,7 +155,7 @@ class PromiseBook(Contents):
                 for sampler_id in session.samplers:
                     del self.samplers[sampler_id]
 
-    def known(self, owner_id: str, seq: int) -> Promise | None:
+    def accepted(self, owner_id: str, seq: int) -> Promise | None:
         """Returns the promise of a request that was accepted before. One that is retired has a forgotten one."""
         request_id = f"{owner_id}/{seq}"
         promise = self.promises.get(request_id)
@@ -162,17 +163,17 @@ class PromiseBook(Contents):
             return promise
         model = self.models.get(owner_id)
         if model:
-            done = seq < max(model.next_seq, 1)
+            retired = seq < max(model.next_seq, 1)
         else:
-            done = any(first <= seq <= last for first, last in self.samplers[owner_id].retired)
-        if done:
+            retired = any(first <= seq <= last for first, last in self.samplers[owner_id].retired)
+        if retired:
             return Promise(request_id, "", None, forgotten=True)
         return None
 
     def settle(self, promise: Promise, outcome: Outcome) -> None:
         """Gives a promise its outcome."""
         sampler = self.samplers.get(promise.owner_id)
-        place = sampler.done if sampler else 0
+        place = sampler.settled_count if sampler else 0
         self._change(promise, work_key(promise.request_id), outcome=outcome, place=place)
         if sampler:
             sampler.answers[promise.number] = promise
@@ -202,7 +203,7 @@ class PromiseBook(Contents):
         if session and not caller.may(session.caller.owner):
             session = None
         if session and seq is not None:
-            promise = self.known(owner_id, seq)
+            promise = self.accepted(owner_id, seq)
         else:
             promise = None
         if promise and promise.forgotten:
@@ -212,7 +213,7 @@ class PromiseBook(Contents):
             )
         if promise:
             return promise
-        if session and session.ended == MACHINE:
+        if session and session.end_reason == MACHINE:
             raise GoneError(f"the request {request_id!r} is not known: {MACHINE}")
         raise UnknownId(f"the request {request_id!r}; expected one that was accepted here")
 

@@ -50,11 +50,11 @@ def row_of(thing: Stored) -> Row:
     """Returns the row of a thing."""
     match thing:
         case ClientSession():
-            head = {"kind": "session", **asdict(thing.caller), "metadata": thing.metadata, "ended": thing.ended}
+            head = {"kind": "session", **asdict(thing.caller), "metadata": thing.metadata, "ended": thing.end_reason}
             return Row(thing.session_id, head)
         case ClientModel():
-            ended = asdict(thing.ended) if thing.ended else None
-            head = {"kind": "model", "next_seq": thing.next_seq, "ended": ended, "place": thing.history.place}
+            failure = asdict(thing.failure) if thing.failure else None
+            head = {"kind": "model", "next_seq": thing.next_seq, "ended": failure, "place": thing.history.place}
             return Row(thing.model_id, head)
         case ClientSampler():
             head = {"kind": "sampler", "target": thing.target, "joined": thing.joined, "retired": thing.retired}
@@ -115,12 +115,15 @@ class Contents:
             match head.pop("kind"):
                 case "session":
                     caller = Caller(head.pop("owner"), head.pop("sees_all"))
-                    ended_s = now if head["ended"] else None
-                    self.sessions[session_id] = ClientSession(session_id, now, caller, **head, ended_s=ended_s)
+                    end_reason = head.pop("ended")
+                    ended_s = now if end_reason else None
+                    self.sessions[session_id] = ClientSession(
+                        session_id, now, caller, **head, end_reason=end_reason, ended_s=ended_s
+                    )
                 case "model":
-                    ended = Failure(**head["ended"]) if head["ended"] else None
+                    failure = Failure(**head["ended"]) if head["ended"] else None
                     history = ModelHistory(head["place"])
-                    model = ClientModel(row.owner, session_id, head["next_seq"], ended=ended, history=history)
+                    model = ClientModel(row.owner, session_id, head["next_seq"], failure=failure, history=history)
                     self.models[row.owner] = model
                     self.sessions[session_id].models.append(row.owner)
                 case "sampler":
@@ -143,9 +146,10 @@ class Contents:
                 owner.waiting[promise.number] = promise
             if isinstance(owner, ClientSampler) and promise.outcome:
                 owner.answers[promise.number] = promise
-        for done in sorted((Promise(each, "", works[work_key(each)]) for each in errors), key=lambda each: each.number):
-            model = self.models[done.owner_id]
-            model.history = model.history.noted(Step(done.number, done.work, errors[done.request_id]), now)
+        steps = [Promise(request_id, "", works[work_key(request_id)]) for request_id in errors]
+        for step in sorted(steps, key=lambda step: step.number):
+            model = self.models[step.owner_id]
+            model.history = model.history.noted(Step(step.number, step.work, errors[step.request_id]), now)
 
 
 def _work_of(kind: str, head: dict[str, Any], rest: bytes) -> Any:

@@ -86,7 +86,7 @@ class TinkerServer:
         self._closing = False
         self.ready = False
         """The rooms have what they had; before that nobody knows which weights they hold."""
-        self.done = 0
+        self.trained = 0
         """How many requests to train were done."""
 
     def begin(self) -> str:
@@ -117,7 +117,7 @@ class TinkerServer:
 
     def sample(self, sampler: ClientSampler, seq_id: int, work: SampleWork) -> Promise:
         """Accepts a sample. Raises RequestRefused where its weights are not held any more, and StorageFailed."""
-        if not self.state.known(sampler.sampler_id, seq_id):
+        if not self.state.accepted(sampler.sampler_id, seq_id):
             self.check_held(sampler.target)
         return self.state.sample(sampler, seq_id, work)
 
@@ -126,8 +126,8 @@ class TinkerServer:
         if self.ready and target not in self._shelf:
             raise RequestRefused(
                 f"the weights {target} are no longer in memory, where samplers need them: the server keeps the newest "
-                f"{self.offer.kept} (service.tinker.snapshots), and none after a restart. Train from a saved state and "
-                "save weights for samplers again, or serve the saved directory with `uv run inference`"
+                f"{self.offer.cached_sets} (service.tinker.snapshots), and none after a restart. Train from a saved "
+                "state and save weights for samplers again, or serve the saved directory with `uv run inference`"
             )
 
     async def outcome(self, promise: Promise) -> Outcome | None:
@@ -143,9 +143,9 @@ class TinkerServer:
         """Returns what was sampled after `cursor`; waits for it, at most `timeout_s`."""
         until = self.now() + min(HOLD_S if timeout_s is None else timeout_s, HOLD_S)
         while True:
-            done, after = self.state.completions(sampler, clone, cursor, retrieved)
-            if done or self.now() >= until or self._closing:
-                return done, after
+            finished, after = self.state.completions(sampler, clone, cursor, retrieved)
+            if finished or self.now() >= until or self._closing:
+                return finished, after
             await self._wait(sampler.sampler_id, until - self.now())
 
     async def _wait(self, name: str, seconds: float) -> None:
@@ -178,7 +178,9 @@ class TinkerServer:
         tasks: list[asyncio.Task[None]] = []
         try:
             await self._restore()
-            tasks = [asyncio.create_task(each) for each in (self._train(), self._sample(), self._look_after())]
+            tasks = [
+                asyncio.create_task(coroutine) for coroutine in (self._train(), self._sample(), self._look_after())
+            ]
             await asyncio.gather(*tasks, self._lost)
         finally:
             self.ready = False
@@ -193,14 +195,16 @@ class TinkerServer:
         if self.offer.slots:
             await asyncio.to_thread(self._sampler.update_weights, base)
         await self._remove_old_commits()
-        for model in [each for each in self.state.models.values() if each.next_seq and not each.ended]:
+        for model in [
+            candidate for candidate in self.state.models.values() if candidate.next_seq and not candidate.failure
+        ]:
             try:
                 await self._restore_model(model)
             except NotRestored as error:
-                why = (
+                reason = (
                     f"the trainer was lost, and this model could not be restored ({error}); continue from a saved state"
                 )
-                self.state.end_model(model, why, "server")
+                self.state.end_model(model, reason, "server")
         self.state.line_up()
         self.state.sample_again(self._shelf.keys(), LOST_WEIGHTS)
         self.ready = True
@@ -211,13 +215,13 @@ class TinkerServer:
         if history.place:
             directory = self._commits.directory(history.place)
             await asyncio.to_thread(self._worker.load_commit, model.model_id, directory)
-        for step in history.kept():
+        for step in history.all_steps():
             fault_point("tinker.restore")
             published = await asyncio.to_thread(self._worker.again, model.model_id, step.work, step.error, caller)
             if published and isinstance(step.work, SaveForSamplerBody):
                 self._shelve(target_of(model.model_id, step.work), published)
         target = following(model.model_id)
-        if target not in self._shelf and any(each.target == target for each in self.state.samplers.values()):
+        if target not in self._shelf and any(sampler.target == target for sampler in self.state.samplers.values()):
             self._shelve(target, await asyncio.to_thread(self._worker.publish, model.model_id))
 
     # ---- the work
@@ -225,14 +229,14 @@ class TinkerServer:
     async def _train(self) -> None:
         while True:
             self._to_train.clear()
-            living = {model_id for model_id, model in self.state.models.items() if not model.ended}
-            for model_id in [each for each in self._worker.models if each not in living]:
+            living = {model_id for model_id, model in self.state.models.items() if not model.failure}
+            for model_id in [candidate for candidate in self._worker.models if candidate not in living]:
                 await asyncio.to_thread(self._worker.forget, model_id)
-            found = self.state.next_training()
-            if found is None:
+            turn = self.state.next_training()
+            if turn is None:
                 await self._to_train.wait()
                 continue
-            model, promise = found
+            model, promise = turn
             fault_point("tinker.train")
             began_s = self.now()
             work: Any = promise.work
@@ -246,12 +250,12 @@ class TinkerServer:
                 raise failure
             if published:
                 outcome = self._with_weights(model, work, outcome, published)
-            self.state.trained(outcome, self._costs.done(work, self.now() - began_s), self.now())
+            self.state.trained(outcome, self._costs.record(work, self.now() - began_s), self.now())
             fault_point("tinker.told")
-            self.done += 1
+            self.trained += 1
             if failure:
                 raise failure
-            if not model.ended and model.history.is_due(self.now(), self.offer.options.commit_s):
+            if not model.failure and model.history.is_due(self.now(), self.offer.options.commit_s):
                 await self._commit(model)
 
     async def _commit(self, model: ClientModel) -> None:
@@ -271,8 +275,8 @@ class TinkerServer:
 
     async def _remove_old_commits(self) -> None:
         """Removes the server's own saves with which no model would begin again."""
-        kept = {each.history.place for each in self.state.models.values() if not each.ended}
-        await asyncio.to_thread(self._commits.remove, kept)
+        retained = {model.history.place for model in self.state.models.values() if not model.failure}
+        await asyncio.to_thread(self._commits.remove, retained)
 
     def _with_weights(
         self, model: ClientModel, work: SaveForSamplerBody, outcome: Outcome, published: PublishedWeights
@@ -280,8 +284,8 @@ class TinkerServer:
         """Puts new weights where samplers find them, and makes the sampler that is to have them."""
         target = target_of(model.model_id, work)
         if work.sampling_session_seq_id is not None:
-            if model.ended and self.state.sessions[model.session_id].ended:
-                return model.ended
+            if model.failure and self.state.sessions[model.session_id].end_reason:
+                return model.failure
             sampler = self.state.create_sampler(model.session_id, work.sampling_session_seq_id, target)
             outcome = Success({"sampling_session_id": sampler.sampler_id, "type": "save_weights_for_sampler"})
         self._shelve(target, published)
@@ -289,8 +293,8 @@ class TinkerServer:
 
     def _shelve(self, target: str, weights: PublishedWeights) -> None:
         self.state.turns.renew(target)
-        followed = {following(model_id) for model_id, model in self.state.models.items() if not model.ended}
-        self._shelf.put(target, weights, self.state.turns.wanted | followed, self.offer.kept)
+        followed = {following(model_id) for model_id, model in self.state.models.items() if not model.failure}
+        self._shelf.put(target, weights, self.state.turns.needed | followed, self.offer.cached_sets)
 
     async def _sample(self) -> None:
         while True:
@@ -312,8 +316,8 @@ class TinkerServer:
         assert isinstance(work, SampleWork)
         outcome: Outcome
         try:
-            asked = (work.prompt, work.num_samples, work.params, work.prompt_logprobs, work.topk)
-            response = await asyncio.wrap_future(self._sampler.sample(*asked, adapter=slot))
+            request = (work.prompt, work.num_samples, work.params, work.prompt_logprobs, work.topk)
+            response = await asyncio.wrap_future(self._sampler.sample(*request, adapter=slot))
             outcome = Success(encode_sample(response, work.topk))
         except Exception as error:  # else this client and those of other weights would wait for ever
             if isinstance(error, RoomFailed) and self.state.lose(promise) < TRIES:

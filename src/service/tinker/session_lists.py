@@ -36,12 +36,12 @@ class SessionListRoutes:
 
     async def sessions(self, caller: Asking, limit: Seq = 20, offset: Seq = 0) -> JsonReply:
         """Lists sessions, the newest first."""
-        found = [each.session_id for each in self._seen(caller)]
-        return JsonReply({"sessions": found[offset : offset + limit]})
+        session_ids = [session.session_id for session in self._visible(caller)]
+        return JsonReply({"sessions": session_ids[offset : offset + limit]})
 
-    def _seen(self, caller: Caller) -> list[ClientSession]:
+    def _visible(self, caller: Caller) -> list[ClientSession]:
         """Returns the sessions that a caller may see, the newest first."""
-        return [each for each in reversed(self._state.sessions.values()) if caller.may(each.caller.owner)]
+        return [session for session in reversed(self._state.sessions.values()) if caller.may(session.caller.owner)]
 
     async def session(self, caller: Asking, session_id: str) -> JsonReply:
         """Describes a session."""
@@ -52,11 +52,11 @@ class SessionListRoutes:
     async def finish(self, caller: Asking, session_id: str, body: FinishBody | None = None) -> None:
         """Ends a session. What its client said first of the reason is kept."""
         session = self._state.session(session_id, caller)
-        said = body or FinishBody()
-        if not session.ended:
+        request = body or FinishBody()
+        if not session.end_reason:
             self._state.finish(session, self._server.now(), "its client has finished it")
         if "status" not in session.metadata:
-            status = {"type": FINISHED, "reason": {"type": said.reason.type}, "detail": said.detail}
+            status = {"type": FINISHED, "reason": {"type": request.reason.type}, "detail": request.detail}
             self._state.tell(session, status=status)
 
     async def set_project(self, caller: Asking, session_id: str, body: ProjectBody) -> None:
@@ -65,47 +65,47 @@ class SessionListRoutes:
 
     async def search(self, caller: Asking, body: SearchBody) -> JsonReply:
         """Lists the sessions that were looked for, the newest first."""
-        found = sorted(self._found(caller, body), key=_place, reverse=True)
+        matches = sorted(self._matching(caller, body), key=_place, reverse=True)
         if body.cursor:
             last = body.cursor.last_created_at.timestamp(), body.cursor.last_session_id
-            found = [each for each in found if _place(each) < last]
-        page = found[: body.limit]
-        rest = found[body.limit :]
+            matches = [summary for summary in matches if _place(summary) < last]
+        page = matches[: body.limit]
+        rest = matches[body.limit :]
         if rest:
             cursor = {"last_created_at": page[-1]["created_at"], "last_session_id": page[-1]["session_id"]}
         else:
             cursor = None
         return JsonReply({"sessions": page, "next_cursor": cursor})
 
-    def _found(self, caller: Caller, body: SearchBody) -> Iterator[dict[str, Any]]:
+    def _matching(self, caller: Caller, body: SearchBody) -> Iterator[dict[str, Any]]:
         owners = {"own": [_urn(caller)], "user": body.owner.owner_urns}.get(body.owner.type)
         words = (body.display_name or "").lower().split()
-        for each in map(self._summary, self._seen(caller)):
-            shown = (each["display_name"] or "").lower()
+        for summary in map(self._summary, self._visible(caller)):
+            shown = (summary["display_name"] or "").lower()
             named = all(word in shown for word in words)
             matches = (
-                each["session_id"] == body.session_id or (named if words else not body.session_id),
-                owners is None or each["owner"] in owners,
-                body.project_ids is None or each["project_id"] in body.project_ids,
-                body.user_metadata.items() <= (each["user_metadata"] or {}).items(),
-                body.statuses is None or any(_is(each["status"], status) for status in body.statuses),
+                summary["session_id"] == body.session_id or (named if words else not body.session_id),
+                owners is None or summary["owner"] in owners,
+                body.project_ids is None or summary["project_id"] in body.project_ids,
+                body.user_metadata.items() <= (summary["user_metadata"] or {}).items(),
+                body.statuses is None or any(_is(summary["status"], status) for status in body.statuses),
             )
             if all(matches):
-                yield each
+                yield summary
 
     def _summary(self, session: ClientSession) -> dict[str, Any]:
-        told = session.metadata
-        saved = [each.size for model_id in session.models for each in self._server.catalog.saved(model_id)]
+        metadata = session.metadata
+        saved = [weights.size for model_id in session.models for weights in self._server.catalog.saved(model_id)]
         return {
             "session_id": session.session_id,
-            "created_at": datetime.fromtimestamp(told.get("created_s", 0.0), UTC).isoformat(),
+            "created_at": datetime.fromtimestamp(metadata.get("created_s", 0.0), UTC).isoformat(),
             "owner": _urn(session.caller),
-            "project_id": told.get("project_id") or "",
-            "status": told.get("status", None if session.ended else {"type": "active"}),
+            "project_id": metadata.get("project_id") or "",
+            "status": metadata.get("status", None if session.end_reason else {"type": "active"}),
             "checkpoints_count": len(saved),
             "checkpoint_storage_bytes": sum(saved),
-            "display_name": told.get("display_name"),
-            "user_metadata": told.get("user_metadata"),
+            "display_name": metadata.get("display_name"),
+            "user_metadata": metadata.get("user_metadata"),
         }
 
 
@@ -117,8 +117,8 @@ def _place(summary: Mapping[str, Any]) -> tuple[float, str]:
     return datetime.fromisoformat(summary["created_at"]).timestamp(), summary["session_id"]
 
 
-def _is(status: Mapping[str, Any] | None, asked: StatusBody) -> bool:
+def _is(status: Mapping[str, Any] | None, condition: StatusBody) -> bool:
     """Tells whether a session has a status. None is that of one whose client was silent for too long."""
-    if status is None or status["type"] != asked.type:
+    if status is None or status["type"] != condition.type:
         return False
-    return asked.reasons is None or status.get("reason", {}).get("type") in asked.reasons
+    return condition.reasons is None or status.get("reason", {}).get("type") in condition.reasons

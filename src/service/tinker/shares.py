@@ -22,18 +22,18 @@ class TokenShares:
     def __init__(self, quantum: int = QUANTUM) -> None:
         self._quantum = quantum
         self._accounts: dict[str, int] = {}
-        self._asked: set[str] = set()  # those that had a request at the last choice
+        self._requesting: set[str] = set()  # the models with a request at the last choice
         self._last: str | None = None
         self._least = 0
 
     def choose(self, ready: Sequence[str]) -> str:
         """Returns which one of `ready`, at least one, is next; of several with equal accounts the first."""
         for name in ready:
-            if name not in self._asked:
+            if name not in self._requesting:
                 self._accounts[name] = max(self._accounts.get(name, self._least), self._least - self._quantum)
-        self._asked = set(ready)
+        self._requesting = set(ready)
         self._least = min(self._accounts[name] for name in ready)
-        if self._last in self._asked and self._accounts[self._last] - self._least < self._quantum:
+        if self._last in self._requesting and self._accounts[self._last] - self._least < self._quantum:
             return self._last
         self._last = min(ready, key=self._accounts.__getitem__)
         return self._last
@@ -45,4 +45,4 @@ class TokenShares:
     def forget(self, name: str) -> None:
         """Closes an account."""
         self._accounts.pop(name, None)
-        self._asked.discard(name)
+        self._requesting.discard(name)

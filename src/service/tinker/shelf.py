@@ -15,11 +15,11 @@ BASE = "base"
 class WeightShelf(OrderedDict[str, PublishedWeights]):
     """All of them, the newest last."""
 
-    def put(self, target: str, weights: PublishedWeights, in_use: Collection[str], most: int) -> None:
-        """Adds a set. Of those that are not `in_use`, and are not the base's, the newest `most` stay."""
+    def put(self, target: str, weights: PublishedWeights, in_use: Collection[str], limit: int) -> None:
+        """Adds a set. The newest `limit` sets that are neither `in_use` nor the base's stay."""
         self[target] = weights
         self.move_to_end(target)
-        for name in [each for each in self if each not in in_use and each != BASE][:-most]:
+        for name in [candidate for candidate in self if candidate not in in_use and candidate != BASE][:-limit]:
             del self[name]
 
 

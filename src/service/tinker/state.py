@@ -70,19 +70,19 @@ class ProtocolState(PromiseBook):
         """Has all that is in `rows`, at the time `now`. Raises StorageFailed."""
         self.read(rows, now)
         for model in self.models.values():
-            if model.ended:  # what the trainer worked on then was not finished
+            if model.failure:  # what the trainer worked on then was not finished
                 for promise in list(model.waiting.values()):
-                    self.settle(promise, model.ended)
+                    self.settle(promise, model.failure)
                 model.waiting.clear()
         self.line_up()
 
     # ---- sessions
 
-    def finish(self, session: ClientSession, now: float, why: str, category: Category = "user") -> None:
+    def finish(self, session: ClientSession, now: float, reason: str, category: Category = "user") -> None:
         """Ends a session, and fails what its models wait for."""
         for model_id in session.models:
-            self.end_model(self.models[model_id], f"its session has ended: {why}", category)
-        self._change(session, ended=why, ended_s=now)
+            self.end_model(self.models[model_id], f"its session has ended: {reason}", category)
+        self._change(session, end_reason=reason, ended_s=now)
 
     def finish_all(self, now: float) -> None:
         """Ends all sessions and their samplers, as the machine was started again: clients may have been told more than
@@ -97,14 +97,14 @@ class ProtocolState(PromiseBook):
         """Ends the sessions that are silent for too long, and a model one of whose requests does not come; forgets
         outcomes that were given long ago, and sessions that ended long ago."""
         for session in self.sessions.values():
-            if not session.ended and now - session.beat_s > SESSION_S:
+            if not session.end_reason and now - session.beat_s > SESSION_S:
                 self.finish(session, now, f"its client was silent for {SESSION_S:g} s")
         self._end_continued(now)
         self._end_stuck(now)
         if self.adapters:
             self._end_beyond(now)
         over = []
-        for promise in [each for each in self.promises.values() if each.outcome]:
+        for promise in [candidate for candidate in self.promises.values() if candidate.outcome]:
             ended_s = self.sessions[promise.session_id].ended_s
             if promise.settled_s is None:
                 promise.settled_s = now
@@ -124,9 +124,9 @@ class ProtocolState(PromiseBook):
             for model in self.holders:
                 session = self.sessions[model.session_id]
                 idle = model.next_seq == 1 and not model.waiting
-                own = session.caller.owner == self.sessions[heir.session_id].caller.owner
+                same_owner = session.caller.owner == self.sessions[heir.session_id].caller.owner
                 continued = origin.startswith(f"tinker://{model.model_id}/")
-                if own and (idle or continued) and now - session.beat_s > HEIR_S:
+                if same_owner and (idle or continued) and now - session.beat_s > HEIR_S:
                     if continued:
                         does = "continues it"
                     else:
@@ -140,7 +140,7 @@ class ProtocolState(PromiseBook):
         """Refuses adapters that have waited for PLACE_S while their session has others: its client may wait for them to
         be created before it lets those go."""
         for model in list(self._line):
-            names = [each.model_id for each in self.holders if each.session_id == model.session_id]
+            names = [holder.model_id for holder in self.holders if holder.session_id == model.session_id]
             if model.waited("a place" if names else "", now) > PLACE_S and names:
                 self.end_model(
                     model,
@@ -150,7 +150,7 @@ class ProtocolState(PromiseBook):
                 )
 
     def _end_stuck(self, now: float) -> None:
-        for model in [each for each in self.holders if each.waiting and not each.ready]:
+        for model in [holder for holder in self.holders if holder.waiting and not holder.ready]:
             if model.waited(model.next_seq, now) > GAP_S:
                 self.end_model(
                     model,
@@ -158,19 +158,19 @@ class ProtocolState(PromiseBook):
                     "it larger than service.max_body_mb?); continue from a saved state",
                 )
 
-    def end_model(self, model: ClientModel, why: str, category: Category = "user") -> None:
+    def end_model(self, model: ClientModel, reason: str, category: Category = "user") -> None:
         """Ends a model: it cannot be trained any more. What the trainer works on is finished."""
-        if model.ended:
+        if model.failure:
             return
-        ended = Failure(f"the model {model.model_id} cannot be trained any more: {why}", category)
-        refused = [each for each in model.waiting.values() if each is not self.running]
+        failure = Failure(f"the model {model.model_id} cannot be trained any more: {reason}", category)
+        refused = [pending for pending in model.waiting.values() if pending is not self.running]
         rows = self._removed_steps(model, model.history.numbers)
         for promise in refused:
-            rows += [row_of(replace(promise, outcome=ended)), work_key(promise.request_id)]
-        self._change(model, *rows, ended=ended, history=ModelHistory())
+            rows += [row_of(replace(promise, outcome=failure)), work_key(promise.request_id)]
+        self._change(model, *rows, failure=failure, history=ModelHistory())
         for promise in refused:
-            self._has_outcome(promise, ended)
-        model.waiting = {seq: each for seq, each in model.waiting.items() if each is self.running}
+            self._has_outcome(promise, failure)
+        model.waiting = {seq: pending for seq, pending in model.waiting.items() if pending is self.running}
         if model in self._line:
             self._line.remove(model)
         if model in self.holders:
@@ -190,8 +190,12 @@ class ProtocolState(PromiseBook):
             return ""
         before = self._line.index(model) if model in self._line else 0
         owner = self.sessions[promise.session_id].caller.owner
-        seen = [each for each in self.holders if self.sessions[each.session_id].caller.owner == owner]
-        holder = seen[0].model_id if seen else "another model"
+        same_owner = [
+            holder_model
+            for holder_model in self.holders
+            if self.sessions[holder_model.session_id].caller.owner == owner
+        ]
+        holder = same_owner[0].model_id if same_owner else "another model"
         if self.places == 1:
             few = "has the trainer, which trains one model at a time"
         else:
@@ -205,8 +209,8 @@ class ProtocolState(PromiseBook):
         GoneError."""
         session = self.living(session_id, caller)
         model_id = f"{session_id}:train:{model_seq}"
-        if model_id in self.models and (known := self.known(model_id, 0)):
-            return known
+        if model_id in self.models and (earlier := self.accepted(model_id, 0)):
+            return earlier
         model = ClientModel(model_id, session_id)
         promise = self._accept(Promise(f"{model_id}/0", session_id, work), row_of(model))
         self.models[model_id] = model
@@ -220,12 +224,12 @@ class ProtocolState(PromiseBook):
         model = self.model(model_id, caller)
         if seq_id < 1:
             raise RequestRefused(f"seq_id = {seq_id}; expected 1 or more, as 0 is the creation of the model")
-        known = self.known(model_id, seq_id)
-        if known:
-            return known
-        work = None if model.ended else work
-        promise = self._accept(Promise(f"{model_id}/{seq_id}", model.session_id, work, model.ended))
-        if not model.ended:
+        earlier = self.accepted(model_id, seq_id)
+        if earlier:
+            return earlier
+        work = None if model.failure else work
+        promise = self._accept(Promise(f"{model_id}/{seq_id}", model.session_id, work, model.failure))
+        if not model.failure:
             model.waiting[seq_id] = promise
         return promise
 
@@ -247,7 +251,7 @@ class ProtocolState(PromiseBook):
         """Gives places at the trainer to the models that had them, and lets those wait that were not created yet: after
         the records of this state were read, and when the trainer was lost."""
         self.running = None
-        living = [model for model in self.models.values() if not model.ended]
+        living = [model for model in self.models.values() if not model.failure]
         self._line = deque(model for model in living if model.next_seq == 0)
         self.holders = [model for model in living if model.next_seq > 0]
 
@@ -261,8 +265,8 @@ class ProtocolState(PromiseBook):
             if heir:
                 self._line.remove(heir)
                 many = "one is" if self.places == 1 else f"{self.places} are"
-                why = f"{heir.model_id} of the same session has its place now, and {many} trained at a time"
-                self.end_model(before, why)
+                reason = f"{heir.model_id} of the same session has its place now, and {many} trained at a time"
+                self.end_model(before, reason)
                 self.holders.append(heir)
 
     def trained(self, outcome: Outcome, tokens: int = 0, now: float = 0.0) -> None:
@@ -277,7 +281,7 @@ class ProtocolState(PromiseBook):
         if number == 0 and error:
             self.end_model(model, f"it could not be created: {error}")
         before = model.history
-        if model.ended:
+        if model.failure:
             after = before
         else:
             after = before.noted(Step(number, promise.work, error), now)
@@ -289,7 +293,7 @@ class ProtocolState(PromiseBook):
         self._change(model, *rows, next_seq=number + 1, history=after)
         self.running = None
         model.waiting.pop(number, None)
-        if not model.ended:
+        if not model.failure:
             self.shares.charge(promise.owner_id, tokens)
         self._has_outcome(promise, outcome)
 
@@ -318,9 +322,9 @@ class ProtocolState(PromiseBook):
 
     def sample(self, sampler: ClientSampler, seq_id: int, work: object) -> Promise:
         """Accepts sample `seq_id` of a sampler."""
-        known = self.known(sampler.sampler_id, seq_id)
-        if known:
-            return known
+        earlier = self.accepted(sampler.sampler_id, seq_id)
+        if earlier:
+            return earlier
         promise = self._accept(Promise(f"{sampler.sampler_id}/{seq_id}", sampler.session_id, work))
         self.turns.add(sampler.target, promise)
         return promise
@@ -328,26 +332,28 @@ class ProtocolState(PromiseBook):
     def sampled(self, promise: Promise, outcome: Outcome) -> None:
         """Notes the outcome of a sample that ran."""
         self.settle(promise, outcome)
-        self.turns.ended(promise)
+        self.turns.finish(promise)
 
-    def sample_again(self, held: Collection[str], why: Failure) -> None:
-        """Lets all samples wait anew that have no outcome, as no replica works on them any more. Those from weights
-        that are not in `held` fail."""
+    def sample_again(self, available: Collection[str], failure: Failure) -> None:
+        """Lets all samples without an outcome wait anew, as no replica works on them any more. Samples from weights
+        that are not `available` fail."""
         self.turns = self.make_turns()
         for promise in list(self.promises.values()):
             if promise.outcome is None and (sampler := self.samplers.get(promise.owner_id)):
-                if sampler.target in held:
+                if sampler.target in available:
                     self.turns.add(sampler.target, promise)
                 else:
-                    self.settle(promise, why)
+                    self.settle(promise, failure)
 
     def completions(
         self, sampler: ClientSampler, clone: int, cursor: int, retrieved: Collection[str]
     ) -> tuple[list[Promise], int]:
         """Returns the samples of a clone that were done after `cursor`, and the cursor behind them. Those before it are
         not listed again, and results of those in `retrieved` are dropped."""
-        known = [self.promises.get(request_id) for request_id in retrieved]
-        self.retire([each for each in known if each and each.outcome and each.owner_id == sampler.sampler_id])
-        own = [each for number, each in sampler.answers.items() if number // CLONE == clone]
-        new = sorted((each for each in own if each.place >= cursor), key=lambda each: each.place)
-        return new, sampler.done
+        promises = [self.promises.get(request_id) for request_id in retrieved]
+        self.retire(
+            [promise for promise in promises if promise and promise.outcome and promise.owner_id == sampler.sampler_id]
+        )
+        of_clone = [promise for number, promise in sampler.answers.items() if number // CLONE == clone]
+        new = sorted((promise for promise in of_clone if promise.place >= cursor), key=lambda promise: promise.place)
+        return new, sampler.settled_count

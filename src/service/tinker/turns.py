@@ -97,12 +97,12 @@ class SampleTurns:
             self._waiting.extendleft((name, item) for item in reversed(slot.ready))
             slot.ready.clear()
 
-    def ended(self, item: Promise) -> None:
+    def finish(self, item: Promise) -> None:
         """Notes that a sample has ended."""
         self._running.pop(item).running -= 1
 
     @property
-    def wanted(self) -> set[str]:
+    def needed(self) -> set[str]:
         """The names of weights that are held or waited for."""
         return {name for name, _ in self._waiting} | {slot.name for slot in self._slots if slot.name}
 
@@ -143,8 +143,8 @@ class SampleTurns:
         self._loads += 1
         slot = Slot("" if self._in_place else f"{name}@{self._loads}", name, used=self._starts)
         self._slots.append(slot)
-        for each in self._slots:
-            each.closing = False  # the one for which it closed has a slot now
+        for other in self._slots:
+            other.closing = False  # the one for which it closed has a slot now
         self._waiting = deque(entry for entry in self._waiting if not self._accept(*entry))
         self._close_one()
         return LoadWeights(name, slot.slot)

@@ -39,7 +39,7 @@ from trireme.process.faults import fault_point
 from trireme.run.commits import PendingFiles
 
 Payload = dict[str, object]
-Done = tuple[Outcome, PublishedWeights | None]
+Result = tuple[Outcome, PublishedWeights | None]
 """The result of a request to the trainer, and the weights that samplers may ask for now."""
 log = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class TrainingWorker:
         self._use(model_id)
         return self._publish()
 
-    def run(self, model_id: str, work: Work, caller: Caller, request: str = "") -> Done:
+    def run(self, model_id: str, work: Work, caller: Caller, request: str = "") -> Result:
         """Does what a client asked for. `request`: its id."""
         try:
             if not isinstance(work, NewModelBody):
@@ -160,7 +160,7 @@ class TrainingWorker:
                 self._gradients[model_id].failed = f"its request {work.seq_id} failed: {failure.error}"
             return failure, None
 
-    def _do(self, model_id: str, work: Work, caller: Caller, request: str) -> Done:
+    def _do(self, model_id: str, work: Work, caller: Caller, request: str) -> Result:
         published: PublishedWeights | None = None
         payload: bytes | Payload
         match work:
@@ -249,12 +249,13 @@ class TrainingWorker:
     def _load_weights(self, model_id: str, work: LoadWeightsBody, caller: Caller) -> Payload:
         """Has a model take a state of such an adapter as it has."""
         directory, _, run = self._source(work.path, caller, "weights")
-        own = recorded_spec(model_id, self._catalog.run(model_id).lora, self.lora)
+        current = recorded_spec(model_id, self._catalog.run(model_id).lora, self.lora)
         saved = recorded_spec(work.path, run.lora, self.lora)
-        if own and saved and replace(saved, seed=own.seed) != own:
+        if current and saved and replace(saved, seed=current.seed) != current:
             raise RequestRefused(
                 f"{work.path} is of an adapter of rank {saved.rank} for {', '.join(saved.targets)}; expected one of "
-                f"rank {own.rank} for {', '.join(own.targets)}, as this model has: create a client from the state"
+                f"rank {current.rank} for {', '.join(current.targets)}, as this model has: create a client from the "
+                "state"
             )
         self._load(model_id, directory, work.optimizer)
         return {"path": work.path, "model_id": model_id, "type": "load_weights"}
@@ -300,7 +301,7 @@ class TrainingWorker:
 
     def _save(self, path: str, work: SaveBody, request: str, write: Callable[[Path], PendingFiles]) -> SavedWeights:
         """Has `write` fill a directory, and keeps it, unless the server was killed after it had done so."""
-        saved = self._catalog.kept(path, request)
+        saved = self._catalog.saved_by(path, request)
         if saved:
             return saved
         staging = self._catalog.staging(path, work.overwrite)

@@ -89,7 +89,7 @@ def serve_clients(
                     )
                     _work(listener, worker, sampler, partial(say, message))
             except RoomFailed as error:
-                restarts.take("the rooms", error, died=False, step=server.done, now=time.monotonic())
+                restarts.take("the rooms", error, died=False, step=server.trained, now=time.monotonic())
                 message = "the rooms serve again"
                 say(f"! {error}\nThe rooms are started again, and do again what was done since their last commit.")
             finally:

@@ -52,7 +52,7 @@ class TurningReplicas(ABC):
             self.turns.add(item[0], item)
 
     def end(self) -> None:
-        self.turns.ended(self.running.pop(0))
+        self.turns.finish(self.running.pop(0))
 
     def go(self) -> None:
         """Does all that can be done while no sample ends."""

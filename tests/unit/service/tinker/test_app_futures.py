@@ -132,5 +132,5 @@ def test_the_client_asks_anew_for_a_lost_sample(served: Served, monkeypatch: pyt
         assert len(answer.sequences) == 2
         (lost,) = found
         sampler_id, _, number = lost.rpartition("/")
-        asked = [bool(served.server.state.known(sampler_id, int(number) + more)) for more in range(3)]
+        asked = [bool(served.server.state.accepted(sampler_id, int(number) + more)) for more in range(3)]
         assert asked == [True, True, False]

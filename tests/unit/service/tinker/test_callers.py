@@ -230,7 +230,7 @@ def test_a_refused_request_of_another_owner_takes_no_number(things: Things) -> N
     """Else the model's next request would get the outcome of what someone else had asked for."""
     for body in (of_model(things, seq_id=999, adam_params={"beta1": 2}), of_model(things, seq_id=999)):
         assert things.ask(BOB, "POST", "optim_step", body).status_code in (400, 404)
-    assert not things.served.server.state.known(things.model, 999)
+    assert not things.served.server.state.accepted(things.model, 999)
 
 
 def test_states_are_read_by_others_only_while_they_are_published(things: Things) -> None:

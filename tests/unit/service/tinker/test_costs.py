@@ -27,24 +27,24 @@ def passing(tokens: int, *, forward_only: bool = False) -> ForwardBackwardCall:
 def test_a_pass_counts_for_its_tokens_before_it_runs() -> None:
     costs = MeasuredCosts()
     assert (tokens_of(passing(3000)), tokens_of(passing(1)), tokens_of(UPDATE), tokens_of(STATE)) == (3000, LEAST, 0, 0)
-    assert costs.done(passing(3000), 3.0) == 0
+    assert costs.record(passing(3000), 3.0) == 0
 
 
 def test_all_else_counts_for_the_tokens_of_its_seconds() -> None:
     costs = MeasuredCosts()
-    assert costs.done(UPDATE, 5.0) == 0, "no speed is known yet"
-    costs.done(passing(3000), 3.0)
-    assert (costs.done(UPDATE, 0.25), costs.done(STATE, 8.0)) == (250, 8000)
+    assert costs.record(UPDATE, 5.0) == 0, "no speed is known yet"
+    costs.record(passing(3000), 3.0)
+    assert (costs.record(UPDATE, 0.25), costs.record(STATE, 8.0)) == (250, 8000)
 
 
 def test_the_speed_is_that_of_the_last_passes_with_a_gradient() -> None:
     costs = MeasuredCosts()
-    costs.done(passing(3000), 3.0)
-    costs.done(passing(3000, forward_only=True), 1.0)
-    assert costs.done(UPDATE, 1.0) == 1000
+    costs.record(passing(3000), 3.0)
+    costs.record(passing(3000, forward_only=True), 1.0)
+    assert costs.record(UPDATE, 1.0) == 1000
     for _ in range(10 * REMEMBERED):
-        costs.done(passing(3000), 1.0)
-    assert costs.done(UPDATE, 1.0) == pytest.approx(3000, rel=1e-3)
+        costs.record(passing(3000), 1.0)
+    assert costs.record(UPDATE, 1.0) == pytest.approx(3000, rel=1e-3)
 
 
 @pytest.mark.parametrize("seconds", [0.001, 0.5, 30.0])
@@ -66,6 +66,6 @@ def test_models_get_the_same_time_whatever_else_than_passes_they_ask_for(seconds
         took = tokens_of(promise.work) / SPEED or (seconds if promise.work is UPDATE else 4.0)
         if promise.number:
             spent[model.model_id] += took
-        state.trained(Success({}), costs.done(promise.work, took))
+        state.trained(Success({}), costs.record(promise.work, took))
     largest = max(seconds, 4.0)
     assert abs(spent["s:train:0"] - spent["t:train:0"]) <= QUANTUM / SPEED + largest

@@ -104,7 +104,7 @@ def test_what_is_done_again_is_what_made_the_weights() -> None:
     for seq, (work, outcome) in enumerate(outcomes):
         error = outcome.error if isinstance(outcome, Failure) else ""
         history = history.noted(Step(seq, work, error), float(seq))
-    assert [(step.seq, step.error) for step in history.kept()] == [
+    assert [(step.seq, step.error) for step in history.all_steps()] == [
         (0, ""),
         (6, ""),
         (7, ""),
@@ -120,7 +120,7 @@ def test_what_is_done_again_is_what_made_the_weights() -> None:
     assert not history.is_due(50.0, 60.0)
     assert history.is_due(60.0, 60.0)
     history = history.committed("place")
-    assert list(history.kept()) == []
+    assert list(history.all_steps()) == []
     assert not history.is_due(1000.0, 1.0), "nothing was done since"
     history = history.noted(Step(14, LOADING), 14.0)
     assert history.is_due(14.0, 60.0), "its client may delete that state"
@@ -152,12 +152,12 @@ def seen(state: ProtocolState) -> dict[str, Any]:
     """All that clients, and who does the work, can see of a state."""
     return {
         "sessions": {
-            s.session_id: (s.caller, s.ended, s.models, s.samplers, s.metadata) for s in state.sessions.values()
+            s.session_id: (s.caller, s.end_reason, s.models, s.samplers, s.metadata) for s in state.sessions.values()
         },
         "models": {
             m.model_id: (
                 m.next_seq,
-                m.ended,
+                m.failure,
                 sorted(m.waiting),
                 m.history.place,
                 [(step.seq, step.error) for step in m.history.steps],
@@ -214,7 +214,7 @@ def play(kept: Kept, data: st.DataObject) -> None:
     def days() -> None:
         later = now + 2 * ENDED_S
         for session in state.sessions.values():
-            session.beat_s = session.beat_s if session.ended else later
+            session.beat_s = session.beat_s if session.end_reason else later
         state.expire(later)
 
     session_of = [f"s{n}" for n in range(2)]
@@ -246,7 +246,7 @@ def play(kept: Kept, data: st.DataObject) -> None:
             actions[action]()
         kept.fails = False
         if any(
-            state.running is each for model in state.models.values() if model.ended for each in model.waiting.values()
+            state.running is each for model in state.models.values() if model.failure for each in model.waiting.values()
         ):
             continue  # a server that starts now has refused what the trainer still works on
         assert seen(kept.loaded(now)) == seen(state)
@@ -273,7 +273,7 @@ def test_numbers_are_never_done_again_though_their_promises_are_gone(tmp_path: P
         again.promise(f"{sampler}/{CLONE}")
     with pytest.raises(UnknownId):
         again.promise(f"{sampler}/{CLONE + 1}")
-    assert again.samplers[sampler].done == 3
+    assert again.samplers[sampler].settled_count == 3
     kept.store.close()
 
 

@@ -144,7 +144,7 @@ def test_a_silent_client_whose_model_has_done_nothing_gives_its_place_to_the_sam
     for late_s in (0, 1, 2):
         state.expire(HEIR_S + late_s)
         assert run_all(state) == (["v:train:0/0"] if late_s == 1 else [])
-    ended = state.models["s:train:0"].ended
+    ended = state.models["s:train:0"].failure
     assert ended
     assert "v:train:0 waits, while it has done nothing" in ended.error
     state.train("v:train:0", 1, WORK)
@@ -218,7 +218,7 @@ def test_an_adapter_ends_for_no_other_and_one_beyond_the_places_is_refused(frees
     assert isinstance(refused, Failure)
     assert "3 adapters are trained at the same time (service.models)" in refused.error
     assert "has 2 of them: s:train:0, s:train:1." in refused.error
-    assert [each.ended for each in state.holders] == [None] * 3
+    assert [each.failure for each in state.holders] == [None] * 3
 
 
 def test_a_model_whose_batch_is_on_its_way_is_not_taken_over() -> None:

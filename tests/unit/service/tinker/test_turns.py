@@ -61,7 +61,7 @@ def test_renewed_weights_are_taken_while_samples_run() -> None:
     replicas.renew("a")
     assert replicas.step()
     assert replicas.loads == ["a", "a"]
-    assert replicas.turns.wanted == {"a"}
+    assert replicas.turns.needed == {"a"}
 
 
 class AdapterReplicas(TurningReplicas):
@@ -109,7 +109,7 @@ def test_several_adapters_and_the_base_run_side_by_side() -> None:
     replicas.go()
     assert len(replicas.running) == 6
     assert sorted(replicas.loads) == ["a", "b"]
-    assert replicas.turns.wanted == {"a", "b"}
+    assert replicas.turns.needed == {"a", "b"}
 
 
 def test_one_that_waits_for_a_slot_gets_one_though_others_always_come() -> None:
@@ -154,7 +154,7 @@ def test_a_slot_that_closed_for_another_opens_again_once_that_one_has_a_place() 
     replicas.add(("a", 0), ("b", 1))
     replicas.go()
     replicas.add(("c", 2))
-    replicas.turns.ended(("b", 1))
+    replicas.turns.finish(("b", 1))
     replicas.running.remove(("b", 1))
     replicas.go()
     replicas.add(("a", 3))
