@@ -26,7 +26,7 @@ from turns import ANSWER, LONG
 
 from service.answering import TurnAnswering
 from service.app import make_app
-from service.asked import ServedModels
+from service.requests import ServedModels
 from service.front import Front
 from service.guard import Limits
 from service.keys import ServiceKey, ServiceKeys

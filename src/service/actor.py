@@ -19,7 +19,6 @@ import ray
 
 from service.answering import TurnAnswering
 from service.app import make_app
-from service.asked import ServedModels
 from service.chats import BoundedSampler
 from service.console.reading import RunReader
 from service.front import Front
@@ -27,6 +26,7 @@ from service.guard import Limits
 from service.keys import ServiceKey, ServiceKeys
 from service.places import Places
 from service.ports import http_server
+from service.requests import ServedModels
 from service.sessions.history import AttemptStart, RunHistory
 from service.sessions.records import FORMAT
 from service.sessions.registry import SessionRegistry
@@ -77,11 +77,11 @@ class ServiceActor:
     async def start(self) -> str:
         """Opens the port, and returns the address of the service. Raises RoomFailed if the port is taken."""
         options = self._config.service
-        own = self._config.renderer
+        renderer_config = self._config.renderer
         self._sampler = self._sampler_factory()
         one_text_at_a_time()
         tokenizer = load_tokenizer(self._config.tokenizer_name)
-        renderer = make_renderer(**own.model_dump(), tokenizer=tokenizer)
+        renderer = make_renderer(**renderer_config.model_dump(), tokenizer=tokenizer)
         self._places = Places(1, options.max_waiting, options.wait_s)
         chats = BoundedSampler(self._sampler, self._config.inference.answer_s)
         turns = TurnAnswering(chats, self._models, tokenizer, renderer, self._places)
@@ -94,7 +94,7 @@ class ServiceActor:
         address = self._server.address_at(options.host)
         self._store.name_address(address)
         beside = (self._fit_places(), self._front.keep_swept())
-        self._tasks = [self._server.serving, *(asyncio.create_task(each) for each in beside)]
+        self._tasks = [self._server.serving, *(asyncio.create_task(coroutine) for coroutine in beside)]
         self._started.set()
         spare_collector()  # requests and sessions are many objects too
         return address
@@ -102,8 +102,8 @@ class ServiceActor:
     def _make_front(self, turns: TurnAnswering, keys: ServiceKeys) -> Front:
         """Continues the sessions that the store has. Raises StorageFailed."""
         options = self._config.service.sessions
-        own = self._config.inference.sampling
-        sampling = replace(own.params(0, tuple(own.stop), self._models.max_len), seed=None)
+        defaults = self._config.inference.sampling
+        sampling = replace(defaults.params(0, tuple(defaults.stop), self._models.max_len), seed=None)
         self._store = Store(self._directory, FORMAT)
         registry = SessionRegistry(
             turns,
@@ -114,9 +114,9 @@ class ServiceActor:
             self._config.orchestrator.max_steps_off_policy if self._trains else None,
             self._history,
         )
-        known = registry.restore()
-        if known:
-            log.info("%d sessions are continued from %s", known, self._directory)
+        restored = registry.restore()
+        if restored:
+            log.info("%d sessions are continued from %s", restored, self._directory)
         return Front(turns, registry, keys, self._floor, options.max_open)
 
     async def _floor(self) -> WeightIdentity:
@@ -126,7 +126,7 @@ class ServiceActor:
                 stats = await self._sampler.stats()
         except TimeoutError:  # it waits for the first replica that serves
             raise RoomFailed(f"no replica said within {LOOK_S:g} s which weights it has: none serves yet") from None
-        weights = [each.weights for each in stats.values() if each.weights is not None]
+        weights = [replica.weights for replica in stats.values() if replica.weights is not None]
         if not weights:
             raise RoomFailed("no replica has weights yet")
         return min(weights, key=lambda identity: (identity.version, identity.attempt))
@@ -136,7 +136,7 @@ class ServiceActor:
         while True:
             with suppress(TriremeError):
                 stats = await self._sampler.stats()
-                decoded = sum(each.places or 0 for each in stats.values())
+                decoded = sum(replica.places or 0 for replica in stats.values())
                 self._places.resize(max(1, int(self._config.service.share * decoded)))
             await asyncio.sleep(LOOK_S)
 

@@ -15,12 +15,12 @@ from math import inf
 
 from service.answering import TurnAnswering
 from service.app import make_app
-from service.asked import ServedModels
 from service.front import Front
 from service.guard import Limits
 from service.keys import ServiceKey, ServiceKeys
 from service.places import Places
 from service.ports import http_server
+from service.requests import ServedModels
 from service.sessions.registry import SessionRegistry
 from service.sessions.session import SessionLimits
 from trireme.config import Config
@@ -66,12 +66,12 @@ class LoopbackSessions:
     async def start(self) -> None:
         """Opens the port. Raises RoomFailed if there is none."""
         options = self._config.service
-        own = self._config.inference.sampling
+        defaults = self._config.inference.sampling
         tokenizer = load_tokenizer(self._config.tokenizer_name)
         renderer = make_renderer(**self._config.renderer.model_dump(), tokenizer=tokenizer)
         turns = TurnAnswering(self._sampler, self._models, tokenizer, renderer, Places(MANY, MANY, MANY))
         limits = SessionLimits(options.sessions.turns, options.sessions.tokens, inf, inf, inf)
-        sampling = replace(own.params(0, tuple(own.stop), self._models.max_len), seed=None, max_tokens=None)
+        sampling = replace(defaults.params(0, tuple(defaults.stop), self._models.max_len), seed=None, max_tokens=None)
         # The ledger evicts a group that has become too old, and with it its sessions.
         self._registry = SessionRegistry(turns, None, limits, sampling, time.monotonic)
         keys = ServiceKeys([ServiceKey("admin", secrets.token_urlsafe())])  # which only signs

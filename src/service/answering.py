@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from service.asked import Finish, RequestRefused, ServedModels, TurnRequest
 from service.places import Places
 from service.reading import AnswerReader, MessageReader, TextReader
+from service.requests import Finish, RequestRefused, ServedModels, TurnRequest
 from service.sessions.prompts import PROMPT, asked_before, match_ids, prompt_ids, text_behind
 from service.sessions.tree import ROOT, Match, SampledAnswer, SessionTree, TurnGiven
 from trireme.core.sampler import SampledPart, SequenceSampler
@@ -42,7 +42,7 @@ class PlacedTurn:
     """The whole prompt, [T]."""
     params: SamplingParams
     """How to sample; the seed is that of the first answer."""
-    began: WeightIdentity | None
+    first_weights: WeightIdentity | None
     """The weights of the first sampled token in the prompt."""
 
 
@@ -85,13 +85,13 @@ class TurnAnswering:
         """Returns the answer that a request continues, and the request: that of a prompt as text has token ids too."""
         if request.text is not None:
             if request.retry:
-                known = asked_before(tree, request.text, request.options, self.tokenizer)
+                retry_ids = asked_before(tree, request.text, request.options, self.tokenizer)
             else:
-                known = None
-            if known is None:
+                retry_ids = None
+            if retry_ids is None:
                 ids = prompt_ids(tree, request.text, self.tokenizer)
             else:
-                ids = known
+                ids = retry_ids
             request = replace(request, ids=ids)
         if request.ids is not None:
             return request, match_ids(tree, request.ids)
@@ -110,7 +110,7 @@ class TurnAnswering:
             raise self._too_long(f"{len(prompt)} tokens", request)
         tools = request.tools if match.node == ROOT else ()
         turn = TurnGiven(match.node, parent, messages, tools, fresh, (), request.options)
-        return PlacedTurn(request, turn, prompt, params, tree.began(parent))
+        return PlacedTurn(request, turn, prompt, params, tree.first_weights(parent))
 
     def _behind(
         self, tree: SessionTree, match: Match, request: TurnRequest
@@ -119,12 +119,12 @@ class TurnAnswering:
         answer. A prompt that is no conversation is one message, with its text there. Raises RequestRefused."""
         if request.ids is not None:
             text = text_behind(tree, match, request.text, request.ids, self.tokenizer)
-            return match.node, request.ids[match.known :], ({"role": PROMPT, "content": text},)
+            return match.node, request.ids[match.matched :], ({"role": PROMPT, "content": text},)
         try:
             parent, fresh = tree.render(match, request.messages, request.tools, self.renderer)
         except Exception as error:  # templates and renderers refuse orders of roles, and names, in ways of their own
             raise RequestRefused(f"the chat format refuses these messages: {error}", param="messages") from error
-        return parent, fresh, request.messages[match.known :]
+        return parent, fresh, request.messages[match.matched :]
 
     def check_size(self, request: TurnRequest) -> None:
         """Refuses tokens that would end an answer but that the model does not have, and a text that is far too long:
@@ -135,13 +135,13 @@ class TurnAnswering:
             raise RequestRefused(
                 f"stop_token_ids with {unknown[0]}; expected ids below {vocabulary}", param="stop_token_ids"
             )
-        most = self.models.max_len
-        text = request.text or "".join([each["content"] for each in request.messages if "tokens" not in each])
-        if len(text) <= CHARACTERS * most:
+        context = self.models.max_len
+        text = request.text or "".join([message["content"] for message in request.messages if "tokens" not in message])
+        if len(text) <= CHARACTERS * context:
             return
         # Where messages meet, each may lose a token to its neighbour.
-        beginning = self.tokenizer.encode(text[: CHARACTERS * most], add_special_tokens=False)
-        if len(beginning) > most + len(request.messages) or len(text) > most * self._longest_token:
+        beginning = self.tokenizer.encode(text[: CHARACTERS * context], add_special_tokens=False)
+        if len(beginning) > context + len(request.messages) or len(text) > context * self._longest_token:
             raise self._too_long(f"{len(text):,} characters", request)
 
     @cached_property
@@ -175,7 +175,7 @@ class TurnAnswering:
                 prompt=placed.prompt,
                 params=params if params.seed is None else replace(params, seed=params.seed + number),
                 route_key=key,
-                began=placed.began,
+                began=placed.first_weights,
             )
             async with self.places:
                 sampled = await self._sampler.sample(request, partial(on_part, placed, number) if on_part else None)
@@ -209,8 +209,8 @@ class TurnAnswering:
             stopped_by = self.reader(request, params).read(tokens, True).stopped_by
         if answer.message.get("tool_calls"):
             return "tool_calls", stopped_by
-        ended = stopped_by or (not request.is_prompt and self.renderer.finished(tokens))
-        return "stop" if ended else answer.stop_reason, stopped_by
+        by_model = stopped_by or (not request.is_prompt and self.renderer.finished(tokens))
+        return "stop" if by_model else answer.stop_reason, stopped_by
 
 
 async def all_of(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

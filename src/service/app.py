@@ -10,7 +10,6 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import PlainTextResponse, Response
 
-from service.asked import Delta, ServiceAnswer
 from service.console.app import add_console
 from service.console.reading import RunReader
 from service.dialects.chat import ChatRequest
@@ -23,7 +22,8 @@ from service.front import Front
 from service.guard import SESSION, Limits, RequestGuard
 from service.keys import ServiceKeys
 from service.metrics import ServiceMetrics
-from service.replies import VERSION, DeliveredReply, EventReply, until_gone
+from service.replies import VERSION, DeliveredReply, EventReply, until_disconnected
+from service.requests import Delta, ServiceAnswer
 from service.routes import ROUTES, add_routes
 from service.session_app import SessionRoutes
 
@@ -97,11 +97,11 @@ class Service(SessionRoutes):
         pieces = self._front.pieces(turns, bool(body.stream), session, on_answer)
         reply: Response
         if body.stream:
-            first = await until_gone(request, anext(pieces))  # what fails before it has a status of its own
+            first = await until_disconnected(request, anext(pieces))  # what fails before it has a status of its own
             texts = _to_the_end(body.events(_behind(first, pieces), tokenizer), request.url.path, answers)
             reply = EventReply(texts, pieces, {VERSION: str(first.version)})
         else:
-            await until_gone(request, _all_of(pieces))
+            await until_disconnected(request, _all_of(pieces))
             answers.sort(key=lambda answer: answer.choice)
             version = max(answer.versions[1] for answer in answers)
             reply = JsonReply(body.whole(answers, tokenizer), headers={VERSION: str(version)})

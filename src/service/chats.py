@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from service.asked import RequestRefused
+from service.requests import RequestRefused
 from trireme.core.sampler import OnProgress, SequenceSampler
 from trireme.core.types import SampledSequence, SampleRequest
 

@@ -10,8 +10,8 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from service.asked import RequestRefused
 from service.dialects.wire import refusal_of
+from service.requests import RequestRefused
 from service.routes import in_session
 from trireme.core.errors import BadInput, StorageFailed, TriremeError
 from trireme.core.finite_json import to_json

@@ -15,10 +15,10 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from service.answering import AnsweredTurn, PlacedTurn, TurnAnswering
-from service.asked import Delta, RequestRefused, ServiceAnswer, TurnRequest
 from service.errors import RETRY_AFTER_S
 from service.keys import ServiceKeys
 from service.reading import AnswerPieces
+from service.requests import Delta, RequestRefused, ServiceAnswer, TurnRequest
 from service.sessions.registry import SessionRegistry
 from service.sessions.tree import SampledAnswer, SessionTree
 from trireme.core.errors import StorageFailed, TriremeError
@@ -49,13 +49,13 @@ class Front:
         registry: SessionRegistry,
         keys: ServiceKeys,
         floor: Callable[[], Awaitable[WeightIdentity]],
-        most: int,
+        max_open: int,
     ) -> None:
         self.turns = turns
         self.registry = registry
         self._keys = keys
         self._floor = floor
-        self._most = most
+        self._max_open = max_open
         self._open: set[Deltas] = set()
         self._closed: RequestRefused | None = None
 
@@ -81,17 +81,17 @@ class Front:
         deltas = Deltas()
         self._open.add(deltas)
         tasks = []
-        left = 0
+        pending = 0
         for turn in turns:
-            tasks.append(asyncio.create_task(self._answer(deltas, turn, session, left, stream)))
-            left += turn.n
+            tasks.append(asyncio.create_task(self._answer(deltas, turn, session, pending, stream)))
+            pending += turn.n
         try:
-            while left:
+            while pending:
                 delta = await deltas.get()
                 if isinstance(delta, Exception):
                     raise delta
                 if delta.answer:
-                    left -= 1
+                    pending -= 1
                     if on_answer:
                         on_answer(delta.answer)
                 yield delta
@@ -166,11 +166,11 @@ class Front:
         return OpenedSession(name, key, floor.version)
 
     def _check_open(self) -> None:
-        running = sum(session.ended is None for session in self.registry.book.sessions.values())
-        if running >= self._most:
+        running = sum(session.end_record is None for session in self.registry.book.sessions.values())
+        if running >= self._max_open:
             raise RequestRefused(
-                f"{running} sessions are open, of at most {self._most} (service.sessions.max_open): end some, or try "
-                "again later",
+                f"{running} sessions are open, of at most {self._max_open} (service.sessions.max_open): end some, or "
+                "try again later",
                 status=429,
                 code="sessions_full",
                 retry_after_s=RETRY_AFTER_S,
@@ -182,15 +182,15 @@ class Front:
             await asyncio.sleep(SWEEP_S)
             try:
                 for name in await self.registry.sweep():
-                    known = self.registry.book.sessions.get(name)  # its owner may have forgotten it by now
-                    log.warning("session %s was ended: %s", name, known and known.ended)
+                    session = self.registry.book.sessions.get(name)  # its owner may have forgotten it by now
+                    log.warning("session %s was ended: %s", name, session and session.end_record)
             except (TriremeError, RequestRefused):
                 log.exception("sessions were not swept")
 
-    async def close(self, why: str) -> None:
+    async def close(self, reason: str) -> None:
         """Refuses all requests from now on, also those that are being answered, and closes the store. Sessions stay
         as they are."""
-        self._closed = RequestRefused(why, status=503, code="service_ended")
+        self._closed = RequestRefused(reason, status=503, code="service_ended")
         for deltas in self._open:
             deltas.put_nowait(self._closed)
         await self.registry.close()

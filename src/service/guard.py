@@ -15,10 +15,10 @@ from typing import Protocol
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.asked import RequestRefused, count_of
 from service.errors import error_reply
 from service.keys import ServiceKey, ServiceKeys
 from service.ports import ADMISSION
+from service.requests import RequestRefused, count_of
 from service.routes import Caller, caller_of, in_session, name_of
 from trireme.config.service import ServiceConfig
 
@@ -67,7 +67,7 @@ class Rates:
         self._now = now
         self._full_at: dict[str, float] = {}
         """When the bucket of each key is full again."""
-        self._most = KEYS_AT_FIRST
+        self._capacity = KEYS_AT_FIRST
 
     def take(self, name: str) -> None:
         """Counts a request of the key `name`. Raises RequestRefused if it has none left."""
@@ -75,9 +75,9 @@ class Rates:
             return
         now = self._now()
         each_s = 60 / self._per_minute
-        if len(self._full_at) >= self._most:  # each session has a key; a full bucket says no more than none
+        if len(self._full_at) >= self._capacity:  # each session has a key; a full bucket says no more than none
             self._full_at = {key: at for key, at in self._full_at.items() if at > now}
-            self._most = max(KEYS_AT_FIRST, 2 * len(self._full_at))
+            self._capacity = max(KEYS_AT_FIRST, 2 * len(self._full_at))
         full_at = max(now, self._full_at.get(name, now)) + each_s
         wait_s = full_at - now - 60
         if wait_s > ROUNDING_S:
@@ -142,7 +142,7 @@ class RequestGuard:
     async def _admit(self, scope: Scope, receive: Receive) -> bytes:
         """Returns the body of a request that is admitted. Raises RequestRefused."""
         headers = Headers(scope=scope)
-        key = self._keys.find(_given(headers))
+        key = self._keys.find(_key_in(headers))
         caller = self._caller_of(scope["method"], scope["path"])
         session = in_session(scope["path"])[0]
         if not _may(caller, key, session, scope, headers):
@@ -164,10 +164,10 @@ class RequestGuard:
         return body
 
     async def _body(self, length: int | None, receive: Receive) -> bytes:
-        most = self._limits.body_bytes
-        here = min(most, UNANNOUNCED) if length is None else most
-        if (length or 0) > here:
-            raise _too_large(most, here)
+        limit = self._limits.body_bytes
+        allowed = min(limit, UNANNOUNCED) if length is None else limit
+        if (length or 0) > allowed:
+            raise _too_large(limit, allowed)
         parts = []
         size = 0
         try:
@@ -178,8 +178,8 @@ class RequestGuard:
                         raise RequestRefused("the client left before its body was whole", status=400)
                     parts.append(part := message.get("body", b""))
                     size += len(part)
-                    if size > here:
-                        raise _too_large(most, here)
+                    if size > allowed:
+                        raise _too_large(limit, allowed)
                     if not message.get("more_body", False):
                         return b"".join(parts)
         except TimeoutError:
@@ -198,27 +198,27 @@ def _refuse_many_strings(body: bytes) -> None:
 def _not_open(route: str, caller: Caller, key: ServiceKey | None) -> RequestRefused:
     """Returns the refusal of a request by its key: 401 without one, 403 where it opens other routes."""
     if key is None:
-        why = "this route needs a key; expected Authorization: Bearer KEY, or x-api-key: KEY"
-        return RequestRefused(why, status=401, code="invalid_api_key")
+        message = "this route needs a key; expected Authorization: Bearer KEY, or x-api-key: KEY"
+        return RequestRefused(message, status=401, code="invalid_api_key")
     if caller == "session":
         keys = "an admin key, or that of this session"
     else:
         keys = "an admin key"
-    why = f"{route} is not open to a key of the role {key.role}; expected {keys}"
-    return RequestRefused(why, status=403, code="invalid_api_key")
+    message = f"{route} is not open to a key of the role {key.role}; expected {keys}"
+    return RequestRefused(message, status=403, code="invalid_api_key")
 
 
-def _too_large(most: int, unannounced: int | None = None) -> RequestRefused:
-    if most:
-        allowed = f"more than {most:,} bytes (service.max_body_mb)"
+def _too_large(limit: int, unannounced: int | None = None) -> RequestRefused:
+    if limit:
+        allowed = f"more than {limit:,} bytes (service.max_body_mb)"
     else:
         allowed = "a request that takes none"
-    if unannounced is not None and unannounced < most:
+    if unannounced is not None and unannounced < limit:
         allowed = f"more than {unannounced:,} bytes in chunks; say its length first (Content-Length)"
     return RequestRefused(f"a body of {allowed}", status=413, code="body_too_large")
 
 
-def _given(headers: Headers) -> str | None:
+def _key_in(headers: Headers) -> str | None:
     kind, _, value = headers.get("authorization", "").partition(" ")
     if kind.lower() == "bearer":
         return value.strip()
@@ -241,12 +241,12 @@ def _may(caller: Caller, key: ServiceKey | None, session: str, scope: Scope, hea
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
     """Returns a `receive` that gives the body that was read, and then what else comes: that the client leaves."""
-    given = False
+    delivered = False
 
     async def again() -> Message:
-        nonlocal given
-        if not given:
-            given = True
+        nonlocal delivered
+        if not delivered:
+            delivered = True
             return {"type": "http.request", "body": body, "more_body": False}
         return await receive()
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from service.asked import ServedModels
 from service.keys import ServiceKey
+from service.requests import ServedModels
 from trireme.config import Config
 from trireme.core.errors import RoomFailed, TriremeError
 from trireme.core.sampler import FollowingSampler
@@ -27,7 +27,7 @@ LOOK_S = 2.0
 ANSWER_S = 20.0
 """A service that is silent for so long is killed."""
 STOP_S = 10.0
-WHO = "the service"
+ROOM = "the service"
 PART = "service_0"
 log = logging.getLogger(__name__)
 
@@ -81,14 +81,14 @@ class ServiceHandle:
         from service.actor import ServiceActor  # brings FastAPI, which runs without a service need not import
 
         node = ray.get_runtime_context().get_node_id()
-        known = list(starts)
+        start_times = list(starts)
 
         def make() -> Any:
             options = {"num_cpus": 0, "scheduling_strategy": on_node(node)}
             actor = ray.remote(ServiceActor).options(**options)
-            return actor.remote(config, sampler_factory, models, keys, trains, sessions, log_dir, known)
+            return actor.remote(config, sampler_factory, models, keys, trains, sessions, log_dir, start_times)
 
-        return cls(config, make, log_dir and log_dir / f"{PART}.log", say, known, roster)
+        return cls(config, make, log_dir and log_dir / f"{PART}.log", say, start_times, roster)
 
     def attempt_begins(self, attempt: int, version: int) -> None:
         """Says that the run begins an attempt with a version: sessions with weights that it gives up are closed."""
@@ -116,9 +116,9 @@ class ServiceHandle:
                 self._roster.set(PART, PartHealth.DEAD, str(failure))
                 if lost > self._config.cluster.max_restarts:
                     self.failure = failure
-                    self._say(f"{WHO} is given up: {failure}")
+                    self._say(f"{ROOM} is given up: {failure}")
                     return
-                self._say(f"{WHO} is started again: {failure}")
+                self._say(f"{ROOM} is started again: {failure}")
                 with self._lock:
                     ray.kill(self._actor)
                     if self._ending.is_set():  # `stop` would not know another one
@@ -130,13 +130,13 @@ class ServiceHandle:
         when it is lost."""
         limit_s = self._config.timeouts.start_s
         self._roster.set(PART, PartHealth.STARTING, pids=(), successor=again)
-        url = waits.get(self._actor.start.remote(), owner=WHO, timeout_s=limit_s, log=self._log)
+        url = waits.get(self._actor.start.remote(), owner=ROOM, timeout_s=limit_s, log=self._log)
         with self._lock:
             if again and self._source:
                 self._actor.follow.remote(self._source)
-        self._say(f"{WHO} answers at {url}")
+        self._say(f"{ROOM} answers at {url}")
         while True:
-            beat = waits.get(self._actor.heartbeat.remote(), owner=WHO, timeout_s=ANSWER_S, log=self._log)
+            beat = waits.get(self._actor.heartbeat.remote(), owner=ROOM, timeout_s=ANSWER_S, log=self._log)
             self._roster.set(PART, PartHealth.HEALTHY, pids=beat.pids, node=beat.node)
             if self._ending.wait(LOOK_S):
                 return
@@ -144,7 +144,7 @@ class ServiceHandle:
     def check(self) -> None:
         """Raises the error with which it was given up, if it was."""
         if self.failure:
-            raise RoomFailed(f"{WHO} was given up: {self.failure}")
+            raise RoomFailed(f"{ROOM} was given up: {self.failure}")
 
     def stop(self) -> None:
         """Closes the port and ends the actor."""
@@ -152,6 +152,6 @@ class ServiceHandle:
         with self._lock:  # from now on there is no other one
             actor = self._actor
         with suppress(TriremeError):  # it is dead or hangs already
-            waits.get(actor.stop.remote(), owner=WHO, timeout_s=STOP_S, log=self._log)
+            waits.get(actor.stop.remote(), owner=ROOM, timeout_s=STOP_S, log=self._log)
         ray.kill(actor)
         self._thread.join(LOOK_S + ANSWER_S)

@@ -64,18 +64,18 @@ class ServiceKeys:
     """All keys of a service."""
 
     def __init__(self, keys: Sequence[ServiceKey]) -> None:
-        self._known = [(key, _digest(key.value)) for key in keys]
-        self._signs = next((known for key, known in self._known if key.role == "admin"), None)
+        self._digests = [(key, _digest(key.value)) for key in keys]
+        self._signs = next((digest for key, digest in self._digests if key.role == "admin"), None)
 
-    def find(self, given: str | None) -> ServiceKey | None:
-        """Returns the key that was given, None if it is none. Takes as long whatever was given: digests are compared in
-        constant time, and all of them."""
-        digest = _digest(given or "")
-        found = None
-        for key, known in self._known:
-            if hmac.compare_digest(digest, known):
-                found = key
-        return found or self._of_session(given or "")
+    def find(self, value: str | None) -> ServiceKey | None:
+        """Returns the key with this value; None: there is none. The time does not depend on the value: all digests are
+        compared, in constant time."""
+        digest = _digest(value or "")
+        match = None
+        for key, key_digest in self._digests:
+            if hmac.compare_digest(digest, key_digest):
+                match = key
+        return match or self._of_session(value or "")
 
     def of_session(self, session: str) -> str:
         """Returns the key of a session. Raises BadInput where no admin key signs it."""
@@ -88,18 +88,18 @@ class ServiceKeys:
         signed = hmac.new(self._signs, session.encode(errors=ANY_TEXT), hashlib.sha256).hexdigest()
         return f"{OF_SESSIONS}{session}-{signed}"
 
-    def _of_session(self, given: str) -> ServiceKey | None:
-        session = given.removeprefix(OF_SESSIONS).rpartition("-")[0]
-        if self._signs is None or not given.startswith(OF_SESSIONS):
+    def _of_session(self, value: str) -> ServiceKey | None:
+        session = value.removeprefix(OF_SESSIONS).rpartition("-")[0]
+        if self._signs is None or not value.startswith(OF_SESSIONS):
             return None
-        if same_text(given, self.of_session(session)):
-            return ServiceKey("session", given, session)
+        if same_text(value, self.of_session(session)):
+            return ServiceKey("session", value, session)
         return None
 
 
-def same_text(given: str, secret: str) -> bool:
+def same_text(text: str, secret: str) -> bool:
     """Tells whether a client gave a secret, in a time that says nothing of it, whatever letters came."""
-    return hmac.compare_digest(_digest(given), _digest(secret))
+    return hmac.compare_digest(_digest(text), _digest(secret))
 
 
 def _digest(value: str) -> bytes:
@@ -153,9 +153,9 @@ def _key(file: Path, number: int, line: str) -> ServiceKey:
     return ServiceKey("admin" if role == "admin" else "client", value, whose=owner)
 
 
-def _refused(file: Path, why: str, do: str) -> BadInput:
+def _refused(file: Path, problem: str, do: str) -> BadInput:
     expected = (
         f"lines `client KEY` or `admin KEY`, of at least {SHORTEST} characters, and behind that at most owner=NAME "
         "(letters, digits, `_.@-`), in a file of mode 600"
     )
-    return Refusal(f"service.keys = {file}, {why}", expected, do).error()
+    return Refusal(f"service.keys = {file}, {problem}", expected, do).error()

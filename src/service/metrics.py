@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from service.asked import ServiceAnswer
 from service.places import Places
+from service.requests import ServiceAnswer
 
 BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800)
 
@@ -14,26 +14,26 @@ class ServiceMetrics:
     """Counts requests and tokens of one service."""
 
     def __init__(self, places: Places) -> None:
-        own = self._registry = CollectorRegistry()
+        registry = self._registry = CollectorRegistry()
         self._requests = Counter(
-            "trireme_service_requests", "Requests, by route and status", ["route", "status"], registry=own
+            "trireme_service_requests", "Requests, by route and status", ["route", "status"], registry=registry
         )
         self._tokens = Counter(
-            "trireme_service_tokens", "Tokens of answers and of their prompts", ["kind"], registry=own
+            "trireme_service_tokens", "Tokens of answers and of their prompts", ["kind"], registry=registry
         )
         self._seconds = Histogram(
             "trireme_service_request_seconds",
             "From a request to the end of its answer",
             ["route"],
-            registry=own,
+            registry=registry,
             buckets=BUCKETS_S,
         )
-        self._version = Gauge("trireme_service_version", "The newest weights that sampled a token", registry=own)
-        running = Gauge("trireme_service_running", "Answers that are being sampled", registry=own)
+        self._version = Gauge("trireme_service_version", "The newest weights that sampled a token", registry=registry)
+        running = Gauge("trireme_service_running", "Answers that are being sampled", registry=registry)
         running.set_function(lambda: places.taken)
-        waiting = Gauge("trireme_service_waiting", "Answers that wait for a place", registry=own)
+        waiting = Gauge("trireme_service_waiting", "Answers that wait for a place", registry=registry)
         waiting.set_function(lambda: places.waiting)
-        all_of_them = Gauge("trireme_service_places", "The most answers that are sampled together", registry=own)
+        all_of_them = Gauge("trireme_service_places", "The most answers that are sampled together", registry=registry)
         all_of_them.set_function(lambda: places.places)
 
     def request(self, route: str, status: int, seconds: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from service.asked import RequestRefused
+from service.requests import RequestRefused
 
 
 class Places:
@@ -31,14 +31,14 @@ class Places:
 
     def check(self, answers: int) -> None:
         """Raises RequestRefused when so many more answers would wait that the queue is full."""
-        most = self.places + self._most_waiting
-        if answers > most:
+        limit = self.places + self._most_waiting
+        if answers > limit:
             raise RequestRefused(
-                f"{answers} answers in one request; expected at most {most} (the places of chats and "
+                f"{answers} answers in one request; expected at most {limit} (the places of chats and "
                 "service.max_waiting)",
                 param="n",
             )
-        if self.taken + self.waiting + answers > most:
+        if self.taken + self.waiting + answers > limit:
             raise RequestRefused(
                 f"{self.taken} answers are being sampled and {self.waiting} wait, of at most {self.places} and "
                 f"{self._most_waiting} (service.max_waiting): send the request again later",

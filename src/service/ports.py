@@ -19,8 +19,8 @@ from uvicorn import Config, Server
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from service.asked import RequestRefused
 from service.errors import error_reply
+from service.requests import RequestRefused
 from trireme.core.errors import RoomFailed
 
 HEAD_BYTES = 32 * 1024

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from service.asked import Delta, RequestRefused, ServiceAnswer
+from service.requests import Delta, RequestRefused, ServiceAnswer
 from trireme.core.sampler import SampledPart
 from trireme.core.stop_strings import first_of
 from trireme.renderers import Renderer, ToolCall, ToolSpec
@@ -127,8 +127,8 @@ class AnswerPieces:
 
     def _delta(self, part: SampledPart, thinking: str, content: str, answer: ServiceAnswer | None) -> Delta:
         tokens = part.tokens.tolist()
-        known = len(self._tokens)
-        if tokens[:known] != self._tokens:
+        emitted = len(self._tokens)
+        if tokens[:emitted] != self._tokens:
             raise changed()
         whole = answer is not None
         thinking = more_of(self._thinking, thinking, whole)
@@ -137,8 +137,8 @@ class AnswerPieces:
         self._content += content
         self._tokens = tokens
         version = part.spans[-1].identity.version if part.spans else 0
-        logprobs = part.logprobs[known:].tolist()
-        return Delta(self._choice, thinking, content, tokens[known:], logprobs, version, self._prompt_tokens, answer)
+        logprobs = part.logprobs[emitted:].tolist()
+        return Delta(self._choice, thinking, content, tokens[emitted:], logprobs, version, self._prompt_tokens, answer)
 
 
 def more_of(sent: str, now: str, whole: bool) -> str:

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from service.asked import Delta, RequestRefused
+from service.requests import Delta, RequestRefused
 
 VERSION = "x-trireme-version"
 T = TypeVar("T")
@@ -39,42 +39,42 @@ class DeliveredReply(Response):
         self._delivered = delivered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        gone = asyncio.ensure_future(_gone(receive))
-        here = True
+        disconnect = asyncio.ensure_future(_disconnected(receive))
+        connected = True
 
         async def noted(message: Message) -> None:
-            nonlocal here
+            nonlocal connected
             is_body = message["type"] == "http.response.body"
             if is_body and message.get("body"):  # the end of a stream is empty: its client may have left, with all
                 await asyncio.sleep(0)  # the watcher of the connection runs
-                here = here and not gone.done()
+                connected = connected and not disconnect.done()
             await send(message)
             # Now: the client may have the answer, and its session be exported, in the next moment.
-            if is_body and here and not message.get("more_body", False):
+            if is_body and connected and not message.get("more_body", False):
                 self._delivered()
 
         try:
             await self._reply(scope, receive, noted)
         finally:
-            gone.cancel()
-            await asyncio.gather(gone, return_exceptions=True)
+            disconnect.cancel()
+            await asyncio.gather(disconnect, return_exceptions=True)
 
 
-async def until_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def until_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Returns the result of `work`, which ends when the client leaves: it is sampled for no other reason."""
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_gone(request.receive))
+    disconnect = asyncio.ensure_future(_disconnected(request.receive))
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
         raise RequestRefused("the client left before the answer was there", status=499)
     finally:
-        for each in (task, gone):
-            each.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        for awaitable in (task, disconnect):
+            awaitable.cancel()
+        await asyncio.gather(task, disconnect, return_exceptions=True)
 
 
-async def _gone(receive: Receive) -> None:
+async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

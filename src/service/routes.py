@@ -25,7 +25,7 @@ class Route:
     caller: Caller
     """Who may call it. An admin key opens everything, and a session's key the routes of its session and those of
     clients, which then are its session's. The policy has the session's key: no route that judges it is open to that."""
-    what: str
+    purpose: str
     """Its purpose."""
     function: str = ""
     """The name of the function that answers it; "": FastAPI does."""

@@ -7,10 +7,10 @@ from typing import Annotated, Any
 from fastapi import Request
 from pydantic import Field
 
-from service.asked import RequestRefused
 from service.dialects.wire import Body, spans_of
 from service.errors import JsonReply
 from service.front import Front
+from service.requests import RequestRefused
 from service.sessions.session import ExportedTurn
 
 Metrics = Annotated[dict[str, float], Field(max_length=256)]
@@ -49,8 +49,8 @@ class SessionRoutes:
         """Opens a session."""
         opened = await self._front.open(body.problem if body else "")
         base = str(request.base_url).rstrip("/") + f"/sessions/{opened.name}"
-        found = {"session": opened.name, "key": opened.key, "floor": opened.floor}
-        return JsonReply({**found, "openai_base_url": f"{base}/v1", "anthropic_base_url": base})
+        fields = {"session": opened.name, "key": opened.key, "floor": opened.floor}
+        return JsonReply({**fields, "openai_base_url": f"{base}/v1", "anthropic_base_url": base})
 
     async def list(self) -> JsonReply:
         """Lists the sessions that are there."""
@@ -59,10 +59,10 @@ class SessionRoutes:
 
     async def state(self, session: str) -> JsonReply:
         """Tells what a session has so far."""
-        known = self._registry.book.sessions.get(session)
-        if known is None:
+        agent_session = self._registry.book.sessions.get(session)
+        if agent_session is None:
             raise RequestRefused(f"there is no session {session}", status=410, code="session_closed")
-        return JsonReply(known.summary())
+        return JsonReply(agent_session.summary())
 
     async def reward(self, session: str, body: RewardBody) -> JsonReply:
         """Stores a reward. The route needs the admin key."""

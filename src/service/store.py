@@ -94,12 +94,12 @@ class Store:
         try:
             with _store_errors(self.path):
                 self._base = self._opened()
-                said = dict(self._base.execute("SELECT key, value FROM meta"))
-                _check_format(self.path, said, self._format)
+                meta = dict(self._base.execute("SELECT key, value FROM meta"))
+                _check_format(self.path, meta, self._format)
         except BaseException:
             self.close()
             raise
-        return bool(said["boot"] != self._boot)
+        return bool(meta["boot"] != self._boot)
 
     def _opened(self) -> sqlite3.Connection:
         base = sqlite3.connect(self.path, BUSY_S, isolation_level=None, check_same_thread=False)
@@ -210,9 +210,9 @@ def read_copy(directory: Path, row_format: str) -> tuple[list[Row], bool]:
         base.execute("BEGIN")
         base.execute("SELECT key FROM meta").fetchall()  # raises where it is held: `backup` would wait for ever
         base.backup(copy)
-        said = dict(copy.execute("SELECT key, value FROM meta"))
-        _check_format(path, said, row_format)
-        return list(_rows(copy, path)), said["boot"] != BOOT.read_text().strip()
+        meta = dict(copy.execute("SELECT key, value FROM meta"))
+        _check_format(path, meta, row_format)
+        return list(_rows(copy, path)), meta["boot"] != BOOT.read_text().strip()
 
 
 def _readable(path: Path, lock: BinaryIO) -> str:
@@ -250,8 +250,8 @@ def file_system(directory: Path) -> str:
         mount, _, rest = line.partition(" - ")
         place = mount.split()[4].encode().decode("unicode_escape")  # a space is written \040
         kinds[place] = rest.split()[0]  # a later line covers an earlier one
-    there = directory.resolve()
-    return next((kinds[str(place)] for place in (there, *there.parents) if str(place) in kinds), "")
+    path = directory.resolve()
+    return next((kinds[str(place)] for place in (path, *path.parents) if str(place) in kinds), "")
 
 
 def _rows(base: sqlite3.Connection, path: Path) -> Iterator[Row]:
@@ -268,10 +268,10 @@ def _checksum(head: str, columns: bytes) -> int:
     return int.from_bytes(hashed.digest(), "big", signed=True)
 
 
-def _check_format(path: Path, said: Mapping[str, str], row_format: str) -> None:
-    if said.get("format") != row_format:
+def _check_format(path: Path, meta: Mapping[str, str], row_format: str) -> None:
+    if meta.get("format") != row_format:
         raise StorageFailed(
-            f"{path} has the format {said.get('format')!r}; expected {row_format!r}: start the version that "
+            f"{path} has the format {meta.get('format')!r}; expected {row_format!r}: start the version that "
             f"wrote it, or {_remedy(path)}"
         )
 

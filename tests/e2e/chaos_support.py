@@ -26,7 +26,7 @@ from run_support import (
     in_directory,
     marked_processes,
     run_rl,
-    wait_until_gone,
+    wait_until_disconnected,
 )
 
 from trireme.checkpoint.store import CheckpointStore
@@ -240,7 +240,7 @@ def successors_serve(root: Path) -> bool:
 def end_of(running: Running, place: Path) -> Ended:
     """Waits for the end of a run whose output goes to `out.txt`."""
     code = running.process.wait(DEADLINE_S)
-    left = wait_until_gone(running.mark, KILLED_GONE_S)
+    left = wait_until_disconnected(running.mark, KILLED_GONE_S)
     out = (place / "out.txt").read_text()
     return Ended(code, out, place / "run", left, running.files_left(), running.shm_left())
 

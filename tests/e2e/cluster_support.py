@@ -11,7 +11,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 
 import psutil
-from run_support import KILLED_GONE_S, wait_until_gone
+from run_support import KILLED_GONE_S, wait_until_disconnected
 
 NODES = "sum(node['Alive'] for node in ray.nodes())"
 STOP_S = 60
@@ -76,7 +76,7 @@ class Nodes:
 
 def assert_gone(mark: str) -> None:
     """Nothing outlives its cluster: no actor, no engine."""
-    left = wait_until_gone(mark, KILLED_GONE_S)
+    left = wait_until_disconnected(mark, KILLED_GONE_S)
     assert left == [], f"processes were left: {left}"
 
 

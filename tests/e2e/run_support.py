@@ -220,7 +220,7 @@ def run_rl(
         if on_line:
             on_line(line, process)
     code = process.wait(60)
-    left = wait_until_gone(running.mark, gone_s)
+    left = wait_until_disconnected(running.mark, gone_s)
     return Ended(code, "".join(lines), tmp_path / "run", left, running.files_left(), running.shm_left())
 
 
@@ -230,7 +230,7 @@ def taken(logs: Path, replica: int, how: str) -> set[int]:
     return {int(version) for version in re.findall(rf"replica {replica} takes version (\d+) {how}", said)}
 
 
-def wait_until_gone(mark: str, timeout_s: float) -> list[str]:
+def wait_until_disconnected(mark: str, timeout_s: float) -> list[str]:
     """Command lines of marked processes that still live after `timeout_s`; these are then killed."""
     deadline = time.monotonic() + timeout_s
     while (alive := marked_processes(mark)) and time.monotonic() < deadline:

@@ -6,7 +6,7 @@ import socket
 import threading
 from pathlib import Path
 
-from run_support import Running, marked_processes, wait_until_gone
+from run_support import Running, marked_processes, wait_until_disconnected
 
 from service.store import read_copy
 from service.tinker.rows import FORMAT
@@ -71,7 +71,7 @@ class Server:
     def stop(self) -> None:
         self.running.process.send_signal(signal.SIGINT)
         assert self.running.process.wait(60) == EXIT_INTERRUPTED, "".join(self.said)
-        assert wait_until_gone(self.running.mark, 20.0) == []
+        assert wait_until_disconnected(self.running.mark, 20.0) == []
         for each in (*self.before, self.running):
             each.files_left()
             assert each.shm_left() == set()

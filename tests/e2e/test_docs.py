@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 from cluster_support import free_port
 from page_fences import ALL, Fence, words_of
-from run_support import DEADLINE_S, ROOT, TINY, key_in, wait_until_gone
+from run_support import DEADLINE_S, ROOT, TINY, key_in, wait_until_disconnected
 from served_tinker import Server
 
 from trireme.supervision.status import Status
@@ -168,7 +168,7 @@ def serve_until_it_listens(words: list[str], directory: Path) -> None:
     finally:
         served.send_signal(signal.SIGINT)
         served.wait(60)
-        assert wait_until_gone(mark, 30.0) == []
+        assert wait_until_disconnected(mark, 30.0) == []
 
 
 def listens(port: int) -> bool:
@@ -206,7 +206,7 @@ def service(place: Path) -> Iterator[SimpleNamespace]:
     finally:
         running.send_signal(signal.SIGINT)
         running.wait(60)
-        assert wait_until_gone(mark, 30.0) == []
+        assert wait_until_disconnected(mark, 30.0) == []
 
 
 def one(text: str, language: str) -> Fence:

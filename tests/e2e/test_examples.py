@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_support import DEADLINE_S, ROOT, marked_processes, shm_left_since, wait_until_gone
+from run_support import DEADLINE_S, ROOT, marked_processes, shm_left_since, wait_until_disconnected
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
@@ -28,7 +28,7 @@ def run(name: str, directory: Path, *flags: str) -> tuple[str, list[dict[str, An
         timeout=DEADLINE_S,
     )
     assert ended.returncode == 0, ended.stdout
-    assert wait_until_gone(mark, 20.0) == []
+    assert wait_until_disconnected(mark, 20.0) == []
     assert not marked_processes(mark)
     assert shm_left_since(shm) == set()
     rows = [json.loads(line) for line in (directory / name / "metrics.jsonl").open()]

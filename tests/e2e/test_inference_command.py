@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import httpx
 import openai
 import pytest
-from run_support import Running, key_in, wait_until_gone
+from run_support import Running, key_in, wait_until_disconnected
 
 from trireme.core.errors import EXIT_INTERRUPTED
 
@@ -42,7 +42,7 @@ def command() -> Iterator[tuple[str, str]]:
     rest = "".join(running.lines())
     assert running.process.wait(60) == EXIT_INTERRUPTED, rest
     assert "nothing is left running" in rest
-    assert wait_until_gone(running.mark, 20.0) == []
+    assert wait_until_disconnected(running.mark, 20.0) == []
     assert running.files_left() == set()
     assert running.shm_left() == set()
 

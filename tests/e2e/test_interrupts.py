@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from run_support import DEADLINE_S, RL, ROOT, TINY, Ended, Running, in_directory, wait_until_gone
+from run_support import DEADLINE_S, RL, ROOT, TINY, Ended, Running, in_directory, wait_until_disconnected
 
 from trireme.core.errors import EXIT_INTERRUPTED
 
@@ -31,7 +31,7 @@ def interrupt(tmp_path: Path, point: str) -> Ended:
     except BaseException:
         running.kill_tree()
         raise
-    left = wait_until_gone(running.mark, 20.0)
+    left = wait_until_disconnected(running.mark, 20.0)
     return Ended(running.process.returncode, out, tmp_path / "run", left, running.files_left(), running.shm_left())
 
 

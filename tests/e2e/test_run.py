@@ -25,7 +25,7 @@ from run_support import (
     in_directory,
     marked_processes,
     run_rl,
-    wait_until_gone,
+    wait_until_disconnected,
 )
 
 from trireme.checkpoint.rows import ROLLOUTS, recorded_steps
@@ -251,6 +251,6 @@ def test_a_fault_in_a_room_stops_a_run_without_restarts_with_its_reason(tmp_path
 def test_a_killed_driver_takes_everything_along(killed: Killed) -> None:
     """Ray's two agents of a node may first try for 60 s (fixed in `ray._private.utils.publish_error_to_driver`) to
     report the death of one to another: this test comes last."""
-    assert wait_until_gone(killed.run.mark, KILLED_GONE_S) == []
+    assert wait_until_disconnected(killed.run.mark, KILLED_GONE_S) == []
     assert killed.run.process.wait(1) == -signal.SIGKILL
     assert killed.run.shm_left() == set()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tinker
-from run_support import Running, key_in, wait_until_gone
+from run_support import Running, key_in, wait_until_disconnected
 from tinker import types
 from transformers import AutoTokenizer
 
@@ -38,7 +38,7 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str
     running.process.send_signal(signal.SIGINT)
     rest = "".join(running.lines())
     assert running.process.wait(60) == EXIT_INTERRUPTED, rest
-    assert wait_until_gone(running.mark, 20.0) == []
+    assert wait_until_disconnected(running.mark, 20.0) == []
     assert running.files_left() == set()
     assert running.shm_left() == set()
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_rollback_of_sessions_in_virtual_time import TOKENIZER, service_of, turn
 
-from service.asked import RequestRefused
+from service.requests import RequestRefused
 from trireme.core.sampler import OnProgress, ReplicaStats
 from trireme.core.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity
 

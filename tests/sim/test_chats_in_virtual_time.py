@@ -13,8 +13,8 @@ from test_pipeline_in_virtual_time import check
 from inference.replica_set.actor import ReplicaSet
 from inference.router import Router
 from service.actor import ServiceActor
-from service.asked import ServedModels
 from service.places import Places
+from service.requests import ServedModels
 from trireme.core.sampler import ReplicaStats
 from trireme.core.types import SampleRequest, SamplingParams, WeightIdentity
 

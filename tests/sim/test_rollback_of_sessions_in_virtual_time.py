@@ -14,8 +14,8 @@ from service_support import KEYS, MAX_LEN
 
 from service.actor import ServiceActor
 from service.answering import TurnAnswering
-from service.asked import RequestRefused, ServedModels, TurnRequest
 from service.places import Places
+from service.requests import RequestRefused, ServedModels, TurnRequest
 from trireme.config import Config
 from trireme.core.sampler import OnProgress, ReplicaStats
 from trireme.core.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity

@@ -30,11 +30,11 @@ class RunLogs:
         else:
             current = set()
         current |= {name for attempt, name in files if attempt == next(iter(files))[0]}
-        found = []
+        entries = []
         for (attempt, name), file in files.items():
-            found.append({"attempt": attempt, "name": name, "bytes": file.stat().st_size, "now": name in current})
+            entries.append({"attempt": attempt, "name": name, "bytes": file.stat().st_size, "now": name in current})
             current.discard(name)
-        return found
+        return entries
 
     def part(self, attempt: int, name: str, end: int | None) -> dict[str, Any]:
         """Returns the lines of a log before byte `end` (None: its last ones), in at most PART_BYTES bytes, with the

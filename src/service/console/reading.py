@@ -85,8 +85,8 @@ class RunReader:
                 "parts": [asdict(part) for part in status.parts] if status else [],
                 "rooms": {room: _shown(names, newest) for room, names in ROOMS.items()},
                 "incidents": [
-                    {**asdict(each), "at": f"{datetime.fromtimestamp(each.at, UTC):%Y-%m-%d %H:%M:%S}"}
-                    for each in incidents[: -MOST_INCIDENTS - 1 : -1]
+                    {**asdict(incident), "at": f"{datetime.fromtimestamp(incident.at, UTC):%Y-%m-%d %H:%M:%S}"}
+                    for incident in incidents[: -MOST_INCIDENTS - 1 : -1]
                 ],
                 "incidents_older": max(0, len(incidents) - MOST_INCIDENTS),
                 "unread": self._curves.unread,

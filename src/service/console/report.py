@@ -68,7 +68,7 @@ def report_page(reader: RunReader, now: datetime) -> str:
     answers.add("timeline", reader.timeline(NEWEST_STEPS))
     names = [name for name in curves["names"] if answers.add(f"curve {name}", reader.curve(name), CURVES_BYTES)]
     answers.add("curves", {**curves, "names": names})
-    recorded = reader.rollouts.steps(most=None)["steps"]
+    recorded = reader.rollouts.steps(limit=None)["steps"]
     steps: set[int] = set()
     for step, request, answer in _rollouts(reader, spread(recorded, MOST_STEPS)):
         if not answers.add(request, answer, REPORT_BYTES):
@@ -78,13 +78,13 @@ def report_page(reader: RunReader, now: datetime) -> str:
     return _assembled(answers.text())
 
 
-def spread(steps: Sequence[int], most: int) -> list[int]:
+def spread(steps: Sequence[int], limit: int) -> list[int]:
     """Returns at most `most` of the `steps`, evenly spread: first the first and the last one, then those in between.
 
     >>> spread([9, 8, 7, 6, 5, 4, 3], 4)
     [9, 3, 7, 5]
     """
-    count = min(most, len(steps))
+    count = min(limit, len(steps))
     if count < 2:
         return list(steps[:count])
     chosen = [steps[part * (len(steps) - 1) // (count - 1)] for part in range(count)]

@@ -23,10 +23,10 @@ class RecordedRollouts:
         self._directory = root / ROLLOUTS
         self._last: tuple[tuple[int, int, int], Mapping[str, Any]] | None = None
 
-    def steps(self, most: int | None = NEWEST_STEPS) -> dict[str, Any]:
+    def steps(self, limit: int | None = NEWEST_STEPS) -> dict[str, Any]:
         """Returns the newest steps that have rollouts, the newest first, and the number of older ones."""
         steps = list(reversed(recorded_steps(self._directory)))
-        newest = steps[:most]
+        newest = steps[:limit]
         return {"steps": newest, "older": len(steps) - len(newest)}
 
     def groups(self, step: int) -> dict[str, Any]:
@@ -67,10 +67,10 @@ class RecordedRollouts:
         files = recorded_steps(self._directory)
         if step not in files:
             if files:
-                there = f"steps {min(files)} to {max(files)}"
+                expected = f"steps {min(files)} to {max(files)}"
             else:
-                there = "there are none"
-            raise missing(f"rollouts of step {step}", f"a step that has recorded some ({there})")
+                expected = "there are none"
+            raise missing(f"rollouts of step {step}", f"a step that has recorded some ({expected})")
         return files[step]
 
     def _group(self, step: int, number: int) -> Mapping[str, Any]:
@@ -104,7 +104,7 @@ def _versions(rollout: Mapping[str, Any]) -> list[tuple[int, int]]:
 
 def _pieces(turn: Mapping[str, Any]) -> Iterator[TokenPiece]:
     yield TokenPiece("observed", turn["observation"], text=turn.get("observation_text"))
-    told = "".join(f"; {name} {value}" for name, value in {**turn["metrics"], **turn["logs"]}.items())
+    values = "".join(f"; {name} {value}" for name, value in {**turn["metrics"], **turn["logs"]}.items())
     if turn.get("in_loss", True):
         masked = ""
     else:
@@ -115,5 +115,5 @@ def _pieces(turn: Mapping[str, Any]) -> Iterator[TokenPiece]:
         turn["logprobs"],
         [(version, count) for version, count in turn["versions"]],
         turn.get("action_text"),
-        f"reward {turn['reward']:g}{masked}{told}",
+        f"reward {turn['reward']:g}{masked}{values}",
     )

@@ -20,12 +20,12 @@ from starlette.requests import Request as StarletteRequest
 from starlette.responses import Response
 
 from service import ports
-from service.asked import RequestRefused
 from service.console.app import HEADERS, add_console
 from service.console.reading import SESSIONS, RunReader
 from service.errors import add_refusals, error_reply
 from service.guard import Limits, RequestGuard
 from service.keys import ServiceKey, ServiceKeys, new_key, read
+from service.requests import RequestRefused
 from service.routes import CONSOLE, Caller, caller_of
 from service.store import served_at
 from trireme.core.errors import BadInput
@@ -59,8 +59,8 @@ def of_service(root: Path, url: URL) -> Response | None:
         file = root / "service.keys"
     try:
         admin = next((key.value for key in read(file.expanduser()) if key.role == "admin"), "")
-        asked = Request(f"{address}{url.path}?{url.query}", headers={"x-api-key": admin})
-        with WITHOUT_PROXY.open(asked, timeout=ANSWER_S) as reply:
+        request = Request(f"{address}{url.path}?{url.query}", headers={"x-api-key": admin})
+        with WITHOUT_PROXY.open(request, timeout=ANSWER_S) as reply:
             return Response(reply.read(), media_type="application/json", headers=dict(HEADERS))
     except (OSError, BadInput) as error:
         status = error.code if isinstance(error, HTTPError) else 503
@@ -92,10 +92,10 @@ def make_console_app(reader: RunReader, keys: list[ServiceKey]) -> FastAPI:
         return reply or await other(request)
 
     def caller(method: str, path: str) -> Caller:
-        known = caller_of(method, path)
-        if known == "admin" and not keys:
+        role = caller_of(method, path)
+        if role == "admin" and not keys:
             return "admin or loopback"
-        return known
+        return role
 
     app.add_middleware(RequestGuard, keys=ServiceKeys(keys), limits=LIMITS, metrics=None, caller_of=caller)
     return app
@@ -133,7 +133,7 @@ def listen(host: str, port: int) -> socket.socket:
 def address_of(listening: socket.socket, host: str, keys: list[ServiceKey]) -> str:
     """Returns what to open in a browser. A key stands behind `#`, which browsers do not send."""
     shown = f"[{host}]" if ":" in host else host
-    key = next((f"#key={each.value}" for each in keys if each.role == "admin"), "")
+    key = next((f"#key={service_key.value}" for service_key in keys if service_key.role == "admin"), "")
     return f"http://{shown}:{listening.getsockname()[1]}{CONSOLE}/{key}"
 
 

@@ -36,8 +36,8 @@ class StoredSessions:
         for row in rows:
             book.apply(decode(row))
         for name, session in book.sessions.items():
-            if lost and session.ended is None:
-                session.ended = SessionEnded(name, session.last, LOST)
+            if lost and session.end_record is None:
+                session.end_record = SessionEnded(name, session.last, LOST)
         self._book = book
         self._stamp = changed
         return book
@@ -85,8 +85,8 @@ class RunSessions:
 
 def _node(session: AgentSession, number: int) -> dict[str, Any]:
     tree, node = session.tree, session.tree.nodes[number]
-    given = session.rewards.get(number)
-    told: dict[str, Any] = {
+    reward = session.rewards.get(number)
+    fields: dict[str, Any] = {
         "node": number,
         "parent": node.parent,
         "tokens": node.end - node.start,
@@ -94,13 +94,13 @@ def _node(session: AgentSession, number: int) -> dict[str, Any]:
         **_preview(node.message or node.point.message or {}),
     }
     if node.message is None:
-        return told | {"kind": "prompt", "begins": node.follows == ROOT, "anew": node.parent != node.follows}
-    return told | {
+        return fields | {"kind": "prompt", "begins": node.follows == ROOT, "anew": node.parent != node.follows}
+    return fields | {
         "kind": "answer",
         "versions": _versions(node),
         "stop_reason": node.stop_reason,
         "delivered": node.delivered,
-        "reward": given.value if given else None,
+        "reward": reward.value if reward else None,
         "mean_logprob": float(tree.logprobs(number).mean()) if node.end > node.start else None,
     }
 

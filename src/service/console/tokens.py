@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from service.asked import RequestRefused
+from service.requests import RequestRefused
 from trireme.core.tokenizer import Decode
 
 PAGE_TOKENS = 2000
@@ -15,9 +15,9 @@ TEXT_CHARS = 20_000
 """Most characters of a text whose tokens cannot be shown one by one."""
 
 
-def missing(given: str, expected: str) -> RequestRefused:
+def missing(subject: str, expected: str) -> RequestRefused:
     """Returns the refusal of a request for what the run has not, or has no more."""
-    return RequestRefused(f"given: {given}; expected: {expected}; to do: reload the page", status=404)
+    return RequestRefused(f"given: {subject}; expected: {expected}; to do: reload the page", status=404)
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class TokenPiece:
 
 
 def tokens_page(
-    pieces: Sequence[TokenPiece], start: int, decode: Decode | None, most: int = PAGE_TOKENS
+    pieces: Sequence[TokenPiece], start: int, decode: Decode | None, limit: int = PAGE_TOKENS
 ) -> dict[str, Any]:
     """Returns at most `most` tokens of `pieces`, from token `start` on, as JSON values: with `next`, where the next
     page begins (None: there is none), and `total`."""
     shown = []
     place = 0
-    end = start + most
+    end = start + limit
     for piece in pieces:
         first = max(start - place, 0)
         last = min(end - place, len(piece.tokens))
@@ -58,18 +58,18 @@ def tokens_page(
 def _part(piece: TokenPiece, first: int, last: int, decode: Decode | None) -> dict[str, Any]:
     """Returns the tokens `first` to `last` (not included) of a piece."""
     tokens = [int(token) for token in piece.tokens[first:last]]
-    told: dict[str, Any] = {"kind": piece.kind, "from": first, "tokens": tokens}
+    fields: dict[str, Any] = {"kind": piece.kind, "from": first, "tokens": tokens}
     if last == len(piece.tokens):
-        told["note"] = piece.note
+        fields["note"] = piece.note
     if piece.kind == "sampled":
-        told["logprobs"] = [round(float(logprob), 4) for logprob in piece.logprobs[first:last]]
-        told["versions"] = list(_spans(piece.versions, first, last))
+        fields["logprobs"] = [round(float(logprob), 4) for logprob in piece.logprobs[first:last]]
+        fields["versions"] = list(_spans(piece.versions, first, last))
     if decode is not None:
         sampled = piece.kind == "sampled"
-        told |= {"texts": [decode([token]) for token in tokens]} if sampled else {"text": decode(tokens)}
+        fields |= {"texts": [decode([token]) for token in tokens]} if sampled else {"text": decode(tokens)}
     elif piece.text is not None and first == 0:
-        told["text"] = piece.text[:TEXT_CHARS]
-    return told
+        fields["text"] = piece.text[:TEXT_CHARS]
+    return fields
 
 
 def _spans(versions: Sequence[tuple[int, int]], first: int, last: int) -> Iterator[tuple[int, int]]:

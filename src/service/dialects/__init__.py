@@ -1,1 +1,1 @@
-"""The dialects: each module turns bodies of one into `service.asked.Asked`, and answers into bodies and events."""
+"""The dialects: each module turns bodies of one into `service.requests.Asked`, and answers into bodies and events."""

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from service.asked import Delta, RequestRefused, ServiceAnswer, TurnRequest
 from service.dialects.wire import (
     Answers,
     Body,
@@ -40,10 +39,11 @@ from service.dialects.wire import (
     tool_answer,
 )
 from service.reading import UNFINISHED
+from service.requests import Delta, RequestRefused, ServiceAnswer, TurnRequest
 from trireme.core.types import SamplingParams
 from trireme.renderers import Message
 
-DONE = "data: [DONE]\n\n"
+END = "data: [DONE]\n\n"
 ROLES_OF = {
     "tool_calls": ("assistant",),
     "reasoning_content": ("assistant",),
@@ -86,24 +86,24 @@ class ChatMessage(Body):
         """Returns the message as renderers take it. `calls`: the names of the calls so far by their ids, to which its
         calls are added. Raises RequestRefused."""
         role = "system" if self.role == "developer" else self.role
-        found: Message = {"role": role, "content": text_of(self.content)}
+        entry: Message = {"role": role, "content": text_of(self.content)}
         if self.model_fields_set <= USUAL_FIELDS:
-            return found
+            return entry
         self._check_fields()
         if self.tool_call_id:
             return tool_answer(self.content, self.tool_call_id, calls)
         if self.reasoning_content:
-            found["thinking"] = self.reasoning_content
+            entry["thinking"] = self.reasoning_content
         if self.tool_calls:
-            calls |= {each.id: each.function.name for each in self.tool_calls}
-            found["tool_calls"] = [each.function.call() for each in self.tool_calls]
+            calls |= {call.id: call.function.name for call in self.tool_calls}
+            entry["tool_calls"] = [call.function.call() for call in self.tool_calls]
         if self.token_ids:
-            found["tokens"] = self.token_ids
+            entry["tokens"] = self.token_ids
             if self.prompt_token_ids:
-                found["prompt"] = self.prompt_token_ids
+                entry["prompt"] = self.prompt_token_ids
         if self.name and role == "tool":
-            found["name"] = self.name
-        return found
+            entry["name"] = self.name
+        return entry
 
     def _check_fields(self) -> None:
         """Raises RequestRefused for a field that says nothing in a message of this role: it would be ignored."""
@@ -172,7 +172,7 @@ class OpenAIBody(SampledBody):
                 answers.append(piece.answer)
         if self.stream_options and self.stream_options.include_usage:
             yield event({**head, "choices": [], "usage": self.usage(answers)})
-        yield DONE
+        yield END
 
     def usage(self, answers: Sequence[ServiceAnswer]) -> dict[str, Any]:
         """Returns the tokens and the weights that whole answers took."""
@@ -217,17 +217,17 @@ class ChatRequest(OpenAIBody):
         tools = check_tool_choice(self.tool_choice, (tool.function.spec() for tool in self.tools or ()))
         params = self.openai_params(self.max_completion_tokens or self.max_tokens)
         calls: dict[str, str] = {}
-        messages = [each.message(calls) for each in self.messages]
+        messages = [message.message(calls) for message in self.messages]
         return [TurnRequest(tuple(messages), tools, params=params, n=self.n or 1)]
 
     # ---- answers
 
     def whole(self, answers: Sequence[ServiceAnswer], tokenizer: Any) -> dict[str, Any]:
         choices = [self._choice(answer, tokenizer) for answer in answers]
-        found = {**self.head("chatcmpl-", "chat.completion"), "choices": choices, "usage": self.usage(answers)}
+        body = {**self.head("chatcmpl-", "chat.completion"), "choices": choices, "usage": self.usage(answers)}
         if self.return_token_ids:
-            found["prompt_token_ids"] = answers[0].prompt.tolist()
-        return found
+            body["prompt_token_ids"] = answers[0].prompt.tolist()
+        return body
 
     def _choice(self, answer: ServiceAnswer, tokenizer: Any) -> dict[str, Any]:
         calls = _calls(answer)
@@ -244,18 +244,18 @@ class ChatRequest(OpenAIBody):
 
     def _tokens(self, piece: Delta | ServiceAnswer, tokenizer: Any) -> dict[str, Any]:
         """Returns what the client wants to know of the tokens of an answer."""
-        found: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         if self.logprobs:
-            found["logprobs"] = _logprobs(tokenizer, piece)
+            fields["logprobs"] = _logprobs(tokenizer, piece)
         if self.return_token_ids:
-            found["token_ids"] = list(piece.tokens)
-        return found
+            fields["token_ids"] = list(piece.tokens)
+        return fields
 
     async def events(self, pieces: AsyncIterator[Delta], tokenizer: Any) -> AsyncIterator[str]:
         begun: set[int] = set()
 
-        def choice(piece: Delta, delta: dict[str, Any], **more: Any) -> dict[str, Any]:
-            return {"index": piece.choice, "delta": delta, "finish_reason": None, **more}
+        def choice(piece: Delta, delta: dict[str, Any], **fields: Any) -> dict[str, Any]:
+            return {"index": piece.choice, "delta": delta, "finish_reason": None, **fields}
 
         def choices(piece: Delta) -> Iterator[dict[str, Any]]:
             if piece.choice not in begun:
@@ -291,6 +291,6 @@ def _logprobs(tokenizer: Any, piece: Delta | ServiceAnswer) -> dict[str, Any]:
     rows = []
     for token, logprob in zip(piece.tokens, piece.logprobs, strict=True):
         text = str(tokenizer.decode([token]))
-        known = None if UNFINISHED in text else list(text.encode())  # it is a part of a letter
-        rows.append({"token": text, "logprob": logprob, "bytes": known, "top_logprobs": []})
+        utf8 = None if UNFINISHED in text else list(text.encode())  # it is a part of a letter
+        rows.append({"token": text, "logprob": logprob, "bytes": utf8, "top_logprobs": []})
     return {"content": rows}

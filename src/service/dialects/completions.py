@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field
 
-from service.asked import Delta, ServiceAnswer, TurnRequest
 from service.dialects.chat import OpenAIBody
 from service.dialects.wire import Many, TokenId
+from service.requests import Delta, ServiceAnswer, TurnRequest
 
 DEFAULT_TOKENS = 16
 """As OpenAI's, when `max_tokens` is left out."""

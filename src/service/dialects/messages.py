@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from service.asked import Delta, RequestRefused, ServiceAnswer, TurnRequest
 from service.dialects.wire import (
     Body,
     Many,
@@ -24,6 +23,7 @@ from service.dialects.wire import (
     text_of,
     tool_answer,
 )
+from service.requests import Delta, RequestRefused, ServiceAnswer, TurnRequest
 from trireme.renderers import Message, ToolCall, ToolSpec
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -131,23 +131,23 @@ class MessagesRequest(SampledBody):
         return [TurnRequest(tuple(self._messages()), tools, params=params)]
 
     def _messages(self) -> Sequence[Message]:
-        found: list[Message] = []
+        messages: list[Message] = []
         calls: dict[str, str] = {}
         if self.system:
-            found.append({"role": "system", "content": text_of(self.system)})
+            messages.append({"role": "system", "content": text_of(self.system)})
         if self.messages[-1].role == "assistant":
             raise RequestRefused(
                 "the last message is the assistant's: the beginning of an answer cannot be given; expected the user's",
                 param="messages",
             )
-        for each in self.messages:
-            if isinstance(each.content, str):
-                found.append({"role": each.role, "content": each.content})
-            elif each.role == "assistant":
-                found.append(_assistant(each.content, calls))
+        for turn in self.messages:
+            if isinstance(turn.content, str):
+                messages.append({"role": turn.role, "content": turn.content})
+            elif turn.role == "assistant":
+                messages.append(_assistant(turn.content, calls))
             else:
-                _add_user(each.content, found, calls)
-        return found
+                _add_user(turn.content, messages, calls)
+        return messages
 
     # ---- answers
 
@@ -202,7 +202,7 @@ def _assistant(blocks: Sequence[Block], calls: dict[str, str]) -> Message:
     return message
 
 
-def _add_user(blocks: Sequence[Block], found: list[Message], calls: Mapping[str, str]) -> None:
+def _add_user(blocks: Sequence[Block], messages: list[Message], calls: Mapping[str, str]) -> None:
     """Adds the user's blocks: the answer of each tool is a message of its own, and the text between them is one."""
     text = ""
     for block in blocks:
@@ -210,13 +210,13 @@ def _add_user(blocks: Sequence[Block], found: list[Message], calls: Mapping[str,
             text += block.text
         elif isinstance(block, ToolResultBlock):
             if text:
-                found.append({"role": "user", "content": text})
+                messages.append({"role": "user", "content": text})
             text = ""
-            found.append(tool_answer(block.content, block.tool_use_id, calls))
+            messages.append(tool_answer(block.content, block.tool_use_id, calls))
         else:
             raise RequestRefused(f"a {block.type} in a message of the user; expected the assistant's", param="messages")
     if text or not blocks:
-        found.append({"role": "user", "content": text})
+        messages.append({"role": "user", "content": text})
 
 
 def _usage(answer: ServiceAnswer) -> Mapping[str, int]:
@@ -259,13 +259,13 @@ class _Blocks:
 
     def finish(self, answer: ServiceAnswer) -> list[str]:
         """Returns the events of the tools that are called, and of the end of the last block."""
-        found: list[str] = []
+        events: list[str] = []
         if not self._count and not answer.tool_calls:
-            found += self._begin("text", {"type": "text", "text": ""})
+            events += self._begin("text", {"type": "text", "text": ""})
         for call in answer.tool_calls:
-            found += self._begin("tool_use", {**_tool_use(call), "input": {}})
-            found.append(self._delta({"type": "input_json_delta", "partial_json": arguments_text(call)}))
-        return [*found, *self._close()]
+            events += self._begin("tool_use", {**_tool_use(call), "input": {}})
+            events.append(self._delta({"type": "input_json_delta", "partial_json": arguments_text(call)}))
+        return [*events, *self._close()]
 
     def _begin(self, kind: str, block: Mapping[str, Any]) -> list[str]:
         closed = self._close()

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from service.asked import Delta, ServiceAnswer, TurnRequest
 from service.dialects.wire import (
     Body,
     Content,
@@ -28,6 +27,7 @@ from service.dialects.wire import (
     text_of,
     tool_answer,
 )
+from service.requests import Delta, ServiceAnswer, TurnRequest
 from trireme.renderers import Message, ToolCall
 
 
@@ -127,21 +127,21 @@ class ResponseRequest(SampledBody):
         return [TurnRequest(tuple(self._messages()), tools, params=self.sampling_params(self.max_output_tokens))]
 
     def _messages(self) -> Sequence[Message]:
-        found: list[Message] = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        messages: list[Message] = [{"role": "system", "content": self.instructions}] if self.instructions else []
         if isinstance(self.input, str):
-            return [*found, {"role": "user", "content": self.input}]
+            return [*messages, {"role": "user", "content": self.input}]
         calls: dict[str, str] = {}
         for item in self.input:
             if isinstance(item, InputResult):
-                found.append(tool_answer(item.output, item.call_id, calls))
+                messages.append(tool_answer(item.output, item.call_id, calls))
             elif isinstance(item, InputMessage) and item.role != "assistant":
                 role = "system" if item.role == "developer" else item.role
-                found.append({"role": role, "content": text_of(item.content)})
+                messages.append({"role": role, "content": text_of(item.content)})
             else:
-                if not found or found[-1]["role"] != "assistant":  # else it is a part of the same message
-                    found.append({"role": "assistant", "content": ""})
-                _add(found[-1], item, calls)
-        return found
+                if not messages or messages[-1]["role"] != "assistant":  # else it is a part of the same message
+                    messages.append({"role": "assistant", "content": ""})
+                _add(messages[-1], item, calls)
+        return messages
 
     # ---- answers
 
@@ -150,7 +150,7 @@ class ResponseRequest(SampledBody):
         items = _Items()
         items.add(answer)
         items.finish(answer)
-        return _ended(self._head(), answer, items.done)
+        return _final(self._head(), answer, items.finished)
 
     def _head(self) -> dict[str, Any]:
         return {
@@ -172,7 +172,7 @@ class ResponseRequest(SampledBody):
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "text": {"format": {"type": "text"}},
             "tool_choice": self.tool_choice or "auto",
-            "tools": [each.model_dump() for each in self.tools or ()],
+            "tools": [tool.model_dump() for tool in self.tools or ()],
             "top_p": self.top_p or 1.0,
             "truncation": "disabled",
             "usage": None,
@@ -194,7 +194,7 @@ class ResponseRequest(SampledBody):
                     kind = "response.incomplete"
                 else:
                     kind = "response.completed"
-                yield items.event(kind, response=_ended(head, answer, items.done))
+                yield items.event(kind, response=_final(head, answer, items.finished))
 
 
 def _add(message: Message, item: InputMessage | InputCall | InputReasoning, calls: dict[str, str]) -> None:
@@ -210,7 +210,7 @@ def _add(message: Message, item: InputMessage | InputCall | InputReasoning, call
             message["thinking"] = message.get("thinking", "") + text
 
 
-def _ended(head: Mapping[str, Any], answer: ServiceAnswer, output: list[dict[str, Any]]) -> dict[str, Any]:
+def _final(head: Mapping[str, Any], answer: ServiceAnswer, output: list[dict[str, Any]]) -> dict[str, Any]:
     used = Used([answer])
     cut = answer.finish == "length"
     return {
@@ -238,7 +238,7 @@ class _Items:
     """The items of a stream: one is open at a time, and holds one part."""
 
     def __init__(self) -> None:
-        self.done: list[dict[str, Any]] = []
+        self.finished: list[dict[str, Any]] = []
         self._number = 0
         self._open: dict[str, Any] = {}
         self._part: dict[str, Any] = {}
@@ -250,36 +250,36 @@ class _Items:
 
     def add(self, piece: Delta | ServiceAnswer) -> list[str]:
         """Returns the events of more thinking and text."""
-        return [*self._more("reasoning_text", piece.thinking), *self._more("output_text", piece.content)]
+        return [*self._added("reasoning_text", piece.thinking), *self._added("output_text", piece.content)]
 
     def finish(self, answer: ServiceAnswer) -> list[str]:
         """Returns the events of the end of what is open, and of the tools that are called."""
-        if self._open or self.done or answer.tool_calls:
-            found = []
+        if self._open or self.finished or answer.tool_calls:
+            events = []
         else:
-            found = self._begin("output_text")
-        found += self._close()
+            events = self._begin("output_text")
+        events += self._close()
         for call in map(_call, answer.tool_calls):
-            place = len(self.done)
+            place = len(self.finished)
             arguments = call["arguments"]
             begun = {**call, "arguments": "", "status": "in_progress"}
-            found.append(self.event("response.output_item.added", output_index=place, item=begun))
+            events.append(self.event("response.output_item.added", output_index=place, item=begun))
             at = {"item_id": call["id"], "output_index": place}
-            found.append(self.event("response.function_call_arguments.delta", **at, delta=arguments))
-            done = {"arguments": arguments, "name": call["name"]}
-            found.append(self.event("response.function_call_arguments.done", **at, **done))
-            found.append(self._item_done(call))
-        return found
+            events.append(self.event("response.function_call_arguments.delta", **at, delta=arguments))
+            call_fields = {"arguments": arguments, "name": call["name"]}
+            events.append(self.event("response.function_call_arguments.done", **at, **call_fields))
+            events.append(self._item_done(call))
+        return events
 
-    def _more(self, kind: str, text: str) -> list[str]:
+    def _added(self, kind: str, text: str) -> list[str]:
         if not text:
             return []
         if self._open and self._part["type"] == kind:
-            found = []
+            events = []
         else:
-            found = [*self._close(), *self._begin(kind)]
+            events = [*self._close(), *self._begin(kind)]
         self._part["text"] += text
-        return [*found, self._text_event("delta", delta=text)]
+        return [*events, self._text_event("delta", delta=text)]
 
     def _begin(self, kind: str) -> list[str]:
         self._part = {"type": kind, "text": ""}
@@ -288,7 +288,7 @@ class _Items:
             self._part["annotations"] = []
             message = {"type": "message", "role": "assistant", "status": "in_progress", "content": []}
             self._open = {"id": new_id("msg_"), **message}
-        added = self.event("response.output_item.added", output_index=len(self.done), item=self._open)
+        added = self.event("response.output_item.added", output_index=len(self.finished), item=self._open)
         return [added, self._part_event("content_part.added", part=self._part)]
 
     def _close(self) -> list[str]:
@@ -303,13 +303,13 @@ class _Items:
         return [text, part, self._item_done(item)]
 
     def _item_done(self, item: dict[str, Any]) -> str:
-        self.done.append(item)
-        return self.event("response.output_item.done", output_index=len(self.done) - 1, item=item)
+        self.finished.append(item)
+        return self.event("response.output_item.done", output_index=len(self.finished) - 1, item=item)
 
     def _text_event(self, kind: str, **fields: Any) -> str:
-        more: dict[str, Any] = {"logprobs": []} if self._part["type"] == "output_text" else {}
-        return self._part_event(f"{self._part['type']}.{kind}", **fields, **more)
+        logprobs: dict[str, Any] = {"logprobs": []} if self._part["type"] == "output_text" else {}
+        return self._part_event(f"{self._part['type']}.{kind}", **fields, **logprobs)
 
     def _part_event(self, kind: str, **fields: Any) -> str:
-        at = {"item_id": self._open["id"], "output_index": len(self.done), "content_index": 0}
+        at = {"item_id": self._open["id"], "output_index": len(self.finished), "content_index": 0}
         return self.event(f"response.{kind}", **at, **fields)

@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from service.asked import Delta, RequestRefused, ServiceAnswer, TurnRequest
+from service.requests import Delta, RequestRefused, ServiceAnswer, TurnRequest
 from trireme.core.finite_json import to_json
 from trireme.core.sampling_bounds import BOUNDS, LONGEST_STOP, MOST_ANSWERS, MOST_STOP_IDS, MOST_STOPS
 from trireme.core.types import SamplingParams, VersionSpan

@@ -56,8 +56,8 @@ class ChainPoint:
         """Returns the point with one message more; None where it is new."""
         if self.newest is None or self.newest.ends_with(message):
             return self.newest
-        known = self.after.get(_bucket(message), ())
-        return next((point for point in known if point.ends_with(message)), None)
+        points = self.after.get(_bucket(message), ())
+        return next((point for point in points if point.ends_with(message)), None)
 
     def add(self, message: Message) -> ChainPoint:
         """Makes the point with one message more, which is new."""
@@ -75,7 +75,7 @@ class MessageChains:
     def walk(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[ChainPoint]:
         """Returns the points of the longest known chain that `messages` begin with, from the one before the first
         message on; none at all where the tools are new."""
-        top = next((point for known, point in self._tops if known == list(tools)), None)
+        top = next((point for top_tools, point in self._tops if top_tools == list(tools)), None)
         if top is None:
             return []
         path = [top]

@@ -36,5 +36,5 @@ class RunHistory:
 
     def of(self, identities: Iterable[WeightIdentity]) -> str | None:
         """Returns why some of these weights are not in this history; None if all are."""
-        found = (self.given_up(identity.attempt, identity.version) for identity in identities)
-        return next((why for why in found if why), None)
+        reasons = (self.given_up(identity.attempt, identity.version) for identity in identities)
+        return next((reason for reason in reasons if reason), None)

@@ -27,11 +27,11 @@ PROMPT = "prompt"
 Ids = npt.NDArray[np.int32]
 
 
-def asked_before(tree: SessionTree, text: str, asked: str, tokenizer: Any) -> Ids | None:
+def asked_before(tree: SessionTree, text: str, options: str, tokenizer: Any) -> Ids | None:
     """Returns the tokens of a prompt of this text that was answered, and asked for, as a retry asks for it; None where
     there is none. The session may have grown since, so that the text would find another place now."""
     for prompt, behind in _text_prompts(tree, text, tokenizer):
-        if not behind and any(known == asked for known, _ in tree.nodes[prompt].turns):
+        if not behind and any(earlier == options for earlier, _ in tree.nodes[prompt].turns):
             return tree.path_tokens(prompt)
     return None
 
@@ -45,25 +45,25 @@ def prompt_ids(tree: SessionTree, text: str, tokenizer: Any) -> Ids:
     for prompt, behind in _text_prompts(tree, text, tokenizer):
         for answer in _answers(tree, prompt):
             tokens = tree.tokens(answer)
-            said = _answer_text(tree, answer, tokenizer)
-            kept, length = _beginning(tokens, said, behind, tokenizer)
-            if len(text) - len(behind) + length > longest and kept:
+            answer_text = _answer_text(tree, answer, tokenizer)
+            shared_tokens, length = _beginning(tokens, answer_text, behind, tokenizer)
+            if len(text) - len(behind) + length > longest and shared_tokens:
                 longest = len(text) - len(behind) + length
                 rest = behind[length:]
-                ids = tree.joined(prompt, tokens[:kept])
+                ids = tree.joined(prompt, tokens[:shared_tokens])
     if rest:
-        more = tokenizer.encode(rest, add_special_tokens=not longest)
+        suffix = tokenizer.encode(rest, add_special_tokens=not longest)
     else:
-        more = []
-    return np.concatenate([ids, np.asarray(more, np.int32)])
+        suffix = []
+    return np.concatenate([ids, np.asarray(suffix, np.int32)])
 
 
 def match_ids(tree: SessionTree, ids: Ids) -> Match:
     """Finds the answer that a prompt continues. That is the one with most tokens up to its end; if several have as
-    many, it is one that the client has. `known` of the match counts tokens. An answer whose last token alone is
+    many, it is one that the client has. `matched` counts tokens. An answer whose last token alone is
     missing is sent back too: clients do not see the token that ended it."""
     best = ROOT
-    known = 0
+    matched = 0
     cut = (0, ROOT)
     same: list[int] = []
     open_ends = [(node, 0) for node in _beginnings(tree)]
@@ -80,11 +80,11 @@ def match_ids(tree: SessionTree, ids: Ids) -> Match:
             same.append(node)
         if tree.nodes[node].message is not None:
             rank = (end, tree.nodes[node].delivered, node)
-            if best == ROOT or rank > (known, tree.nodes[best].delivered, best):
+            if best == ROOT or rank > (matched, tree.nodes[best].delivered, best):
                 best = node
-                known = end
-    echo = cut[1] if cut[0] > known else best
-    return Match(best, known, None, tuple(sorted(same)), echo)
+                matched = end
+    echo = cut[1] if cut[0] > matched else best
+    return Match(best, matched, None, tuple(sorted(same)), echo)
 
 
 def is_prompt(tree: SessionTree, node: int) -> bool:
@@ -107,7 +107,7 @@ def text_behind(tree: SessionTree, match: Match, text: str | None, ids: Ids, tok
         before = message["content"] + _answer_text(tree, node, tokenizer) + before
         node = tree.nodes[prompt].follows
     if text is None or not text.startswith(before):
-        return _text(tokenizer, ids[match.known :])
+        return _text(tokenizer, ids[match.matched :])
     return text[len(before) :]
 
 
@@ -122,20 +122,24 @@ def _text_prompts(tree: SessionTree, text: str, tokenizer: Any) -> Iterator[tupl
         behind = rest[len(message["content"]) :]
         yield node, behind
         for answer in _answers(tree, node):
-            said = _answer_text(tree, answer, tokenizer)
-            if behind.startswith(said):
-                open_ends += [(child, behind[len(said) :]) for child in tree.nodes[answer].children]
+            answer_text = _answer_text(tree, answer, tokenizer)
+            if behind.startswith(answer_text):
+                open_ends += [(child, behind[len(answer_text) :]) for child in tree.nodes[answer].children]
 
 
-def _beginning(tokens: Ids, said: str, text: str, tokenizer: Any) -> tuple[int, int]:
-    """Returns how many tokens of an answer, which reads `said`, and how many letters of them, a text begins with."""
-    if text.startswith(said):
-        return len(tokens), len(said)
-    shared = next((i for i, (a, b) in enumerate(zip(said, text, strict=False)) if a != b), min(len(said), len(text)))
-    kept = bisect_right(range(len(tokens)), shared, key=lambda count: len(_text(tokenizer, tokens[:count]))) - 1
-    while not text.startswith(said := _text(tokenizer, tokens[:kept])):
-        kept -= 1  # it ends within a letter
-    return kept, len(said)
+def _beginning(tokens: Ids, answer_text: str, text: str, tokenizer: Any) -> tuple[int, int]:
+    """Returns how many tokens, and how many letters, of an answer that reads `answer_text` a text begins with."""
+    if text.startswith(answer_text):
+        return len(tokens), len(answer_text)
+    matching_chars = next(
+        (i for i, (a, b) in enumerate(zip(answer_text, text, strict=False)) if a != b), min(len(answer_text), len(text))
+    )
+    shared_tokens = (
+        bisect_right(range(len(tokens)), matching_chars, key=lambda count: len(_text(tokenizer, tokens[:count]))) - 1
+    )
+    while not text.startswith(answer_text := _text(tokenizer, tokens[:shared_tokens])):
+        shared_tokens -= 1  # it ends within a letter
+    return shared_tokens, len(answer_text)
 
 
 def _beginnings(tree: SessionTree) -> list[int]:

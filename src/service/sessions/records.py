@@ -102,8 +102,8 @@ def decode(row: Row) -> SessionRecord:
         return _turn_of(head, row.columns)
     if "nodes" in head:
         head["nodes"] = tuple(head["nodes"])
-    made: SessionRecord = PLAIN[kind](**head)
-    return made
+    record: SessionRecord = PLAIN[kind](**head)
+    return record
 
 
 def _turn_head(record: TurnAnswered) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def _turn_head(record: TurnAnswered) -> dict[str, Any]:
         "messages": turn.messages,
         "tools": turn.tools,
         "prompt": len(turn.prompt),
-        "asked": turn.asked,
+        "asked": turn.options,
         "answers": [
             {
                 "message": answer.message,
@@ -132,7 +132,7 @@ def _turn_head(record: TurnAnswered) -> dict[str, Any]:
 
 def _turn_of(head: Mapping[str, Any], columns: bytes) -> TurnAnswered:
     lengths = [head["prompt"], *(answer["tokens"] for answer in head["answers"] for _column in range(2))]
-    prompt, *more = np.split(np.frombuffer(columns, np.int32), np.cumsum(lengths)[:-1])
+    prompt, *arrays = np.split(np.frombuffer(columns, np.int32), np.cumsum(lengths)[:-1])
     answers = tuple(
         SampledAnswer(
             answer["message"],
@@ -144,9 +144,9 @@ def _turn_of(head: Mapping[str, Any], columns: bytes) -> TurnAnswered:
             ),
             answer["stop_reason"],
         )
-        for answer, tokens, logprobs in zip(head["answers"], more[::2], more[1::2], strict=True)
+        for answer, tokens, logprobs in zip(head["answers"], arrays[::2], arrays[1::2], strict=True)
     )
     messages = tuple(head["messages"])
     tools = tuple(head["tools"])
-    given = TurnGiven(head["follows"], head["parent"], messages, tools, prompt, answers, head["asked"])
-    return TurnAnswered(head["session"], head["at"], given)
+    turn = TurnGiven(head["follows"], head["parent"], messages, tools, prompt, answers, head["asked"])
+    return TurnAnswered(head["session"], head["at"], turn)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from service.answering import AnsweredTurn, OnPart, PlacedTurn, TurnAnswering
-from service.asked import USUAL, TurnRequest
+from service.requests import USUAL, TurnRequest
 from service.sessions.ages import too_old
 from service.sessions.history import RunHistory
 from service.sessions.records import (
@@ -108,29 +108,29 @@ class SessionRegistry:
         """Takes a reward for an answer, or for the whole session, ended or not. A second one for the same replaces
         the first, so that a request may be repeated. Raises BadInput, and SessionClosed where there is
         no such session."""
-        known = self._known(session)
+        agent_session = self._session(session)
         if not math.isfinite(value):
             raise BadInput(f"session {session} was given the reward {value}; expected a finite number")
-        if node is not None and not known.is_answer(node):
+        if node is not None and not agent_session.is_answer(node):
             raise BadInput(f"session {session} was given a reward for answer {node}; expected one that it has")
         self._write(RewardGiven(session, self._clock(), float(value), node, dict(metrics or {})))
 
     async def end(self, session: str, reason: str) -> None:
         """Ends a session, and cancels its turns that are being sampled. Does nothing where it has ended. Raises
         SessionClosed where there is no such session."""
-        known = self._known(session)
-        self._end(known, reason)
-        await _cancel(known)
+        agent_session = self._session(session)
+        self._end(agent_session, reason)
+        await _cancel(agent_session)
 
     def export(self, session: str) -> SessionExport:
         """Returns the trajectory and the rewards of a session that has ended. Raises BadInput while turns run, and
         SessionClosed where there is no such session."""
-        return self._ended(session, "exported").export(self._max_steps_off_policy)
+        return self._ended_session(session, "exported").export(self._max_steps_off_policy)
 
     def forget(self, session: str) -> None:
         """Removes a session that has ended: its trajectory is kept elsewhere, or not wanted. Raises BadInput while it
         is open, and SessionClosed where there is no such session."""
-        self._ended(session, "forgotten")
+        self._ended_session(session, "forgotten")
         if self._store is not None:
             self._store.remove(session)
         del self.book.sessions[session]
@@ -139,23 +139,23 @@ class SessionRegistry:
         """Ends sessions whose agents are gone and those whose time is over; forgets those that ended long ago. Returns
         the names of those that it ended."""
         now = self._clock()
-        ended = []
+        names = []
         for name, session in list(self.book.sessions.items()):
             if self.book.sessions.get(name) is not session:  # its owner forgot it while another one was being ended
                 continue
-            if session.ended is not None:
-                if now - max(session.last, session.ended.at) >= self._limits.kept_s and not session.running:
+            if session.end_record is not None:
+                if now - max(session.last, session.end_record.at) >= self._limits.kept_s and not session.running:
                     self.forget(name)
                 continue
             idle = now - max(session.last, session.heard)
             age = now - session.opened.at
             if age >= self._limits.seconds:
                 await self.end(name, f"seconds: it was opened {age:.0f} s ago")
-                ended.append(name)
+                names.append(name)
             elif idle >= self._limits.idle_s and not session.running:
                 await self.end(name, f"idle: nothing was heard of its agent for {idle:.0f} s")
-                ended.append(name)
-        return ended
+                names.append(name)
+        return names
 
     async def attempt_begins(self, attempt: int, version: int) -> None:
         """Ends all sessions with weights that the run gives up, as it begins an attempt with a version."""
@@ -165,68 +165,70 @@ class SessionRegistry:
 
     def _end_given_up(self) -> list[AgentSession]:
         """Ends sessions whose weights are given up. Returns them."""
-        ended = []
+        sessions = []
         for session in self.book.sessions.values():
-            why = self._given_up(session)
-            if why:
-                self._end(session, why)
-                ended.append(session)
-        return ended
+            reason = self._given_up(session)
+            if reason:
+                self._end(session, reason)
+                sessions.append(session)
+        return sessions
 
     def _given_up(self, session: AgentSession) -> str | None:
         """Returns why the floor of a session, or what it has sampled, is not in the run's history; None if all is."""
         floor = session.opened.attempt, session.opened.floor
-        why = self._history.given_up(*floor) or self._history.of(session.tree.weights)
-        return why and f"stale: {why}"
+        reason = self._history.given_up(*floor) or self._history.of(session.tree.weights)
+        return reason and f"stale: {reason}"
 
     # ---- verbs of agents
 
     async def turn(self, session: str, request: TurnRequest, on_part: OnPart | None = None) -> AnsweredTurn:
         """Answers a request, and calls `on_part` meanwhile. Raises SessionClosed, RequestRefused, and what the sampler
         and the store raise."""
-        known = self._known(session)
-        known.heard = self._clock()
+        agent_session = self._session(session)
+        agent_session.heard = self._clock()
         check_request(request)
-        request, match = self._turns.match(known.tree, request)
+        request, match = self._turns.match(agent_session.tree, request)
         if match.echo != ROOT:  # the client has an answer that it sends back
-            self._deliver(known, [match.echo])
-        known.requests.overruled += self._overrules(request.params)
+            self._deliver(agent_session, [match.echo])
+        agent_session.requests.overruled += self._overrules(request.params)
         if request.retry:
-            running = _running_retry(known, request)
+            running = _running_retry(agent_session, request)
         else:
             running = None
         if request.retry:
-            stored = known.stored(match, request.options)
+            stored = agent_session.stored(match, request.options)
         else:
             stored = None
-        params = self._params(known, request)
-        known.requests.retries += bool(stored or running)
-        left = running is not None and not running.callers  # its connection broke just now
-        if stored and not left and (running is None or not known.tree.has_any(stored)):
-            return _answered(known, params, stored)
+        params = self._params(agent_session, request)
+        agent_session.requests.retries += bool(stored or running)
+        abandoned = running is not None and not running.callers  # its connection broke just now
+        if stored and not abandoned and (running is None or not agent_session.tree.has_any(stored)):
+            return _answered(agent_session, params, stored)
         if running is None:
-            self._admit(known)
-            running = self._begin(known, self._turns.place(known.tree, match, request, params), on_part is not None)
-        return _answered(known, params, await self._wait(known, running, on_part))
+            self._admit(agent_session)
+            running = self._begin(
+                agent_session, self._turns.place(agent_session.tree, match, request, params), on_part is not None
+            )
+        return _answered(agent_session, params, await self._wait(agent_session, running, on_part))
 
     def delivered(self, session: str, nodes: Sequence[int]) -> None:
         """Takes note that the client has these answers. Does nothing where there is no such session any more: it was
         exported before this was known."""
-        known = self.book.sessions.get(session)
-        if known is not None:
-            self._deliver(known, nodes)
+        agent_session = self.book.sessions.get(session)
+        if agent_session is not None:
+            self._deliver(agent_session, nodes)
 
     # ---- a turn, step by step
 
     def _admit(self, session: AgentSession) -> None:
         """Raises SessionClosed where no turn may begin, and ends a session that has come to a limit."""
-        if session.ended is None:
+        if session.end_record is None:
             reason = session.limit_reached(self._limits, self._clock()) or self._given_up(session)
             if reason is not None:
                 self._end(session, reason)
-        if session.ended is not None:
+        if session.end_record is not None:
             session.requests.refused += 1
-            raise SessionClosed(session.opened.session, session.ended.reason)
+            raise SessionClosed(session.opened.session, session.end_record.reason)
 
     def _begin(self, session: AgentSession, placed: PlacedTurn, stream: bool) -> RunningTurn:
         """Starts to sample the answers to a turn."""
@@ -235,12 +237,12 @@ class SessionRegistry:
         running = RunningTurn(placed.request, task, callers)
         session.running.append(running)
 
-        def ended(task: asyncio.Task[tuple[int, ...]]) -> None:
+        def finish(task: asyncio.Task[tuple[int, ...]]) -> None:
             session.running.remove(running)
             if not task.cancelled():
                 task.exception()  # a caller that is gone does not ask for it
 
-        task.add_done_callback(ended)
+        task.add_done_callback(finish)
         return running
 
     def _params(self, session: AgentSession, request: TurnRequest) -> SamplingParams:
@@ -250,7 +252,7 @@ class SessionRegistry:
         return replace(
             run,
             temperature=session.opened.temperature,
-            max_tokens=min((most for most in (theirs.max_tokens, run.max_tokens) if most), default=None),
+            max_tokens=min((limit for limit in (theirs.max_tokens, run.max_tokens) if limit), default=None),
             stop=(*run.stop_token_ids, *run.stop_strings, *theirs.stop_token_ids, *theirs.stop_strings),
             seed=theirs.seed,
         )
@@ -278,9 +280,9 @@ class SessionRegistry:
             answers: list[SampledAnswer] = []
             for sequence in sampled:
                 check_sample(sequence)
-                why = self._unfit(session, sequence.spans)
-                if why:
-                    raise ProvenanceError(why)
+                unfit = self._unfit(session, sequence.spans)
+                if unfit:
+                    raise ProvenanceError(unfit)
                 answers.append(self._turns.read(sequence, placed))
         except ProvenanceError as error:
             reason = f"stale: {error}"
@@ -295,9 +297,9 @@ class SessionRegistry:
         first = min(span.identity.version for span in spans)
         if first < floor:
             return f"an answer has tokens of version {first}; its session was promised {floor} or later"
-        why = self._history.of(span.identity for span in spans)
-        if why:  # a replica that has no newer weights yet
-            return f"an answer is of weights that were given up: {why}"
+        reason = self._history.of(span.identity for span in spans)
+        if reason:  # a replica that has no newer weights yet
+            return f"an answer is of weights that were given up: {reason}"
         oldest = session.oldest_version
         return too_old(first if oldest is None else oldest, spans[0].identity.version, self._max_steps_off_policy)
 
@@ -307,8 +309,8 @@ class SessionRegistry:
         try:
             return await asyncio.shield(running.task)
         except asyncio.CancelledError:
-            if running.task.cancelled() and session.ended is not None:
-                raise SessionClosed(session.opened.session, session.ended.reason) from None
+            if running.task.cancelled() and session.end_record is not None:
+                raise SessionClosed(session.opened.session, session.end_record.reason) from None
             raise
         finally:
             running.callers.remove(on_part)
@@ -316,13 +318,13 @@ class SessionRegistry:
 
     # ---- records
 
-    def _ended(self, session: str, what: str) -> AgentSession:
-        known = self._known(session)
-        if known.ended is None or known.running:
-            raise BadInput(f"session {session} was to be {what} while it is open; expected one that was ended")
-        return known
+    def _ended_session(self, session: str, verb: str) -> AgentSession:
+        agent_session = self._session(session)
+        if agent_session.end_record is None or agent_session.running:
+            raise BadInput(f"session {session} was to be {verb} while it is open; expected one that was ended")
+        return agent_session
 
-    def _known(self, session: str) -> AgentSession:
+    def _session(self, session: str) -> AgentSession:
         if session not in self.book.sessions:
             raise SessionClosed(session, "unknown: it was never opened, or was forgotten after its end")
         return self.book.sessions[session]
@@ -334,7 +336,7 @@ class SessionRegistry:
         return self.book.apply(record)
 
     def _end(self, session: AgentSession, reason: str) -> None:
-        if session.ended is None:
+        if session.end_record is None:
             self._write(SessionEnded(session.opened.session, self._clock(), reason))
 
     def _deliver(self, session: AgentSession, nodes: Sequence[int]) -> None:

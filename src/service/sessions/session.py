@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from service.asked import TurnRequest
+from service.requests import TurnRequest
 from service.sessions.records import (
     AnswersDelivered,
     RewardGiven,
@@ -118,7 +118,7 @@ class AgentSession:
     tree: SessionTree = field(default_factory=SessionTree)
     rewards: dict[int | None, RewardGiven] = field(default_factory=dict)
     """The newest reward of each answer, and of the whole session (None)."""
-    ended: SessionEnded | None = None
+    end_record: SessionEnded | None = None
     last: float = 0.0
     """The time of its newest record."""
     heard: float = 0.0
@@ -138,18 +138,18 @@ class AgentSession:
             case RewardGiven():
                 self.rewards[record.node] = record
             case SessionEnded():
-                self.ended = self.ended or record
+                self.end_record = self.end_record or record
         return ()
 
     def is_answer(self, node: int) -> bool:
         """Returns True if a node is one of the session's answers."""
         return 0 <= node < len(self.tree.nodes) and self.tree.nodes[node].message is not None
 
-    def stored(self, match: Match, asked: str) -> tuple[int, ...] | None:
+    def stored(self, match: Match, options: str) -> tuple[int, ...] | None:
         """Returns the answers that a retry of a request means: the oldest that were not delivered, else the newest;
         None where no such request was answered."""
         turns = [turn for prompt in match.same for turn in self.tree.nodes[prompt].turns]
-        same = [nodes for known, nodes in turns if known == asked]
+        same = [nodes for earlier, nodes in turns if earlier == options]
         undelivered = [nodes for nodes in same if not self.tree.has_any(nodes)]
         if undelivered:
             return undelivered[0]
@@ -182,7 +182,7 @@ class AgentSession:
         on while it was sampled, is not in the loss; None: there is no bound.
         """
         answers = [node for strand in self.tree.strands for node in strand.nodes if self.is_answer(node)]
-        reward = sum(given.value for given in self.rewards.values())
+        reward = sum(record.value for record in self.rewards.values())
         turns = tuple(self._exported(node, node == max(answers), max_steps_off_policy) for node in answers)
         return SessionExport(self.opened.problem, self.opened.temperature, turns, reward, self._metrics())
 
@@ -213,27 +213,27 @@ class AgentSession:
     def _reward_of(self, node: int, last: bool) -> float:
         """Returns the rewards of an answer; the last one has those of the whole session too."""
         places = (node, None) if last else (node,)
-        return sum(given.value for place, given in self.rewards.items() if place in places)
+        return sum(record.value for place, record in self.rewards.items() if place in places)
 
     def _metrics(self) -> dict[str, float]:
         summary = self.summary()
         names = (*vars(self.tree.counts), "retries", "overruled", "tokens", "sampled")
-        said = {name: float(value) for given in self.rewards.values() for name, value in given.metrics.items()}
-        said |= {f"session/{name}": float(summary[name]) for name in names}
-        return said | {"session/undelivered": float(summary["answers"] - summary["delivered"])}
+        metrics = {name: float(value) for record in self.rewards.values() for name, value in record.metrics.items()}
+        metrics |= {f"session/{name}": float(summary[name]) for name in names}
+        return metrics | {"session/undelivered": float(summary["answers"] - summary["delivered"])}
 
     def summary(self) -> dict[str, Any]:
         """Describes the session as JSON values, while it may grow in another thread."""
         answers = [node for node in list(self.tree.nodes) if node.message is not None]
-        rewards = [given.value for given in list(self.rewards.values())]
+        rewards = [record.value for record in list(self.rewards.values())]
         return {
             "session": self.opened.session,
             "problem": self.opened.problem,
             "floor": self.opened.floor,
             "opened": self.opened.at,
             "last": self.last,
-            "open": self.ended is None,
-            "reason": self.ended.reason if self.ended else None,
+            "open": self.end_record is None,
+            "reason": self.end_record.reason if self.end_record else None,
             "tokens": self.tree.num_tokens,
             **vars(self.tree.counts),
             **vars(self.requests),

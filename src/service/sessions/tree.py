@@ -63,7 +63,7 @@ class TurnGiven:
     prompt: npt.NDArray[np.int32]
     """The tokens behind those of `parent`."""
     answers: tuple[SampledAnswer, ...]
-    asked: str = ""
+    options: str = ""
     """How the answers were to be sampled; a retry asks for the same."""
 
 
@@ -81,7 +81,7 @@ class TreeNode:
     """Its messages, from the first one on."""
     follows: int
     """Of a prompt: the answer that its messages go on from, or ROOT. Of an answer: its prompt."""
-    began: WeightIdentity | None
+    first_weights: WeightIdentity | None
     """The weights of the first sampled token up to here; None: there is none."""
     children: list[int] = field(default_factory=list)
     message: Message | None = None
@@ -101,8 +101,8 @@ class Match:
 
     node: int
     """The answer, or ROOT."""
-    known: int
-    """So many messages of the request are those up to that answer; of a prompt that is no conversation, tokens."""
+    matched: int
+    """How many messages of the request lead up to that answer; of a prompt that is no conversation, tokens."""
     prompt: int | None
     """The prompt of just these messages behind that answer, if there was such a request before."""
     same: tuple[int, ...]
@@ -149,14 +149,14 @@ class SessionTree:
         else:
             same = ()
         node = ROOT
-        known = 0
+        matched = 0
         for place in range(len(path) - 1, 0, -1):
             if path[place].answers and place < len(messages):
                 node = max(path[place].answers, key=lambda node: (self.nodes[node].delivered, node))
-                known = place
+                matched = place
                 break
         prompts = [prompt for prompt in same if self.nodes[prompt].follows == node]
-        return Match(node, known, prompts[-1] if prompts else None, same, node)
+        return Match(node, matched, prompts[-1] if prompts else None, same, node)
 
     def render(
         self, match: Match, messages: Sequence[Message], tools: Sequence[ToolSpec], renderer: Renderer
@@ -166,33 +166,33 @@ class SessionTree:
             return self.nodes[match.prompt].parent, self.tokens(match.prompt)
         if match.node == ROOT:
             return ROOT, np.asarray(renderer.generation_prompt(messages, tools), np.int32)
-        said = [*self._said(match.node), *messages[match.known :]]
-        follows = renderer.continuation(said, tools)
+        conversation = [*self._messages_to(match.node), *messages[match.matched :]]
+        follows = renderer.continuation(conversation, tools)
         if follows is not None:
             return match.node, np.asarray(follows, np.int32)
         before = self.path_tokens(self.nodes[match.node].follows)
-        said[match.known - 1] = cast(Message, {**said[match.known - 1], "prompt": before.tolist()})
-        prompt = np.asarray(renderer.generation_prompt(said, tools), np.int32)
-        known = self.path_tokens(match.node)
-        if np.array_equal(prompt[: len(known)], known):
-            return match.node, prompt[len(known) :]
+        conversation[match.matched - 1] = cast(Message, {**conversation[match.matched - 1], "prompt": before.tolist()})
+        prompt = np.asarray(renderer.generation_prompt(conversation, tools), np.int32)
+        path = self.path_tokens(match.node)
+        if np.array_equal(prompt[: len(path)], path):
+            return match.node, prompt[len(path) :]
         return ROOT, prompt
 
     def answer(self, node: int) -> SampledAnswer:
         """Returns an answer, its columns not copied."""
-        held = self.nodes[node]
-        assert held.message is not None
-        return SampledAnswer(held.message, self.tokens(node), self.logprobs(node), held.spans, held.stop_reason)
+        entry = self.nodes[node]
+        assert entry.message is not None
+        return SampledAnswer(entry.message, self.tokens(node), self.logprobs(node), entry.spans, entry.stop_reason)
 
     def tokens(self, node: int) -> npt.NDArray[np.int32]:
         """Returns the tokens of a node alone, not copied."""
-        own = self.nodes[node]
-        return self.strands[own.strand].tokens[own.start : own.end]
+        entry = self.nodes[node]
+        return self.strands[entry.strand].tokens[entry.start : entry.end]
 
     def logprobs(self, node: int) -> npt.NDArray[np.float32]:
         """Returns the log-probabilities of the tokens of a node, not copied."""
-        own = self.nodes[node]
-        return self.strands[own.strand].logprobs[own.start : own.end]
+        entry = self.nodes[node]
+        return self.strands[entry.strand].logprobs[entry.start : entry.end]
 
     def path_tokens(self, node: int) -> npt.NDArray[np.int32]:
         """Returns all tokens up to a node, with its own; ROOT: none."""
@@ -207,11 +207,11 @@ class SessionTree:
             node = strand.origin
         return np.concatenate(pieces[::-1])
 
-    def began(self, node: int) -> WeightIdentity | None:
+    def first_weights(self, node: int) -> WeightIdentity | None:
         """Returns the weights of the first sampled token up to a node; None where no token was sampled."""
         if node == ROOT:
             return None
-        return self.nodes[node].began
+        return self.nodes[node].first_weights
 
     def has_any(self, answers: Sequence[int]) -> bool:
         """Returns True if the client has one of these answers."""
@@ -222,15 +222,15 @@ class SessionTree:
         """The tokens that are kept."""
         return sum(strand.length for strand in self.strands)
 
-    def _said(self, node: int) -> list[Message]:
-        """Returns the messages up to an answer. Those that were sampled have their thinking and their tokens."""
+    def _messages_to(self, node: int) -> list[Message]:
+        """Returns the messages up to an answer. The sampled ones have their thinking and their tokens."""
         messages: list[Message] = []
         answer: TreeNode | None = self.nodes[node]
         point: ChainPoint | None = self.nodes[node].point
         while point is not None and point.message is not None:
             if answer is not None and answer.point is point:
-                said: Any = {**(answer.message or {}), "tokens": self.tokens(node).data}
-                messages.append(said)
+                entry: Any = {**(answer.message or {}), "tokens": self.tokens(node).data}
+                messages.append(entry)
                 node = self.nodes[answer.follows].follows
                 answer = self.nodes[node] if node != ROOT else None
             else:
@@ -249,37 +249,39 @@ class SessionTree:
         point = self._chains.extend(follows, turn.messages, turn.tools)
         prompt = self._prompt_node(turn, point)
         nodes = tuple(self._add_answer(prompt, point, answer) for answer in turn.answers)
-        self.nodes[prompt].turns.append((turn.asked, nodes))
+        self.nodes[prompt].turns.append((turn.options, nodes))
         self.counts.turns += 1
         return nodes
 
     def _prompt_node(self, turn: TurnGiven, point: ChainPoint) -> int:
         """Returns the node of a request's prompt: the one of an earlier request for the same, or a new one."""
-        for known in point.prompts:
-            node = self.nodes[known]
+        for candidate in point.prompts:
+            node = self.nodes[candidate]
             same = (node.parent, node.follows) == (turn.parent, turn.follows)
-            if same and np.array_equal(self.tokens(known), turn.prompt):
-                return known
+            if same and np.array_equal(self.tokens(candidate), turn.prompt):
+                return candidate
         self.counts.roots += turn.follows == ROOT
         self.counts.retokenised += turn.parent != turn.follows
-        made = self._grow(turn.parent, turn.prompt, None, point)
-        self.nodes[made].follows, self.nodes[made].began = turn.follows, self.began(turn.parent)
-        point.prompts.append(made)
-        return made
+        new_node = self._grow(turn.parent, turn.prompt, None, point)
+        self.nodes[new_node].follows = turn.follows
+        self.nodes[new_node].first_weights = self.first_weights(turn.parent)
+        point.prompts.append(new_node)
+        return new_node
 
-    def _add_answer(self, prompt: int, asked: ChainPoint, answer: SampledAnswer) -> int:
+    def _add_answer(self, prompt: int, prompt_point: ChainPoint, answer: SampledAnswer) -> int:
         read = cast(Message, {key: value for key, value in answer.message.items() if key != "thinking"})
-        point = self._chains.extend(asked, [read])
-        made = self._grow(prompt, answer.tokens, answer.logprobs, point)
-        node = self.nodes[made]
-        node.follows, node.began = prompt, self.began(prompt) or answer.spans[0].identity
+        point = self._chains.extend(prompt_point, [read])
+        new_node = self._grow(prompt, answer.tokens, answer.logprobs, point)
+        node = self.nodes[new_node]
+        node.follows = prompt
+        node.first_weights = self.first_weights(prompt) or answer.spans[0].identity
         node.message = answer.message
         node.spans = answer.spans
         node.stop_reason = answer.stop_reason
-        point.answers.append(made)
+        point.answers.append(new_node)
         self.weights.update(span.identity for span in answer.spans)
         self.counts.answers += 1
-        return made
+        return new_node
 
     def _grow(
         self,
@@ -289,17 +291,17 @@ class SessionTree:
         point: ChainPoint,
     ) -> int:
         """Makes a node with these tokens, on the strand of its parent if that ends there, else on a new one."""
-        made = len(self.nodes)
+        new_node = len(self.nodes)
         number = len(self.strands)
         if parent != ROOT:
             before = self.nodes[parent]
             if self.strands[before.strand].length == before.end and self.strands[before.strand].nodes[-1] == parent:
                 number = before.strand
             self.counts.forks += bool(before.children)
-            before.children.append(made)
+            before.children.append(new_node)
         if number == len(self.strands):
             self.strands.append(Strand(parent))
         strand = self.strands[number]
-        strand.append(made, tokens, logprobs)
+        strand.append(new_node, tokens, logprobs)
         self.nodes.append(TreeNode(parent, number, strand.length - len(tokens), strand.length, point, ROOT, None))
-        return made
+        return new_node

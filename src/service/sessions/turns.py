@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from service.asked import RequestRefused, TurnRequest
+from service.requests import RequestRefused, TurnRequest
 from trireme.core.errors import RoomFailed
 from trireme.core.types import SampledSequence
 
@@ -32,7 +32,7 @@ def check_request(request: TurnRequest) -> None:
             f"the last message has the role {last}; expected a message that the assistant is to answer",
             param="messages",
         )
-    if [each for each in request.messages if "tokens" in each]:
+    if [message for message in request.messages if "tokens" in message]:
         raise RequestRefused(
             "token_ids in a message of a session, which has the tokens of its answers itself; leave them out",
             param="messages",

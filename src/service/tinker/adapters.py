@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from service.asked import RequestRefused
+from service.requests import RequestRefused
 from service.tinker.bodies import LoraBody
 from trireme.config.trainer import ATTENTION, MLP, UNEMBED, LoraConfig
 from trireme.core.weights import AdapterSpec

@@ -14,10 +14,10 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from service.asked import RequestRefused
 from service.errors import JsonReply, as_refused, error_reply
 from service.guard import Limits, RequestGuard
 from service.keys import ServiceKeys
+from service.requests import RequestRefused
 from service.tinker.bodies import (
     BeatBody,
     CreateModelBody,

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from service.asked import RequestRefused
 from service.dialects.wire import Body, Few, Many, Stop, StopIds, Stops, Temperature, TokenId, TopK, TopP
+from service.requests import RequestRefused
 from service.tinker.codec import ForwardBackwardCall
 from trireme.core.sampling_bounds import MOST_PROMPT_LOGPROBS, MOST_SAMPLES
 from trireme.core.types import AdamParams, SamplingParams

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from service.asked import RequestRefused
+from service.requests import RequestRefused
 from service.tinker.owners import SERVER, Caller
 from trireme.checkpoint.files import fsync_directory, make_directory, replace_file, storage_errors
 from trireme.core.errors import CheckpointInvalid

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
-from service.asked import RequestRefused
+from service.requests import RequestRefused
 from service.tinker.messages import message_class
 from trireme.config.losses import LOSSES, find_loss, loss_refusals
 from trireme.core.datum import Datum, ModelInput

@@ -15,9 +15,9 @@ from urllib.parse import quote
 from fastapi import FastAPI, Request
 from starlette.responses import FileResponse
 
-from service.asked import RequestRefused
 from service.errors import JsonReply
 from service.keys import ANY_TEXT, same_text
+from service.requests import RequestRefused
 from service.routes import SIGNED
 from service.tinker.bodies import Seq
 from service.tinker.callers import Asking

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Header, Request
 
-from service.asked import RequestRefused
 from service.errors import JsonReply
+from service.requests import RequestRefused
 from service.tinker.bodies import CopyBody, PathBody, Seq, TtlBody
 from service.tinker.callers import Asking
 from service.tinker.catalog import KINDS, SavedKind, SavedRun, SavedWeights, path_of

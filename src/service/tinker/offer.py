@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from service.asked import RequestRefused, ServedModels
+from service.requests import RequestRefused, ServedModels
 from trireme.config.service import TinkerConfig
 from trireme.config.trainer import LoraConfig
 from trireme.core.datum import ModelInput

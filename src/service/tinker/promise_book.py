@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from service.asked import count_of
+from service.requests import count_of
 from service.tinker.clients import ClientModel, ClientSampler, ClientSession, with_numbers
 from service.tinker.owners import SERVER, Caller
 from service.tinker.promises import GoneError, Outcome, Promise, UnknownId

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from service.asked import RequestRefused
+from service.requests import RequestRefused
 from trireme.core.datum import ModelInput
 from trireme.core.types import SamplingParams
 

@@ -20,7 +20,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from service.asked import RequestRefused
+from service.requests import RequestRefused
 from service.store import Store
 from service.tinker.bodies import SaveForSamplerBody, Work
 from service.tinker.catalog import Catalog

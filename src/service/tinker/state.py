@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 
-from service.asked import RequestRefused
+from service.requests import RequestRefused
 from service.store import Row
 from service.tinker.bodies import LoadModelBody
 from service.tinker.clients import ClientModel, ClientSampler, ClientSession

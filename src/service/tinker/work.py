@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from service.asked import RequestRefused
+from service.requests import RequestRefused
 from service.tinker.adapters import STATES, exported_spec, record_of, recorded_spec, spec_of
 from service.tinker.bodies import (
     CreateModelBody,

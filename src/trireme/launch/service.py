@@ -15,9 +15,9 @@ from rich.console import Console
 from inference.handle import InferenceHandle
 from inference.replica_set.handle import ReplicaSetHandle
 from orchestrator.env import AGENT
-from service.asked import ServedModels
 from service.handle import ServiceHandle
 from service.keys import ServiceKey, generate, read
+from service.requests import ServedModels
 from trireme.config import Config
 from trireme.config.model_facts import ModelFacts
 from trireme.core.agents import AgentSessions

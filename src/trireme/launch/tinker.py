@@ -10,9 +10,9 @@ from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
-from service.asked import ServedModels
 from service.guard import Limits
 from service.keys import ServiceKey, ServiceKeys
+from service.requests import ServedModels
 from service.store import Store
 from service.tinker.catalog import Catalog, recover
 from service.tinker.commits import OwnCommits

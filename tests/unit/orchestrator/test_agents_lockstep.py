@@ -21,7 +21,7 @@ from orchestrator.env import EnvContext, load_dataset
 from orchestrator.envs.agent import AgentRun
 from orchestrator.rollout import RolloutLimits
 from service.agents import LoopbackSessions
-from service.asked import ServedModels
+from service.requests import ServedModels
 from trireme.config import Config
 from trireme.core.errors import LimitReached
 from trireme.core.tokenizer import load_tokenizer

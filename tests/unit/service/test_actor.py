@@ -8,7 +8,7 @@ import pytest
 
 from service import actor
 from service.actor import ServiceActor
-from service.asked import ServedModels
+from service.requests import ServedModels
 from trireme.core.errors import RoomFailed
 
 

@@ -5,8 +5,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from service.asked import RequestRefused
 from service.chats import BoundedSampler
+from service.requests import RequestRefused
 from trireme.core.errors import RoomFailed
 from trireme.core.sampler import OnProgress
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams

@@ -2,8 +2,8 @@
 
 import pytest
 
-from service.asked import RequestRefused
 from service.errors import error_body
+from service.requests import RequestRefused
 
 
 @pytest.mark.parametrize(

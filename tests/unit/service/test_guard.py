@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from service.asked import RequestRefused
 from service.guard import UNANNOUNCED, Limits, Rates, RequestGuard
 from service.keys import ServiceKey, ServiceKeys
+from service.requests import RequestRefused
 
 KEY = "tr-client-0123456789abcdef"
 PARTS = 16

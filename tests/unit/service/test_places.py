@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from service.asked import RequestRefused
 from service.places import Places
+from service.requests import RequestRefused
 
 
 async def test_places_are_given_in_order_and_come_back() -> None:

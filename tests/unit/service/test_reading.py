@@ -5,8 +5,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from renderer_support import QWEN3, SAYS, bpe, characters, scattered
 
-from service.asked import RequestRefused
 from service.reading import MessageReader, TextReader, more_of, settled
+from service.requests import RequestRefused
 from trireme.renderers import make_renderer
 
 TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<"]

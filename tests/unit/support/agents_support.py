@@ -16,7 +16,7 @@ from orchestrator.agents import agent_sessions, play_session
 from orchestrator.env import AgentEnv, Trajectory
 from orchestrator.rollout import RolloutKey, RolloutLimits
 from service.agents import LoopbackSessions
-from service.asked import ServedModels
+from service.requests import ServedModels
 from trireme.config import Config
 from trireme.config.inference import SamplingConfig
 from trireme.core.agents import AgentAccess

@@ -9,7 +9,7 @@ from session_support import (
 from orchestrator.advantages import WeightedTrajectory, lay_out
 from orchestrator.trajectory import Trajectory, TrajectoryBuilder
 from service.answering import AnsweredTurn
-from service.asked import TurnRequest
+from service.requests import TurnRequest
 from service.sessions.registry import SessionRegistry
 from service.sessions.session import SessionExport
 from trireme.core.types import SampledSequence

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from service.answering import TurnAnswering
-from service.asked import ServedModels, TurnRequest
 from service.places import Places
+from service.requests import ServedModels, TurnRequest
 from service.sessions.records import FORMAT
 from service.sessions.registry import SessionRegistry
 from service.sessions.session import SessionLimits

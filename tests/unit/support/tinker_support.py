@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 from waiting import wait_for
 
-from service.asked import ServedModels
 from service.guard import Limits
 from service.keys import ServiceKey, ServiceKeys
+from service.requests import ServedModels
 from service.store import Store
 from service.tinker.catalog import Catalog
 from service.tinker.commits import OwnCommits

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from console_support import write_sessions
 
-from service.asked import RequestRefused
 from service.console.sessions import RunSessions, StoredSessions
+from service.requests import RequestRefused
 from service.sessions.records import FORMAT, decode
 from service.sessions.session import LOST, SessionBook
 from service.store import Store

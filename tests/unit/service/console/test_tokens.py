@@ -37,7 +37,7 @@ def by_token(pieces: list[dict[str, Any]]) -> list[tuple[int, float | None, int 
 
 @given(many_pieces(), st.integers(1, 9))
 def test_pages_joined_are_all_tokens_each_once(pieces: list[TokenPiece], most: int) -> None:
-    whole = by_token(tokens_page(pieces, 0, None, most=10_000)["pieces"])
+    whole = by_token(tokens_page(pieces, 0, None, limit=10_000)["pieces"])
     assert [token for token, _, _ in whole] == list(range(len(whole)))
     start: int | None = 0
     joined = []

@@ -7,8 +7,8 @@ import pytest
 from renderer_support import CALCULATOR
 from service_support import CLIENT, VERSION, Served, served
 
-from service.asked import RequestRefused
 from service.dialects.messages import MessagesRequest
+from service.requests import RequestRefused
 
 QUESTION: Any = [{"role": "user", "content": "What is 2 + 2?"}]
 TOOL: Any = {"name": "calculator", "description": CALCULATOR["description"], "input_schema": CALCULATOR["parameters"]}

@@ -16,7 +16,7 @@ from session_agents import ask as ask_chat
 from session_agents import trained as trained_of
 from session_support import ScriptedSampler, opened_registry, rendered, spoken
 
-from service.asked import TurnRequest
+from service.requests import TurnRequest
 from service.sessions.prompts import match_ids, prompt_ids
 from service.sessions.tree import ROOT, SampledAnswer, SessionTree, TurnGiven
 from trireme.core.types import VersionSpan, WeightIdentity
@@ -70,7 +70,7 @@ def test_a_text_has_the_sampled_tokens_and_reads_as_its_client_wrote_it(turns: A
     if ids and asked.startswith(whole) and whole:
         assert found.tolist()[: len(ids)] == ids
         match = match_ids(tree, found)
-        assert (match.node, match.known) == (follows, len(ids))
+        assert (match.node, match.matched) == (follows, len(ids))
 
 
 class TestTexts:
@@ -97,7 +97,7 @@ def test_token_ids_go_on_behind_the_longest_answer_that_they_begin_with() -> Non
         ([8], ROOT, 0),
     ):
         match = match_ids(tree, np.asarray(ids, np.int32))
-        assert (match.node, match.known) == (node, known), ids
+        assert (match.node, match.matched) == (node, known), ids
 
 
 # ---------------------------------------------------------------------------------------------------------- over HTTP

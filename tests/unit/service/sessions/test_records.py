@@ -99,12 +99,23 @@ def state(book: SessionBook) -> dict[str, Any]:
     return {
         name: {
             "opened": session.opened,
-            "ended": session.ended,
+            "ended": session.end_record,
             "last": session.last,
             "rewards": session.rewards,
             "counts": vars(session.tree.counts),
             "nodes": [
-                [n.parent, n.strand, n.start, n.end, n.follows, n.began, n.children, n.message, n.spans, n.turns]
+                [
+                    n.parent,
+                    n.strand,
+                    n.start,
+                    n.end,
+                    n.follows,
+                    n.first_weights,
+                    n.children,
+                    n.message,
+                    n.spans,
+                    n.turns,
+                ]
                 for n in session.tree.nodes
             ],
             "said": [(n.stop_reason, n.delivered) for n in session.tree.nodes],

@@ -23,7 +23,7 @@ from session_support import (
 )
 
 from service.answering import AnsweredTurn
-from service.asked import TurnRequest
+from service.requests import TurnRequest
 from service.sessions.session import SessionLimits
 from service.sessions.turns import SessionClosed
 from trireme.core.errors import BadInput, RoomFailed

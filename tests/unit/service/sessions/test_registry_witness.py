@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from session_support import Hand, Letters, LetterTokens, ScriptedSampler, asked, registry, rendered, said
 
 from service.answering import AnsweredTurn
-from service.asked import TurnRequest
+from service.requests import TurnRequest
 from service.sessions.tree import SampledAnswer
 from service.sessions.turns import SessionClosed
 from trireme.renderers import Message

@@ -14,7 +14,7 @@ from tinker_posts import accepted, begun, passing, post, result, sampler_of, sam
 from tinker_support import BASE_MODEL, DEADLINE_S, KEY, Served, tinker_server
 from waiting import wait_for
 
-from service.asked import RequestRefused
+from service.requests import RequestRefused
 from service.tinker.owners import Caller
 from service.tinker.promises import GoneError, Promise, UnknownId
 from service.tinker.state import KEPT_S, UNASKED_S, ProtocolState

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from manual_clock import ManualClock
 
-from service.asked import RequestRefused
+from service.requests import RequestRefused
 from service.tinker.catalog import MARK, Catalog, path_of, recover
 from trireme.checkpoint.files import write_bytes
 

@@ -13,7 +13,7 @@ from tinker.proto.response_conv import deserialize_forward_backward_output, dese
 from tinker.types.forward_backward_input import ForwardBackwardInput
 from tinker.types.forward_backward_request import ForwardBackwardRequest
 
-from service.asked import RequestRefused
+from service.requests import RequestRefused
 from service.tinker.codec import (
     BFLOAT16,
     ForwardBackwardCall,

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tinker_posts import passing
 
-from service.asked import RequestRefused
+from service.requests import RequestRefused
 from service.store import Row, Store
 from service.tinker.bodies import (
     AdamBody,

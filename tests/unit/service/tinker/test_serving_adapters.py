@@ -15,7 +15,7 @@ from tinker import types
 from tinker_posts import client_of, model_of
 from tinker_support import BASE_MODEL, DEADLINE_S, KEY, Served, UnigramTrainer, tinker_server
 
-from service.asked import RequestRefused
+from service.requests import RequestRefused
 from service.tinker.adapters import spec_of
 from service.tinker.bodies import LoraBody
 from trireme.config.trainer import ATTENTION, MLP, LoraConfig

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.asked import RequestRefused
+from service.requests import RequestRefused
 from service.tinker.bodies import LoadModelBody, Unusable
 from service.tinker.owners import Caller
 from service.tinker.promise_book import ENDED_S

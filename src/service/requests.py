@@ -67,9 +67,9 @@ class ServedModels:
     def check(self, name: str) -> None:
         """Raises RequestRefused for a model that is not there."""
         if name not in self.names:
-            there = ", ".join(self.names)
+            names = ", ".join(self.names)
             raise RequestRefused(
-                f"the model `{name}` is not loaded; there is {there}", status=404, param="model", code="model_not_found"
+                f"the model `{name}` is not loaded; there is {names}", status=404, param="model", code="model_not_found"
             )
 
 
