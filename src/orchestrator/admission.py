@@ -103,24 +103,24 @@ class Gate:
 
 @dataclass
 class Permit:
-    """Allows `left` rollouts in flight. Each gives its place back when it ends; `close` gives back the rest."""
+    """Allows `remaining` rollouts in flight. Each gives its place back when it ends; `close` gives back the rest."""
 
     gate: Gate
     kind: Kind
-    left: int
+    remaining: int
 
     def keep(self, rollouts: int) -> None:
         """Gives back all but `rollouts` places."""
-        self._give_back(self.left - rollouts)
+        self._give_back(self.remaining - rollouts)
 
     def leave_one(self, *_task: object) -> None:
-        self._give_back(min(self.left, 1))
+        self._give_back(min(self.remaining, 1))
 
     def close(self, *_task: object) -> None:
-        self._give_back(self.left)
+        self._give_back(self.remaining)
 
     def _give_back(self, rollouts: int) -> None:
-        self.left -= rollouts
+        self.remaining -= rollouts
         self.gate.leave(self.kind, rollouts)
 
 
@@ -141,8 +141,8 @@ class Backpressure:
         self._config = config
         self._places = 0
         if limit == "auto":
-            each = config.inference.sequences(on_gpus=config.cluster.device == "gpu") or LEAST_PLACES
-            limit = config.enough_rollouts(config.inference.replicas * each)
+            per_replica = config.inference.sequences(on_gpus=config.cluster.device == "gpu") or LEAST_PLACES
+            limit = config.enough_rollouts(config.inference.replicas * per_replica)
         # In deterministic mode there is no limit: the load that replicas report, and when, differs between runs.
         self.gate = Gate(None if config.deterministic else limit)
         self._preempted: dict[int, int] = {}

@@ -107,14 +107,14 @@ class SessionTurns:
         self._number = self._number + 1
         stop = tuple(dict.fromkeys((*request.params.stop_token_ids, *request.params.stop_strings, *limits.stop)))
         params = self._sampling.params(key.seed(self._run_seed, turn), stop, room)
-        own = SampleRequest(
+        session_request = SampleRequest(
             request_id=f"{key.problem}/{key.sample}/{key.attempt}/{turn}",
             prompt=request.prompt,
             params=replace(params, max_tokens=min(params.max_tokens or room, request.params.max_tokens or room)),
             route_key=key.route_key,
             began=request.began,
         )
-        sampled = checked(await self._sample(own, *on_progress), own, key, limits)
+        sampled = checked(await self._sample(session_request, *on_progress), session_request, key, limits)
         check_spans(sampled.spans, len(sampled.tokens))
         return sampled
 
@@ -180,7 +180,16 @@ def _trajectory(session: PlayedSession, reward: float, metrics: Mapping[str, flo
     last = max(session.turns, key=lambda turn: (turn.delivered, turn.answer))
     for turn in session.turns:
         builder.ask(turn.prompt, follows=turn.follows)
-        own = float(reward) if turn is last else 0.0
-        said = metrics if turn is last else {}
-        builder.answer(turn.tokens, turn.logprobs, turn.spans, turn.stop_reason, own, said, {}, bool(turn.delivered))
+        turn_reward = float(reward) if turn is last else 0.0
+        turn_metrics = metrics if turn is last else {}
+        builder.answer(
+            turn.tokens,
+            turn.logprobs,
+            turn.spans,
+            turn.stop_reason,
+            turn_reward,
+            turn_metrics,
+            {},
+            bool(turn.delivered),
+        )
     return builder.finish(last.stop_reason)

@@ -351,9 +351,9 @@ async def result_of(method: Callable[P, Awaitable[T]], *args: P.args, **options:
 
 async def close_env(env: Any) -> None:
     """Closes an Env, an AgentEnv or a MessageEnv."""
-    ended = env.close()  # of a class that has long had a `close`, it may be no coroutine
-    if inspect.isawaitable(ended):
-        await ended
+    closing = env.close()  # of a class that has long had a `close`, it may be no coroutine
+    if inspect.isawaitable(closing):
+        await closing
 
 
 @asynccontextmanager
@@ -366,8 +366,8 @@ async def first_env(problem: EnvGroupBuilder) -> AsyncIterator[Env | AgentEnv]:
     try:
         yield envs[0]
     finally:
-        for made in envs:
-            await close_env(made)
+        for opened in envs:
+            await close_env(opened)
         await result_of(problem.cleanup)
 
 
@@ -402,16 +402,18 @@ def _find_class(env_id: str, section: str) -> Callable[..., RLDataset]:
         raise BadInput(
             f"{section}.id = {env_id!r} cannot be imported: {in_short(error)}{do if missing else ''}"
         ) from error
-    found = getattr(module, class_name, None)
-    if found is None:
+    dataset_class = getattr(module, class_name, None)
+    if dataset_class is None:
         datasets = [name for name, kind in vars(module).items() if _is_dataset(kind) and kind is not RLDataset]
         raise BadInput(
             f"{section}.id = {env_id!r}: {module.__file__} has no {class_name}; {expected}. "
             f"Its datasets: {', '.join(datasets) or 'none'}"
         )
-    if not _is_dataset(found):
-        raise BadInput(f"{section}.id = {env_id!r} is {found!r}; expected a subclass of orchestrator.env.RLDataset")
-    return cast(Callable[..., RLDataset], found)
+    if not _is_dataset(dataset_class):
+        raise BadInput(
+            f"{section}.id = {env_id!r} is {dataset_class!r}; expected a subclass of orchestrator.env.RLDataset"
+        )
+    return cast(Callable[..., RLDataset], dataset_class)
 
 
 def named_function(kind: str, source: str, name: str) -> Callable[..., Any]:
@@ -435,18 +437,18 @@ def named_function(kind: str, source: str, name: str) -> Callable[..., Any]:
 run_file = cache(runpy.run_path)
 
 
-def _is_dataset(found: object) -> bool:
-    return isinstance(found, type) and issubclass(found, RLDataset)
+def _is_dataset(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, RLDataset)
 
 
 def in_short(error: Exception) -> str:
     """Returns an error on one line, with the file and the line where it was raised, if that is code outside Python."""
-    said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    summary = f"{type(error).__name__}: {' '.join(str(error).split())}"
     if isinstance(error, SyntaxError):
         return f"SyntaxError: {error.msg} ({error.filename}, line {error.lineno})"
     frames = traceback.extract_tb(error.__traceback__)
     python = (__file__, inspect.__file__, importlib.__file__)
-    own = [f for f in frames if not f.filename.startswith("<frozen") and f.filename not in python]
-    if own:
-        return f"{said} ({own[-1].filename}, line {own[-1].lineno})"
-    return said
+    user_frames = [f for f in frames if not f.filename.startswith("<frozen") and f.filename not in python]
+    if user_frames:
+        return f"{summary} ({user_frames[-1].filename}, line {user_frames[-1].lineno})"
+    return summary

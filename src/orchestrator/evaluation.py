@@ -81,11 +81,11 @@ class Schedule:
     last: int
     """The version that the run ends with."""
 
-    def due(self, version: int, done: int | None, owed: bool) -> bool:
-        """True if `version` is due. `done` was evaluated last; `owed`: an evaluation was begun and has not ended."""
-        if not self.every or version == done or version == self.last - 1:  # it would share the last row
+    def due(self, version: int, evaluated: int | None, owed: bool) -> bool:
+        """True if `version` is due. `evaluated`: the last version with a row. `owed`: an evaluation has not ended."""
+        if not self.every or version == evaluated or version == self.last - 1:  # it would share the last row
             return False
-        return done is None or owed or version % self.every == 0 or version == self.last
+        return evaluated is None or owed or version % self.every == 0 or version == self.last
 
     def row(self, version: int) -> int:
         """Returns the step whose row holds the evaluation of `version`."""
@@ -111,7 +111,7 @@ class Evaluator:
         self._schedule = Schedule(config.eval.every, config.max_steps)
         self._limits = limits
         self._task: asyncio.Task[None] | None = None
-        self._done: int | None = None
+        self._evaluated: int | None = None
         self._owed = False
         self._rows: dict[int, dict[str, float]] = {}
         self._waited_s = 0.0
@@ -127,7 +127,7 @@ class Evaluator:
 
     def begin(self, version: int, spawn: Spawn) -> None:
         """Begins the evaluation of `version`, which all replicas hold, if it is due."""
-        if self._schedule.due(version, self._done, self._owed):
+        if self._schedule.due(version, self._evaluated, self._owed):
             self._owed = True
             self._task = spawn(self._evaluate(version), f"evaluation of version {version}")
 
@@ -159,10 +159,14 @@ class Evaluator:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns JSON values; rows as pairs, because their keys are numbers."""
-        return {"done": self._done, "owed": self._owed, "rows": [[step, dict(row)] for step, row in self._rows.items()]}
+        return {
+            "done": self._evaluated,
+            "owed": self._owed,
+            "rows": [[step, dict(row)] for step, row in self._rows.items()],
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._done = state["done"]
+        self._evaluated = state["done"]
         self._owed = state["owed"]
         self._rows = {step: dict(row) for step, row in state["rows"]}
 
@@ -170,7 +174,7 @@ class Evaluator:
 
     async def _evaluate(self, version: int) -> None:
         self._rows[self._schedule.row(version)] = await self.evaluate(version)
-        self._done = version
+        self._evaluated = version
         self._owed = False
 
     async def evaluate(self, version: int) -> dict[str, float]:

@@ -132,14 +132,14 @@ class GroupRunner:
         """Ends what the environments hold, and the tasks that they have left."""
         with TaskOwner(tasks):
             await envs.end()
-        left = sorted(task.get_coro().__qualname__ for task in tasks)  # type: ignore[union-attr]
+        unfinished = sorted(task.get_coro().__qualname__ for task in tasks)  # type: ignore[union-attr]
         for task in list(tasks):
             task.cancel()
-        if left:
+        if unfinished:
             self.note(
                 LeakedTasks(
-                    f"{place}: {len(left)} tasks were still running after cleanup(), and were cancelled: "
-                    f"{', '.join(left[:5])}. End them in close() or cleanup()"
+                    f"{place}: {len(unfinished)} tasks were still running after cleanup(), and were cancelled: "
+                    f"{', '.join(unfinished[:5])}. End them in close() or cleanup()"
                 )
             )
 
@@ -154,16 +154,16 @@ class GroupRunner:
         for rollout in rollouts:
             rollout.add_done_callback(permit.leave_one, context=NO_CONTEXT)
         try:
-            done, _ = await asyncio.wait(rollouts, return_when=asyncio.FIRST_EXCEPTION)
-            for rollout in done:
+            finished, _ = await asyncio.wait(rollouts, return_when=asyncio.FIRST_EXCEPTION)
+            for rollout in finished:
                 rollout.result()
         finally:
             envs.give_up()
-            left = [rollout for rollout in rollouts if not rollout.done()]
-            if left:
-                for rollout in left:
+            unfinished = [rollout for rollout in rollouts if not rollout.done()]
+            if unfinished:
+                for rollout in unfinished:
                     rollout.cancel()
-                await uninterrupted(asyncio.wait(left, timeout=self.env.close_s))
+                await uninterrupted(asyncio.wait(unfinished, timeout=self.env.close_s))
         return [rollout.result() for rollout in rollouts]
 
     async def _rollout(

@@ -233,14 +233,14 @@ class Ledger:
         self.consumed.setdefault(step, []).extend(groups)
         return groups, self._cut() if self.lacking == 0 else []
 
-    def takeable(self, most: int) -> int:
-        """Returns the number of groups to take now, at most `most`.
+    def takeable(self, limit: int) -> int:
+        """Returns the number of groups to take now, at most `limit`.
 
-        Under `drop` these are all that have finished, but if those are fewer than `most`, only as many as leave room in
-        the batch for the running groups of older weights, which the cut would drop.
+        Under `drop` these are all finished groups. If they are fewer than `limit`, they leave room in the batch for
+        the running groups of older weights, which the cut would drop.
         """
-        count = len(self._takeable(most))
-        if self.policy == "wait" or count == most:
+        count = len(self._takeable(limit))
+        if self.policy == "wait" or count == limit:
             return count
         older = sum(not group.finished and group.floor < self.floor for group in self.active.values())
         return max(min(count, self.lacking - older), 0)

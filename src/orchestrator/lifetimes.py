@@ -206,8 +206,8 @@ class GroupEnvs:
         closing.add_done_callback(self._closing.discard)
         return closing
 
-    async def _within_limit(self, work: Coroutine[Any, Any, None], what: str) -> None:
-        """Awaits what ends something. Whatever goes wrong is counted and logged: more cannot be done about it."""
+    async def _within_limit(self, work: Coroutine[Any, Any, None], label: str) -> None:
+        """Awaits the end of something. Each failure is counted and logged: more cannot be done about it."""
         task = start_contained(work)
         error: BaseException | None = EnvNotClosed(f"took longer than env.close_s = {self._close_s:g} s")
         if (await asyncio.wait([task], timeout=self._close_s))[0]:
@@ -217,6 +217,6 @@ class GroupEnvs:
                 error = task.exception()
         task.cancel()
         if isinstance(error, Exception):
-            log.warning("%s: %s: %s; what it holds may be left", what, type(error).__name__, error)
-            error.add_note(f"in {what}")
+            log.warning("%s: %s: %s; what it holds may be left", label, type(error).__name__, error)
+            error.add_note(f"in {label}")
             self._note(error)

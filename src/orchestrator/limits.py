@@ -119,10 +119,10 @@ class BackgroundTasks:
         """Starts a task. What a dataset raises in it (KeyboardInterrupt, SystemExit) does not end the event loop."""
         task = start_contained(work, name=name)
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._on_end)
         return task
 
-    def _ended(self, task: asyncio.Task[Any]) -> None:
+    def _on_end(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()):
             self._error = self._error or error

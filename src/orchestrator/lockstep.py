@@ -65,12 +65,12 @@ class Lockstep(OwnPace):
         loop = asyncio.get_running_loop()
         due = deadline.when()
         assert due is not None
-        left = due - loop.time()
+        remaining = due - loop.time()
         _move(deadline, None)
         try:
             await self._turn(index, sample)
         finally:  # the request of an agent may end alone: its rollout continues, and has a deadline
-            _move(deadline, loop.time() + left)
+            _move(deadline, loop.time() + remaining)
 
     async def before_end(self, index: int) -> None:
         await self._turn(index, END)

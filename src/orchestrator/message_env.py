@@ -134,13 +134,13 @@ class RenderedEnv(Env):
     async def close(self) -> None:
         await close_env(self._env)
 
-    def _next_prompt(self, message: Message, others: Sequence[Message]) -> TokenIds | Continuation:
+    def _next_prompt(self, message: Message, replies: Sequence[Message]) -> TokenIds | Continuation:
         """Returns the prompt after the assistant's `message` and those of `others`."""
         before = self._messages
-        self._messages = [*self._messages, message, *others]
+        self._messages = [*self._messages, message, *replies]
         follows = self._renderer.continuation(self._messages, self._env.tools)
         if follows is None:
-            return self._whole_prompt([*before, {**message, "prompt": self._prompt.tolist()}, *others])
+            return self._whole_prompt([*before, {**message, "prompt": self._prompt.tolist()}, *replies])
         self._prompt.extend([*message["tokens"], *follows])
         return Continuation(follows)
 

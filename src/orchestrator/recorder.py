@@ -47,20 +47,20 @@ class Recorder:
         if not self._options.every or step % self._options.every:
             return []
         picked = self._picked(step, trained_P)
-        return [to_json(self._record(step, why, scored), default=str) for why, scored in picked]
+        return [to_json(self._record(step, reason, scored), default=str) for reason, scored in picked]
 
     def _picked(self, step: int, trained_P: Sequence[ScoredGroup]) -> list[tuple[str, ScoredGroup]]:
         """Picks the same groups whenever it is called with the same ones, so that a repeated step is recorded alike."""
-        *others, best = sorted(trained_P, key=lambda scored: float(np.mean(scored.rewards_G)))
-        worst = others[:1]
-        rest = others[1:]
+        *lower, best = sorted(trained_P, key=lambda scored: float(np.mean(scored.rewards_G)))
+        worst = lower[:1]
+        rest = lower[1:]
         sample = random.Random(f"{self._seed}/{step}").sample(rest, min(self._options.sample, len(rest)))
         return [("best", best), *(("worst", scored) for scored in worst), *(("sample", scored) for scored in sample)]
 
-    def _record(self, step: int, why: str, scored: ScoredGroup) -> dict[str, Any]:
+    def _record(self, step: int, reason: str, scored: ScoredGroup) -> dict[str, Any]:
         return {
             "step": step,
-            "why": why,
+            "why": reason,
             "problem": scored.group.problem,
             "tags": list(scored.tags),
             "floor": scored.group.floor,
@@ -70,17 +70,17 @@ class Recorder:
                 {
                     "reward": round(float(t.reward), DIGITS),
                     "stop_reason": t.stop_reason,
-                    "turns": list(map(self._turn, t.transitions, _known(t))),
+                    "turns": list(map(self._turn, t.transitions, _prefixes(t))),
                 }
                 for t in scored.trajectories_G
             ],
         }
 
-    def _turn(self, turn: Transition, known: int) -> dict[str, Any]:
-        shown = {"observation": turn.observation[known:].tolist(), "action": turn.action.tolist()}
+    def _turn(self, turn: Transition, prefix: int) -> dict[str, Any]:
+        shown = {"observation": turn.observation[prefix:].tolist(), "action": turn.action.tolist()}
         decode = self._decode
         return {
-            "continues": known > 0,
+            "continues": prefix > 0,
             **shown,
             **({f"{name}_text": decode(tokens) for name, tokens in shown.items()} if decode else {}),
             "logprobs": _rounded(turn.logprobs),
@@ -92,7 +92,7 @@ class Recorder:
         }
 
 
-def _known(trajectory: Trajectory) -> list[int]:
+def _prefixes(trajectory: Trajectory) -> list[int]:
     """Returns for each turn how many tokens of its prompt are those of the turn before, prompt and answer."""
     ends = [0, *(turn.end for turn in trajectory.turns)]
     return [end - turn.start for end, turn in zip(ends, trajectory.turns, strict=False)]

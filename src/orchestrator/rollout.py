@@ -185,7 +185,7 @@ async def run_rollout(
             prompt=prompt,
             params=sampling.params(key.seed(run_seed, turn), (*stop, *limits.stop), limits.max_seq_len - len(prompt)),
             route_key=key.route_key,
-            began=builder.began,
+            began=builder.first_weights,
         )
         sampled = await sample(request)
         sampled = checked(sampled, request, key, limits)
@@ -237,10 +237,10 @@ def checked_prompt(
     if strange or not _in_vocabulary(tokens, limits.vocab_size):
         unknown = tokens[(tokens < 0) | (tokens >= limits.vocab_size)]
         if len(unknown):
-            given = f"token {unknown[0]}"
+            problem = f"token {unknown[0]}"
         else:
-            given = f"{strange[0]!r} as what ends an answer"
-        raise OutOfVocabulary(f"{key}: gave {given}; expected tokens of 0 .. {limits.vocab_size - 1}")
+            problem = f"{strange[0]!r} as what ends an answer"
+        raise OutOfVocabulary(f"{key}: gave {problem}; expected tokens of 0 .. {limits.vocab_size - 1}")
     return tokens.astype(np.int32, copy=False), follows
 
 
@@ -261,10 +261,12 @@ def _limit_reached(prompt: npt.NDArray[np.int32], limits: RolloutLimits) -> Trun
 
 def _too_long(limit: Truncation, prompt: npt.NDArray[np.int32], limits: RolloutLimits) -> str:
     if limit == "max_prompt_len":
-        most = f"exceeds orchestrator.max_prompt_len = {limits.max_prompt_len}: raise --orchestrator.max-prompt-len"
+        problem = f"exceeds orchestrator.max_prompt_len = {limits.max_prompt_len}: raise --orchestrator.max-prompt-len"
     else:
-        most = f"leaves no room for an answer below model.max_seq_len = {limits.max_seq_len}: raise --model.max-seq-len"
-    return f"a prompt of {len(prompt)} tokens {most}, or shorten the prompts"
+        problem = (
+            f"leaves no room for an answer below model.max_seq_len = {limits.max_seq_len}: raise --model.max-seq-len"
+        )
+    return f"a prompt of {len(prompt)} tokens {problem}, or shorten the prompts"
 
 
 def checked(
@@ -347,9 +349,9 @@ def check_report(reward: float, metrics: Mapping[str, float], place: object) -> 
     if size > LARGEST_REWARD:
         raise BadReward(f"{place}: gave the reward {str(reward)[:30]}; expected one within -2^53 and 2^53")
     if isinstance(metrics, MAPPINGS):
-        given = metrics
+        reported = metrics
     else:
-        given = {"all of them": metrics}
-    for name, value in given.items():
+        reported = {"all of them": metrics}
+    for name, value in reported.items():
         if not isinstance(value, NUMBERS):
             raise BadStep(f"{place}: gave the metric {name} = {str(value)[:100]!r}; expected a number")

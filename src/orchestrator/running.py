@@ -58,7 +58,7 @@ class RunningGroups:
 
     def take(self, groups: Iterable[Group]) -> tuple[UnfinishedGroup, ...]:
         """Returns what a commit keeps of these running groups; those that have nothing are left out."""
-        return tuple(kept for group in groups if (kept := self._take(group)) and kept.trajectories_G)
+        return tuple(unfinished for group in groups if (unfinished := self._take(group)) and unfinished.trajectories_G)
 
     def _take(self, group: Group) -> UnfinishedGroup | None:
         progress = self._begun.get(group.index) or self._restored.get(group.index)
@@ -70,15 +70,15 @@ class RunningGroups:
     def load(self, ledger: Ledger, state: OrchestratorState) -> tuple[dict[int, ScoredGroup], str]:
         """Loads a commit into the ledger. Groups that were running then continue from what it has of them. Returns the
         finished groups by index, and how many of the unfinished rollouts were kept ("" if there were none)."""
-        kept = {unfinished.group.index: unfinished for unfinished in state.running if self._fits(unfinished)}
-        usable = ledger.load_state_dict(state.ledger, kept.keys())
+        fitting = {unfinished.group.index: unfinished for unfinished in state.running if self._fits(unfinished)}
+        usable = ledger.load_state_dict(state.ledger, fitting.keys())
         for index in usable:
-            self._restored[index] = GroupProgress.of(kept[index], self._runner_of(kept[index].group.problem).size)
+            self._restored[index] = GroupProgress.of(fitting[index], self._runner_of(fitting[index].group.problem).size)
         finished = {scored.group.index: scored for scored in state.finished if scored.group.index in ledger.active}
         finished = {index: replace(scored, group=ledger.active[index]) for index, scored in finished.items()}
         running = [values for values in state.ledger["groups"] if not values["finished"]]
         rollouts = sum(self._runner_of(values["problem"]).size for values in running)
-        restored = sum(len(kept[index].trajectories_G) for index in usable)
+        restored = sum(len(fitting[index].trajectories_G) for index in usable)
         return finished, f"{restored} of {rollouts} unfinished rollouts were kept" if rollouts else ""
 
     def _fits(self, unfinished: UnfinishedGroup) -> bool:

@@ -33,9 +33,9 @@ from orchestrator.envs.start_program import (
     PR_SET_CHILD_SUBREAPER,
     PR_SET_PDEATHSIG,
     WATCHED,
-    ended,
     kill,
     kill_descendants,
+    reap,
     silence,
 )
 
@@ -150,7 +150,7 @@ def watch(start: CodeStart, child: int) -> CodeReport:
     deadline = time.monotonic() + start.wall_s
     while True:
         received = signal.sigtimedwait(WATCHED, LOOK_S)
-        for pid, status in ended():
+        for pid, status in reap():
             if pid == child:
                 code = os.waitstatus_to_exitcode(status)
                 code = code if code >= 0 else 128 - code
@@ -166,15 +166,15 @@ def watch(start: CodeStart, child: int) -> CodeReport:
 
 def below(pid: int) -> list[int]:
     """Returns a process and those that it started, at this moment."""
-    found = [pid]
-    for each in found:
+    pids = [pid]
+    for process in pids:
         try:
-            for thread in os.listdir(f"/proc/{each}/task"):
-                with open(f"/proc/{each}/task/{thread}/children", "rb") as file:
-                    found += map(int, file.read().split())
+            for thread in os.listdir(f"/proc/{process}/task"):
+                with open(f"/proc/{process}/task/{thread}/children", "rb") as file:
+                    pids += map(int, file.read().split())
         except OSError:  # it has ended
             continue
-    return found
+    return pids
 
 
 def resident(pid: int) -> int:
@@ -216,11 +216,11 @@ def kill_user(uid: int) -> None:
 # ---- namespaces
 
 
-def check(result: int, what: str) -> None:
+def check(result: int, action: str) -> None:
     """Raises OSError for a call of the C library that failed."""
     if result < 0:
         number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")
+        raise OSError(number, f"{action}: {os.strerror(number)}")
 
 
 def enter_namespaces(uid: int) -> None:
@@ -235,15 +235,15 @@ def enter_namespaces(uid: int) -> None:
         write("/proc/self/gid_map", f"{INSIDE} {group} 1")
         return
     os.setgroups([])
-    own = os.getpid()
+    pid = os.getpid()
     entered, enter = os.pipe()
     mapper = os.fork()  # outside, where root may map the ids of others
     if not mapper:
         try:
             os.close(enter)
             os.read(entered, 1)
-            write(f"/proc/{own}/uid_map", f"0 0 1\n{INSIDE} {uid} 1")
-            write(f"/proc/{own}/gid_map", f"0 0 1\n{INSIDE} {uid} 1")
+            write(f"/proc/{pid}/uid_map", f"0 0 1\n{INSIDE} {uid} 1")
+            write(f"/proc/{pid}/gid_map", f"0 0 1\n{INSIDE} {uid} 1")
         finally:
             os._exit(0)  # without a map the next step fails, and says so
     os.close(entered)
@@ -280,10 +280,10 @@ def build_root(start: CodeStart) -> None:
     mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, f"size=1m,nr_inodes={MOST_INODES},mode=0755")
     os.makedirs(work)  # before what is shown: an environment below /tmp would be covered by it
     mount("tmpfs", work, "tmpfs", MS_NOSUID | MS_NODEV, f"size={start.disk_bytes},nr_inodes={MOST_INODES},mode=1777")
-    seen: list[str] = []
+    roots: list[str] = []
     for path in sorted({*READABLE, *start.readable}, key=len):
-        if not any(f"{path}/".startswith(f"{other}/") for other in seen) and os.path.lexists(path):
-            seen.append(path)
+        if not any(f"{path}/".startswith(f"{other}/") for other in roots) and os.path.lexists(path):
+            roots.append(path)
             show(path, root + path)
     os.makedirs(f"{root}/dev")
     for name in DEVICES:
@@ -386,12 +386,10 @@ def become(start: CodeStart, directory: str, user: int | None, lower: int) -> No
     os.execvpe(start.command[0], [*start.command, PROGRAM], environment)
 
 
-def limit(kind: int, most: int) -> None:
+def limit(kind: int, soft: int) -> None:
     """Limits this process and what it starts. A lower limit stays."""
     hardest = resource.getrlimit(kind)[1]
-    if hardest == resource.RLIM_INFINITY:
-        most = most
-    else:
-        most = min(most, hardest)
+    if hardest != resource.RLIM_INFINITY:
+        soft = min(soft, hardest)
     above = 1 if kind == resource.RLIMIT_CPU and hardest == resource.RLIM_INFINITY else 0  # first comes SIGXCPU
-    resource.setrlimit(kind, (most, most + above))
+    resource.setrlimit(kind, (soft, soft + above))

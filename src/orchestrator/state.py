@@ -78,14 +78,14 @@ class OrchestratorState:
         """Writes the files; they are on the disk when it returns. Raises StorageFailed."""
         rest = {name: value for name, value in vars(self).items() if name not in GROUPS}
         groups: list[tuple[str, AnyGroup]] = [(name, group) for name in GROUPS for group in getattr(self, name)]
-        others: list[npt.NDArray[Any]] = []
+        arrays: list[npt.NDArray[Any]] = []
         records = [
             write_bytes(directory, STATE, to_json(rest | {"layout": LAYOUT}).encode()),
-            write_bytes(directory, LINES, b"%d\n" % len(groups), *(_line(name, g, others) for name, g in groups)),
+            write_bytes(directory, LINES, b"%d\n" % len(groups), *(_line(name, g, arrays) for name, g in groups)),
             write_bytes(directory, ARRAYS, *_arrays([t for _, group in groups for t in group.trajectories_G])),
         ]
-        if others:
-            named = {str(number): array for number, array in enumerate(others)}
+        if arrays:
+            named = {str(number): array for number, array in enumerate(arrays)}
             records.append(write_bytes(directory, RUNNING, save(named)))
         return records
 
@@ -125,9 +125,9 @@ def _arrays(trajectories: Sequence[Trajectory]) -> Iterator[Chunk]:
         start = end
         end = end + 4 * total
         header[name] = {"dtype": dtype, "shape": [total], "data_offsets": [start, end]}
-    said = to_json(header).encode()
-    said += b" " * (-len(said) % 8)
-    yield len(said).to_bytes(8, "little") + said
+    encoded = to_json(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    yield len(encoded).to_bytes(8, "little") + encoded
     yield ends.tobytes()
     for name in COLUMNS:
         yield from (memoryview(getattr(t, name)).cast("B") for t in trajectories)
@@ -136,9 +136,9 @@ def _arrays(trajectories: Sequence[Trajectory]) -> Iterator[Chunk]:
 def _groups(directory: Path) -> Iterator[tuple[str, AnyGroup]]:
     """Yields each group, and the name of the field that holds it."""
     if (directory / RUNNING).exists():
-        others = load_file(directory / RUNNING)
+        tensors = load_file(directory / RUNNING)
     else:
-        others = {}
+        tensors = {}
     with safe_open(directory / ARRAYS, "np") as arrays, (directory / LINES).open() as lines:
         columns = [arrays.get_slice(name) for name in COLUMNS]
         bounds = pairwise([0, *arrays.get_tensor("ends").tolist()])
@@ -151,16 +151,16 @@ def _groups(directory: Path) -> Iterator[tuple[str, AnyGroup]]:
         for _ in range(int(next(lines))):
             values = json.loads(next(lines))
             if values["field"] == "running":
-                yield "running", _unfinished_from_json(values, next_rollout, others)
+                yield "running", _unfinished_from_json(values, next_rollout, tensors)
             else:
                 yield values["field"], _group_from_json(values, next_rollout)
 
 
-def _line(field: str, group: AnyGroup, others: list[npt.NDArray[Any]]) -> bytes:
-    """Returns the line of a group. Appends the arrays of running.safetensors to `others`."""
+def _line(field: str, group: AnyGroup, arrays: list[npt.NDArray[Any]]) -> bytes:
+    """Returns the line of a group. Appends the arrays of running.safetensors to `arrays`."""
     values = {"field": field, "group": vars(group.group), "temperature": group.temperature}
     if isinstance(group, UnfinishedGroup):
-        values["rollouts"] = [_unfinished_to_json(rollout, others) for rollout in group.rollouts_G]
+        values["rollouts"] = [_unfinished_to_json(rollout, arrays) for rollout in group.rollouts_G]
     else:
         values |= {
             "rewards": group.rewards_G,
@@ -176,7 +176,7 @@ def _trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def _unfinished_to_json(
-    rollout: Trajectory | UnfinishedRollout | None, others: list[npt.NDArray[Any]]
+    rollout: Trajectory | UnfinishedRollout | None, arrays: list[npt.NDArray[Any]]
 ) -> dict[str, Any] | None:
     if rollout is None:
         return None
@@ -189,11 +189,11 @@ def _unfinished_to_json(
         "env_state": rollout.env_state,
         "retry": rollout.retry,
     }
-    return _trajectory_to_json(rollout.trajectory) | {"continues": state_to_json(later, others)}
+    return _trajectory_to_json(rollout.trajectory) | {"continues": state_to_json(later, arrays)}
 
 
 def _unfinished_from_json(
-    values: Mapping[str, Any], next_rollout: NextRollout, others: Mapping[str, npt.NDArray[Any]]
+    values: Mapping[str, Any], next_rollout: NextRollout, arrays: Mapping[str, npt.NDArray[Any]]
 ) -> UnfinishedGroup:
     def rollout_of(rollout: Mapping[str, Any] | None) -> Trajectory | UnfinishedRollout | None:
         if rollout is None:
@@ -201,7 +201,7 @@ def _unfinished_from_json(
         trajectory = next_rollout(rollout)
         if "continues" not in rollout:
             return trajectory
-        later = from_json(rollout["continues"], others)
+        later = from_json(rollout["continues"], arrays)
         return UnfinishedRollout(trajectory, **(later | {"stop": tuple(later["stop"])}))
 
     rollouts_G = tuple(map(rollout_of, values["rollouts"]))

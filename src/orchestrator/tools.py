@@ -86,17 +86,17 @@ class Toolbox:
     async def answer(self, calls: Sequence[ToolCall]) -> ToolAnswers:
         """Makes all calls of a message at the same time. Raises what a tool raises, but for a ToolError."""
         if len(calls) == 1:
-            given = [await self._call(calls[0])]
+            results = [await self._call(calls[0])]
         else:
-            given = await _all([self._call(call) for call in calls])
+            results = await _all([self._call(call) for call in calls])
         metrics = {
-            "tool_calls": float(len(given)),
-            "tool_errors": sum(not good for _, good, _ in given) / max(len(given), 1),
-            "tool_timeouts": float(sum(late for _, _, late in given)),
+            "tool_calls": float(len(results)),
+            "tool_errors": sum(not good for _, good, _ in results) / max(len(results), 1),
+            "tool_timeouts": float(sum(late for _, _, late in results)),
         }
         names = [call["name"] if call["name"] in self._tools else "unknown" for call in calls]
         messages: list[Message] = [
-            {"role": "tool", "name": name, "content": text} for name, (text, _, _) in zip(names, given, strict=True)
+            {"role": "tool", "name": name, "content": text} for name, (text, _, _) in zip(names, results, strict=True)
         ]
         return ToolAnswers(messages, metrics)
 

@@ -162,7 +162,7 @@ class TrajectoryBuilder:
         return _read_only(self._tokens[self._start : self._prompt_end])
 
     @property
-    def began(self) -> WeightIdentity | None:
+    def first_weights(self) -> WeightIdentity | None:
         """The weights that sampled the first token of the segment; None before its first answer."""
         if self._first < len(self.turns):
             return self.turns[self._first].spans[0].identity
@@ -178,9 +178,9 @@ class TrajectoryBuilder:
         """Takes the next prompt: all of it, or, if it `follows`, what comes after all tokens of the segment so far. A
         prompt that is never answered becomes no part of the trajectory."""
         if not follows:
-            known = self._tokens[self._start : self._answered]
-            if np.array_equal(tokens[: len(known)], known):
-                tokens = tokens[len(known) :]
+            earlier = self._tokens[self._start : self._answered]
+            if np.array_equal(tokens[: len(earlier)], earlier):
+                tokens = tokens[len(earlier) :]
             else:
                 self._start, self._first = self._answered, len(self.turns)
         self._prompt_end = self._answered + len(tokens)

@@ -68,8 +68,8 @@ class UnfinishedGroup:
     @property
     def trajectories_G(self) -> list[Trajectory]:
         """The trajectories of its rollouts, as far as they are, in their order."""
-        kept = [rollout for rollout in self.rollouts_G if rollout is not None]
-        return [rollout.trajectory if isinstance(rollout, UnfinishedRollout) else rollout for rollout in kept]
+        rollouts = [rollout for rollout in self.rollouts_G if rollout is not None]
+        return [rollout.trajectory if isinstance(rollout, UnfinishedRollout) else rollout for rollout in rollouts]
 
     @property
     def sampled(self) -> int:
@@ -80,12 +80,12 @@ class UnfinishedGroup:
 class RolloutProgress:
     """Knows what one try of a rollout has; `run_rollout` keeps it up to date. `begun`: what it continues."""
 
-    __slots__ = ("_between", "_held", "_retry", "begun")
+    __slots__ = ("_between", "_retry", "_snapshot", "begun")
 
     def __init__(self, retry: int = 0, begun: UnfinishedRollout | None = None) -> None:
         self.begun = begun
         self._retry = retry
-        self._held = begun
+        self._snapshot = begun
         self._between: tuple[Env, TrajectoryBuilder, npt.NDArray[np.int32], bool, StopCondition] | None = None
 
     def asks(
@@ -97,18 +97,18 @@ class RolloutProgress:
         stop: StopCondition,
     ) -> None:
         """Takes note that a turn has ended, and that the rollout waits for the answer to the next prompt."""
-        self._held = None
+        self._snapshot = None
         self._between = (env, builder, prompt, follows, stop)
 
     def steps(self) -> None:
         """Takes note that a step begins. Raises BadState, and what the environment raises."""
-        self._held = self._now()
+        self._snapshot = self._now()
         self._between = None
 
     def take(self) -> UnfinishedRollout | None:
         """Returns what the rollout has between two turns; None if it has to start again."""
         if self._between is None:
-            return self._held
+            return self._snapshot
         try:
             return self._now()
         except Exception as error:  # of the environment: it costs this rollout, not the commit
@@ -151,8 +151,8 @@ class GroupProgress:
 
     def sampled_G(self, size: int) -> list[int]:
         """Returns how many tokens each rollout has before the group is started."""
-        kept = {number: rollout.trajectory for number, rollout in self.waiting.items()} | self.finished
-        return [sum(turn.sampled for turn in kept[n].turns) if n in kept else 0 for n in range(size)]
+        trajectories = {number: rollout.trajectory for number, rollout in self.waiting.items()} | self.finished
+        return [sum(turn.sampled for turn in trajectories[n].turns) if n in trajectories else 0 for n in range(size)]
 
     def begin(self, sample: int, retry: int) -> RolloutProgress:
         """Begins a try of rollout `sample`: the first one continues what there is of it."""
@@ -222,9 +222,9 @@ def from_json(value: Any, arrays: Mapping[str, npt.NDArray[Any]]) -> Any:
         return value
     if SPECIAL not in value:
         return {key: from_json(part, arrays) for key, part in value.items()}
-    kind, given = value[SPECIAL]
+    kind, content = value[SPECIAL]
     if kind == "dict":
-        return {key: from_json(part, arrays) for key, part in given}
+        return {key: from_json(part, arrays) for key, part in content}
     if kind == "array":
-        return arrays[str(given)]
-    return float(given)
+        return arrays[str(content)]
+    return float(content)

@@ -92,14 +92,14 @@ class Machine:
     @property
     def missing(self) -> list[str]:
         """Says what it cannot."""
-        found = {
+        abilities = {
             "limit their number of processes": self.limits_processes,
             "cut them off from the network": self.cuts_network,
             "hide other processes, and files that the user of the run lets others read": self.isolation != "none",
         }
         if self.isolation == "own_uid":
-            found = {**found, "hide files that all users may read": False}
-        return [words for words, done in found.items() if not done]
+            abilities = {**abilities, "hide files that all users may read": False}
+        return [words for words, works in abilities.items() if not works]
 
 
 async def run_code(
@@ -182,25 +182,25 @@ async def _run(
     reachable = "/tmp" if isolation == "own_uid" else None  # another user does not enter a private directory
     directory = Path(tempfile.mkdtemp(prefix="code-", dir=reachable))
     try:
-        with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as report:
-            given.write(input.encode())
-            given.seek(0)
+        with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as report:
+            stdin.write(input.encode())
+            stdin.seek(0)
             (directory / PROGRAM).write_text(program)
             start = _start(isolation, directory, report.fileno(), limits, command)
             text = json.dumps(asdict(start), allow_nan=False)
-            output, errors = await _played(text, given, report.fileno(), limits)
+            output, errors = await _played(text, stdin, report.fileno(), limits)
             report.seek(0)
-            ended = CodeReport(**json.loads(report.read() or "{}"))
+            end_report = CodeReport(**json.loads(report.read() or "{}"))
     finally:
         await uninterrupted(asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True))
-    if ended.failure:
-        raise RunCodeFailed(f"{' '.join(command)} cannot be started ({isolation}): {ended.failure}")
+    if end_report.failure:
+        raise RunCodeFailed(f"{' '.join(command)} cannot be started ({isolation}): {end_report.failure}")
     too_long = max(len(output), len(errors)) > limits.output_bytes
-    limit: Any = "output_bytes" if too_long else ended.limit
-    if limit is None and ended.exit_code is None:
+    limit: Any = "output_bytes" if too_long else end_report.limit
+    if limit is None and end_report.exit_code is None:
         raise RunCodeFailed(f"{' '.join(command)}: its starter ended without a report ({isolation})")
     shown = [text[: limits.output_bytes].decode(errors="replace") for text in (output, errors)]
-    return CodeResult(shown[0], shown[1], None if limit else ended.exit_code, limit)
+    return CodeResult(shown[0], shown[1], None if limit else end_report.exit_code, limit)
 
 
 _uids = count(random.randrange(UIDS))
@@ -224,11 +224,11 @@ def _start(isolation: Isolation, directory: Path, report: int, limits: CodeLimit
     )
 
 
-async def _played(start: str, given: Any, report: int, limits: CodeLimits) -> tuple[bytes, bytes]:
+async def _played(start: str, stdin: Any, report: int, limits: CodeLimits) -> tuple[bytes, bytes]:
     """Runs the starter to its end. Returns what the program printed, and what of errors, up to a piece too much."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-I", "-S", "-c", STARTER.format(root=str(Path(__file__).parents[1])), start),
-        stdin=given,
+        stdin=stdin,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env={"LANG": "C.UTF-8"},
@@ -240,7 +240,7 @@ async def _played(start: str, given: Any, report: int, limits: CodeLimits) -> tu
     streams = (process.stdout, process.stderr)
     try:
         async with asyncio.timeout(limits.wall_s + START_S):
-            output, errors = await asyncio.gather(*(_read(each, limits.output_bytes, process) for each in streams))
+            output, errors = await asyncio.gather(*(_read(stream, limits.output_bytes, process) for stream in streams))
             await process.wait()
         return output, errors
     except TimeoutError:
@@ -249,13 +249,13 @@ async def _played(start: str, given: Any, report: int, limits: CodeLimits) -> tu
         await uninterrupted(end_starter(process, "a program of run_code"))
 
 
-async def _read(stream: asyncio.StreamReader, most: int, process: asyncio.subprocess.Process) -> bytes:
-    """Returns what a stream has, until its end. Has the program killed when that is more than `most` bytes."""
+async def _read(stream: asyncio.StreamReader, limit: int, process: asyncio.subprocess.Process) -> bytes:
+    """Returns what a stream has, until its end. Has the program killed when that is more than `limit` bytes."""
     text = b""
     while chunk := await stream.read(2**16):
-        if len(text) <= most:
+        if len(text) <= limit:
             text += chunk
-            if len(text) > most:
+            if len(text) > limit:
                 process.send_signal(signal.SIGTERM)
     return text
 

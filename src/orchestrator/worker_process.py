@@ -81,7 +81,7 @@ def answer(call: Callable[[], Any]) -> bytes:
         return encoded(call())
     except BaseException as error:
         note = "in a worker process:\n" + "".join(traceback.format_exception(error))
-        args = [each if isinstance(each, str | int | None) else repr(each) for each in error.args]
+        args = [arg if isinstance(arg, str | int | None) else repr(arg) for arg in error.args]
         return json.dumps({"error": type(error).__name__, "args": args, "note": note}, allow_nan=False).encode()
 
 

@@ -140,7 +140,7 @@ class Worker:
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise WorkerDied(f"{call} wrote what is no answer ({error!r}); the process was killed") from None
 
-    async def _receive(self, token: bytes, timeout_s: float, what: str) -> bytes:
+    async def _receive(self, token: bytes, timeout_s: float, label: str) -> bytes:
         """Returns the next message of the call that has this token."""
         try:
             async with asyncio.timeout(timeout_s):
@@ -148,12 +148,12 @@ class Worker:
                 (size,) = HEADER.unpack(head[: HEADER.size])
                 genuine = secrets.compare_digest(head[HEADER.size :], token)
                 if not genuine or not TOKEN_BYTES <= size <= TOKEN_BYTES + MOST_BYTES:
-                    raise WorkerDied(f"{what}: something else than the call wrote an answer; the process was killed")
+                    raise WorkerDied(f"{label}: something else than the call wrote an answer; the process was killed")
                 return await self._reader.readexactly(size - TOKEN_BYTES)
         except TimeoutError:
-            raise WorkerTimeout(f"{what} took longer than {timeout_s:g} s; the process was killed") from None
+            raise WorkerTimeout(f"{label} took longer than {timeout_s:g} s; the process was killed") from None
         except (asyncio.IncompleteReadError, ConnectionError):
-            raise WorkerDied(f"{what} did not end: the process died") from None
+            raise WorkerDied(f"{label} did not end: the process died") from None
 
     async def kill(self) -> None:
         """Kills the process and waits for its end."""

@@ -50,16 +50,16 @@ class GuessEnv(Env):
     async def step(self, action: Sequence[int]) -> StepResult:
         answer = Answer.read(self.tokenizer, action)
         self._guesses += 1
-        found = answer.finished and answer.text == self.secret
-        if found or self._guesses == self.max_turns:
-            if found:
+        correct = answer.finished and answer.text == self.secret
+        if correct or self._guesses == self.max_turns:
+            if correct:
                 reward = 1 - COST_OF_A_TURN * (self._guesses - 1)
             else:
                 reward = 0.0
             logs = {"secret": self.secret, "guess": answer.text}
-            return StepResult(reward, episode_done=True, metrics={"success": float(found)}, logs=logs)
-        said = self.hints[hint(self.secret, answer.text if answer.finished else "")]
-        return StepResult(0.0, episode_done=False, next_observation=Continuation(said), logs={"guess": answer.text})
+            return StepResult(reward, episode_done=True, metrics={"success": float(correct)}, logs=logs)
+        feedback = self.hints[hint(self.secret, answer.text if answer.finished else "")]
+        return StepResult(0.0, episode_done=False, next_observation=Continuation(feedback), logs={"guess": answer.text})
 
     def known_answer(self) -> str:
         return self.secret

@@ -185,19 +185,19 @@ class HttpEnv(MessageEnv):
 
     async def _play(self, message: Message, fault: str | None) -> MessageStep:
         self._turn += 1
-        said = {name: message[name] for name in SENT if name in message}  # type: ignore[literal-required]
-        body = {"turn": self._turn, "action": {"message": said, "fault": fault}, "timeout_s": self._server.step_s}
+        sent = {name: message[name] for name in SENT if name in message}  # type: ignore[literal-required]
+        body = {"turn": self._turn, "action": {"message": sent, "fault": fault}, "timeout_s": self._server.step_s}
         answer = await self._post("step", body, self._server.step_s)
-        done = answer.get("done")
+        episode_done = answer.get("done")
         reward = answer.get("reward")
         metrics = answer.get("metrics") or {}
         logs = answer.get("logs") or {}
-        if not isinstance(done, bool) or not isinstance(reward, int | float | None) or isinstance(reward, bool):
+        if not isinstance(episode_done, bool) or not isinstance(reward, int | float | None) or isinstance(reward, bool):
             raise self._bad("step", answer, "`done`, true or false, and `reward`, a number")
         if not isinstance(metrics, dict) or not isinstance(logs, dict):
             raise self._bad("step", answer, "`metrics` and `logs` as objects")
-        next_messages = () if done else self._messages(answer)
-        return MessageStep(reward or 0.0, done, next_messages, metrics, logs, answer.get("in_loss", True))
+        next_messages = () if episode_done else self._messages(answer)
+        return MessageStep(reward or 0.0, episode_done, next_messages, metrics, logs, answer.get("in_loss", True))
 
     async def _post(self, verb: str, body: Mapping[str, Any], limit_s: float) -> Mapping[str, Any]:
         if self._client is None:
@@ -234,12 +234,12 @@ class HttpEnv(MessageEnv):
 
 def _allow_connections() -> None:
     """Lets this process have as many connections as the system allows it: each session has one."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
 
-def _is_message(given: object) -> bool:
-    return isinstance(given, dict) and isinstance(given.get("role"), str) and isinstance(given.get("content"), str)
+def _is_message(value: object) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
 
 
 @dataclass(kw_only=True)

@@ -75,10 +75,10 @@ class ProgramEnv(AgentEnv):
     async def play(self, access: AgentAccess) -> tuple[float, Mapping[str, float]]:
         """Returns what the last line of its output says. Raises ProgramTimeout, ProgramFailed and BadProgramOutput."""
         with tempfile.TemporaryDirectory(prefix="agent-") as directory:
-            said, errors, code = await self._run(self._environment(access, directory))
+            output, errors, code = await self._run(self._environment(access, directory))
         if code:
-            raise ProgramFailed(f"{self._name} ended with exit code {code}; its last words: {errors or said}")
-        return _reward(said, self._name)
+            raise ProgramFailed(f"{self._name} ended with exit code {code}; its last words: {errors or output}")
+        return _reward(output, self._name)
 
     @property
     def _name(self) -> str:
@@ -112,13 +112,13 @@ class ProgramEnv(AgentEnv):
         assert process.stderr is not None
         try:
             async with asyncio.timeout(self.program.limit_s) as limit:
-                _, said, errors, code = await asyncio.gather(
+                _, output, errors, code = await asyncio.gather(
                     _give(process.stdin, to_json(self.problem)),
                     _end_of(process.stdout),
                     _end_of(process.stderr),
                     process.wait(),
                 )
-                return said, errors[-SHOWN:], code
+                return output, errors[-SHOWN:], code
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -139,18 +139,20 @@ async def _give(stdin: asyncio.StreamWriter, line: str) -> None:
 
 async def _end_of(stream: asyncio.StreamReader) -> str:
     """Returns the last KEPT_BYTES of a stream, when it has ended."""
-    kept = b""
+    tail = b""
     while chunk := await stream.read(KEPT_BYTES):
-        kept = (kept + chunk)[-KEPT_BYTES:]
-    return kept.decode(errors="replace")
+        tail = (tail + chunk)[-KEPT_BYTES:]
+    return tail.decode(errors="replace")
 
 
-def _reward(said: str, name: str) -> tuple[float, Mapping[str, float]]:
+def _reward(output: str, name: str) -> tuple[float, Mapping[str, float]]:
     """Reads the last line. Raises BadProgramOutput."""
-    lines = said.strip().splitlines()
+    lines = output.strip().splitlines()
     with suppress(ValueError):
-        given = json.loads(lines[-1]) if lines else None
-        reward, metrics = (given.get("reward"), given.get("metrics", {})) if isinstance(given, dict) else (given, {})
+        report = json.loads(lines[-1]) if lines else None
+        reward, metrics = (
+            (report.get("reward"), report.get("metrics", {})) if isinstance(report, dict) else (report, {})
+        )
         if _is_number(reward) and isinstance(metrics, dict) and all(map(_is_number, metrics.values())):
             return float(reward), {key: float(value) for key, value in metrics.items()}
     raise BadProgramOutput(

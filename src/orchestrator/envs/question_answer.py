@@ -40,26 +40,26 @@ def final_answer(text: str) -> str:
     return text.rpartition(MARK)[2].strip()
 
 
-def same_number(target: str, given: str) -> bool:
+def same_number(target: str, answer: str) -> bool:
     """True if math-verify takes `given` for `target`. May take any time. Raises ValueError for a target that it cannot
     read."""
     gold = parse(target if "\\" not in target else f"${target}$", parsing_timeout=None)
     if not gold:
         raise ValueError(f"math-verify cannot read the answer {target!r} of the data; expected a number or LaTeX")
-    return bool(verify(gold, parse(given, parsing_timeout=None), timeout_seconds=None))
+    return bool(verify(gold, parse(answer, parsing_timeout=None), timeout_seconds=None))
 
 
-def same_text(target: str, given: str) -> bool:
+def same_text(target: str, answer: str) -> bool:
     """True if both are equal, apart from case, white space and the comma of thousands."""
-    one, other = ("".join(text.split()).replace(",", "").casefold() for text in (target, given))
+    one, other = ("".join(text.split()).replace(",", "").casefold() for text in (target, answer))
     return one == other
 
 
 def success(answer: str, target: str, grading: Grading, finished: bool) -> bool:
     """Scores an answer; one that is cut off is wrong."""
-    given = final_answer(answer[-LOOKED_AT:])
+    final = final_answer(answer[-LOOKED_AT:])
     same = same_text if grading == "exact" else same_number
-    return finished and bool(given) and same(target, given)
+    return finished and bool(final) and same(target, final)
 
 
 class QuestionAnswerDataset(ListedDataset[RewardRow]):

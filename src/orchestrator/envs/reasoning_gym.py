@@ -119,10 +119,12 @@ def generator(task: str, difficulty: Mapping[str, Any], size: int = 1) -> Any:
     does not have, and what it raises for other values."""
     if task not in DATASETS:
         raise ValueError(f"reasoning-gym has no generator {task!r}; it has {', '.join(sorted(DATASETS))}")
-    known = {field.name for field in fields(DATASETS[task][1])} - {"seed", "size"}
-    unknown = difficulty.keys() - known
+    options = {field.name for field in fields(DATASETS[task][1])} - {"seed", "size"}
+    unknown = difficulty.keys() - options
     if unknown:
-        raise ValueError(f"difficulty of {task} has no {', '.join(sorted(unknown))}; it has {', '.join(sorted(known))}")
+        raise ValueError(
+            f"difficulty of {task} has no {', '.join(sorted(unknown))}; it has {', '.join(sorted(options))}"
+        )
     return create_dataset(task, seed=0, size=size, **difficulty)
 
 

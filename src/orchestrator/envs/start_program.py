@@ -30,10 +30,10 @@ def main(memory_bytes: int, parent: int, command: list[str]) -> int:
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:  # it ended before that
         return 1
-    own = os.getpid()
+    pid = os.getpid()
     program = os.fork()
     if not program:
-        become(memory_bytes, own, command)
+        become(memory_bytes, pid, command)
     silence()
     code = wait_for(program)
     kill_descendants()
@@ -67,7 +67,7 @@ def wait_for(program: int) -> int:
     while True:
         if signal.sigwait(WATCHED) == signal.SIGTERM:
             os.kill(program, signal.SIGKILL)
-        for pid, status in ended():
+        for pid, status in reap():
             if pid == program:
                 code = os.waitstatus_to_exitcode(status)
                 if code >= 0:
@@ -75,25 +75,25 @@ def wait_for(program: int) -> int:
                 return 128 - code
 
 
-def ended() -> list[tuple[int, int]]:
+def reap() -> list[tuple[int, int]]:
     """Returns the children that have ended, with their status, and forgets them."""
-    found: list[tuple[int, int]] = []
+    reaped: list[tuple[int, int]] = []
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
-            return found
+            return reaped
         if not pid:
-            return found
-        found.append((pid, status))
+            return reaped
+        reaped.append((pid, status))
 
 
 def kill_descendants() -> None:
     """Kills until there is none left: the children of those that are killed become its own, and may make more."""
-    while found := descendants():
-        for pid in found:
+    while pids := descendants():
+        for pid in pids:
             kill(pid)
-        ended()
+        reap()
         time.sleep(PAUSE_S)
 
 
@@ -108,13 +108,13 @@ def descendants() -> list[int]:
             except (OSError, IndexError, ValueError):  # it has ended
                 continue
             children.setdefault(parent, []).append(int(name))
-    found = []
+    pids = []
     below = [os.getpid()]
     while below:
-        own = children.get(below.pop(), [])
-        found += own
-        below += own
-    return found
+        direct = children.get(below.pop(), [])
+        pids += direct
+        below += direct
+    return pids
 
 
 def kill(pid: int) -> None:

@@ -43,8 +43,8 @@ class GeneratedDataset(RLDataset):
     def __post_init__(self) -> None:
         sizes = {field.name: getattr(self, field.name) for field in fields(self) if type(field.default) is int}
         if min(sizes.values()) < 1:
-            given = ", ".join(f"{name} = {value}" for name, value in sizes.items())
-            raise ValueError(f"{given}; expected at least 1 of each")
+            listed = ", ".join(f"{name} = {value}" for name, value in sizes.items())
+            raise ValueError(f"{listed}; expected at least 1 of each")
 
     @abstractmethod
     def builders(self, numbers: Sequence[int]) -> list[EnvGroupBuilder]:

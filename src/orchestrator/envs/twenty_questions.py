@@ -57,33 +57,35 @@ class TwentyQuestionsEnv(MessageEnv):
     secret: str
     max_questions: int
     answerer: Answerer
-    _asked: int = field(default=0, init=False)
+    _questions: int = field(default=0, init=False)
 
     async def initial_messages(self) -> Sequence[Message]:
         return [{"role": "user", "content": RULES.format(self.max_questions)}]
 
     async def step(self, message: Message) -> MessageStep:
         question = message["content"]
-        self._asked += 1
+        self._questions += 1
         named = re.search(rf"\b{re.escape(self.secret)}(s|es)?\b", question.casefold())
-        found = len(question) <= LONGEST and named is not None
-        if found or self._asked == self.max_questions:
+        correct = len(question) <= LONGEST and named is not None
+        if correct or self._questions == self.max_questions:
             logs = {"secret": self.secret, "question": question}
-            return MessageStep(float(found), True, metrics={"success": float(found)}, logs=logs)
+            return MessageStep(float(correct), True, metrics={"success": float(correct)}, logs=logs)
         if len(question) > LONGEST:
-            said = TOO_LONG
+            reply = TOO_LONG
         else:
-            said = await self._ask(question)
-        return MessageStep(0.0, False, [{"role": "user", "content": said}], logs={"question": question, "answer": said})
+            reply = await self._ask(question)
+        return MessageStep(
+            0.0, False, [{"role": "user", "content": reply}], logs={"question": question, "answer": reply}
+        )
 
     def known_answer(self) -> str:
         return f"Is it a {self.secret}?"
 
     def state_dict(self) -> Mapping[str, Any]:
-        return {"asked": self._asked}
+        return {"asked": self._questions}
 
     async def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._asked = state["asked"]
+        self._questions = state["asked"]
 
     async def _ask(self, question: str) -> str:
         messages: list[Message] = [

@@ -77,8 +77,8 @@ async def score(task: Any, trace: Any) -> tuple[float, dict[str, float]]:
             f"{type(task).__name__} gave {'no value for ' + ', '.join(missing) if missing else 'no reward'}"
         )
     rewards = trace.rewards.items()
-    metrics = {**trace.metrics, **{f"score/{name}": given.score for name, given in rewards}}
-    return sum(given.score * given.weight for _, given in rewards), metrics
+    metrics = {**trace.metrics, **{f"score/{name}": reward.score for name, reward in rewards}}
+    return sum(reward.score * reward.weight for _, reward in rewards), metrics
 
 
 def score_alone(task: Any, trace: Any) -> tuple[float, dict[str, float]]:
@@ -92,12 +92,12 @@ def score_alone(task: Any, trace: Any) -> tuple[float, dict[str, float]]:
 def spoken(data: Any) -> list[Any]:
     """Returns the messages that a task begins with, as verifiers' types."""
     if isinstance(data.prompt, str):
-        asked = [vf.UserMessage(content=data.prompt)]
+        prompt = [vf.UserMessage(content=data.prompt)]
     else:
-        asked = list(data.prompt or [])
+        prompt = list(data.prompt or [])
     if data.system_prompt is None:
-        return asked
-    return [vf.SystemMessage(content=data.system_prompt), *asked]
+        return prompt
+    return [vf.SystemMessage(content=data.system_prompt), *prompt]
 
 
 def conversation(data: Any) -> list[Message]:
@@ -107,16 +107,16 @@ def conversation(data: Any) -> list[Message]:
     return [_message(message) for message in spoken(data)]
 
 
-def _message(given: Any) -> Message:
-    if isinstance(given.content, list) and any(part.type != "text" for part in given.content):
+def _message(source: Any) -> Message:
+    if isinstance(source.content, list) and any(part.type != "text" for part in source.content):
         raise ValueError("has more than text in its prompt")
-    message: Message = {"role": given.role, "content": content_text(given.content)}
-    if given.role == "assistant" and given.reasoning_content:
-        message["thinking"] = given.reasoning_content
-    if given.role == "assistant" and given.tool_calls:
-        message["tool_calls"] = [{"name": call.name, "arguments": _arguments(call)} for call in given.tool_calls]
-    if given.role == "tool" and given.name:
-        message["name"] = given.name
+    message: Message = {"role": source.role, "content": content_text(source.content)}
+    if source.role == "assistant" and source.reasoning_content:
+        message["thinking"] = source.reasoning_content
+    if source.role == "assistant" and source.tool_calls:
+        message["tool_calls"] = [{"name": call.name, "arguments": _arguments(call)} for call in source.tool_calls]
+    if source.role == "tool" and source.name:
+        message["name"] = source.name
     return message
 
 
@@ -135,7 +135,10 @@ def make_trace(task: Any, prompt: Sequence[int], action: Sequence[int], message:
         state=state_cls(type(task))(),
         agent=vf.AgentInfo(config=vf.AgentConfig()),
     )
-    nodes = [vf.MessageNode(parent=n - 1 if n else None, message=said) for n, said in enumerate(spoken(task.data))]
+    nodes = [
+        vf.MessageNode(parent=n - 1 if n else None, message=node_message)
+        for n, node_message in enumerate(spoken(task.data))
+    ]
     calls = [
         vf.ToolCall(id=f"call_{n}", name=call["name"], arguments=to_json(call["arguments"]))
         for n, call in enumerate(message.get("tool_calls", []))
@@ -221,14 +224,14 @@ class TasksetDataset(ListedDataset[Any]):
             raise ValueError(
                 f"scoring = {scoring!r}, scoring_limit_s = {scoring_limit_s}; expected 'worker' or 'loop', more than 0"
             )
-        found = load_tasks(taskset_id, args, select or {})
+        loaded = load_tasks(taskset_id, args, select or {})
         # The split follows from the text of a task, not from its place: equal tasks are on the same side.
-        texts = [task.data.model_dump_json(exclude={"idx"}) for task in found]
+        texts = [task.data.model_dump_json(exclude={"idx"}) for task in loaded]
         evaluates = context.split == "eval"
-        tasks = [t for t, text in zip(found, texts, strict=True) if not hold_out or is_held_out(text) == evaluates]
+        tasks = [t for t, text in zip(loaded, texts, strict=True) if not hold_out or is_held_out(text) == evaluates]
         if not tasks:
             raise ValueError(
-                f"none of the {len(found)} tasks of {taskset_id!r} belongs to the split {context.split!r}; with "
+                f"none of the {len(loaded)} tasks of {taskset_id!r} belongs to the split {context.split!r}; with "
                 "hold_out = false all do, and eval.env.args may choose others for evaluations"
             )
         make = partial(TaskEnv, renderer=context.renderer, scoring=scoring, limit_s=scoring_limit_s)
@@ -260,24 +263,24 @@ def load_tasks(taskset_id: str, args: Mapping[str, Any], select: Mapping[str, An
 
 
 def _refuse(taskset_id: str, reasons: Iterator[str]) -> None:
-    found = list(reasons)
-    if found:
+    problems = list(reasons)
+    if problems:
         raise BadInput(
-            f"taskset {taskset_id!r} of verifiers cannot be played here: {'; '.join(found)}. Expected tasks that are "
-            "answered once, in text, and scored by Task.score alone. Write the others as an environment of your own "
-            "(docs/environments.md)"
+            f"taskset {taskset_id!r} of verifiers cannot be played here: {'; '.join(problems)}. Expected tasks "
+            "that are answered once, in text, and scored by Task.score alone. Write the others as an environment of "
+            "your own (docs/environments.md)"
         )
 
 
-def _checked(config_type: Any, given: Mapping[str, Any]) -> Any:
+def _checked(config_type: Any, values: Mapping[str, Any]) -> Any:
     try:
-        return config_type.model_validate(dict(given))
+        return config_type.model_validate(dict(values))
     except ValidationError as error:
         wrong = "; ".join(
             f"{'.'.join(map(str, e['loc'])) or 'all'} = {e['input']!r}: {e['msg']}" for e in error.errors()
         )
         raise BadInput(
-            f"{config_type.__name__} of verifiers cannot be made from {dict(given)!r}: {wrong}. "
+            f"{config_type.__name__} of verifiers cannot be made from {dict(values)!r}: {wrong}. "
             f"Expected some of: {', '.join(config_type.model_fields)}"
         ) from None
 
@@ -329,9 +332,9 @@ def _needs_runtime(scorer: Any) -> bool:
 
 def _against_data(tasks: Sequence[Any]) -> Iterator[str]:
     for task in tasks:
-        said = [name for name in OF_RUNTIMES if getattr(task.data, name)]
-        if said:
-            yield f"task {_named(task.data)} needs a runtime ({', '.join(said)})"
+        names = [name for name in OF_RUNTIMES if getattr(task.data, name)]
+        if names:
+            yield f"task {_named(task.data)} needs a runtime ({', '.join(names)})"
         try:
             conversation(task.data)
         except ValueError as error:

@@ -60,7 +60,7 @@ class GateMachine(RuleBasedStateMachine):
                 self.permits.append(task.result())
 
     def held(self, kind: Kind) -> int:
-        return sum(permit.left for permit in self.permits if permit.kind == kind)
+        return sum(permit.remaining for permit in self.permits if permit.kind == kind)
 
     @rule(kind=st.sampled_from(KINDS), rollouts=st.integers(1, LIMIT))
     def ask(self, kind: Kind, rollouts: int) -> None:
@@ -72,7 +72,7 @@ class GateMachine(RuleBasedStateMachine):
     def a_rollout_ends(self, data: st.DataObject) -> None:
         permit = data.draw(st.sampled_from(self.permits))
         permit.leave_one()
-        self.permits = [permit for permit in self.permits if permit.left]
+        self.permits = [permit for permit in self.permits if permit.remaining]
         self.settle()
 
     @precondition(lambda self: self.permits)
@@ -135,7 +135,7 @@ async def test_what_is_larger_than_the_limit_gets_in_alone() -> None:
     assert not large.done()
     small.close()
     await turns()
-    assert large.result().left == gate.in_flight == 9
+    assert large.result().remaining == gate.in_flight == 9
 
 
 async def test_without_a_limit_nobody_waits_not_even_a_turn() -> None:
@@ -264,7 +264,7 @@ async def test_after_a_preemption_the_limit_is_a_share_of_the_most_that_was_in_f
 async def test_each_live_replica_keeps_a_group() -> None:
     async with Looked() as looked:
         for preemptions in range(1, 40):
-            while looked.permit.left > (looked.pressure.gate.limit or 0):
+            while looked.permit.remaining > (looked.pressure.gate.limit or 0):
                 looked.permit.leave_one()
             looked.pressure.look({0: load(preemptions=preemptions), 1: load()})
         assert looked.pressure.gate.limit == 4

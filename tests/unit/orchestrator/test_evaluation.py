@@ -119,9 +119,9 @@ def test_when_evaluations_are_due(every: int, last: int, done: int | None, due: 
 
 
 def test_one_that_was_interrupted_is_due_at_once() -> None:
-    assert Schedule(4, 9).due(3, done=0, owed=True)
-    assert not Schedule(4, 9).due(3, done=0, owed=False)
-    assert not Schedule(4, 9).due(8, done=0, owed=True), "the one of the last version is near"
+    assert Schedule(4, 9).due(3, evaluated=0, owed=True)
+    assert not Schedule(4, 9).due(3, evaluated=0, owed=False)
+    assert not Schedule(4, 9).due(8, evaluated=0, owed=True), "the one of the last version is near"
 
 
 @pytest.mark.parametrize(("max_steps_off_policy", "deterministic"), [(0, False), (1, False), (3, False), (0, True)])

@@ -116,19 +116,19 @@ def answer(builder: TrajectoryBuilder, *tokens: int) -> None:
 def test_what_follows_is_asked_like_the_whole_prompt() -> None:
     builder = TrajectoryBuilder()
     builder.ask(asked(1, 2))
-    assert (builder.prompt.tolist(), builder.began) == ([1, 2], None)
+    assert (builder.prompt.tolist(), builder.first_weights) == ([1, 2], None)
     answer(builder, 3, 4, 5)
     builder.ask(asked(6), follows=True)
-    assert (builder.prompt.tolist(), builder.began) == ([1, 2, 3, 4, 5, 6], IDENTITIES[2])
+    assert (builder.prompt.tolist(), builder.first_weights) == ([1, 2, 3, 4, 5, 6], IDENTITIES[2])
     answer(builder, 7, 8, 9)
     builder.ask(asked(*builder.so_far().tokens, 0))
     assert builder.prompt.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 0]
     answer(builder, 1, 1, 1)
     builder.ask(asked(1, 2, 3, 0))
-    assert (builder.prompt.tolist(), builder.began) == ([1, 2, 3, 0], None)
+    assert (builder.prompt.tolist(), builder.first_weights) == ([1, 2, 3, 0], None)
     answer(builder, 7, 8, 9)
     builder.ask(asked(), follows=True)
-    assert (builder.prompt.tolist(), builder.began) == ([1, 2, 3, 0, 7, 8, 9], IDENTITIES[2])
+    assert (builder.prompt.tolist(), builder.first_weights) == ([1, 2, 3, 0, 7, 8, 9], IDENTITIES[2])
     whole = builder.finish("max_seq_len")
     assert [turn.start for turn in whole.turns] == [0, 0, 0, 13]
     assert whole.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1, 1, 1, 1, 2, 3, 0, 7, 8, 9]

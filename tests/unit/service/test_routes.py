@@ -10,7 +10,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "service.md"
 
 
 def test_the_docs_have_the_table() -> None:
-    rows = [f"| {r.method} | `{r.path}` | {r.caller} | {r.what} |" for r in ROUTES]
+    rows = [f"| {r.method} | `{r.path}` | {r.caller} | {r.purpose} |" for r in ROUTES]
     table = [line for line in PAGE.read_text().splitlines() if line.startswith(("| GET", "| POST", "| DELETE"))]
     assert table == rows
 
