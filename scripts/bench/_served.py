@@ -26,12 +26,12 @@ from turns import ANSWER, LONG
 
 from service.answering import TurnAnswering
 from service.app import make_app
-from service.requests import ServedModels
 from service.front import Front
 from service.guard import Limits
 from service.keys import ServiceKey, ServiceKeys
 from service.places import Places
 from service.ports import http_server
+from service.requests import ServedModels
 from service.sessions.records import FORMAT
 from service.sessions.registry import SessionRegistry
 from service.sessions.session import SessionLimits
