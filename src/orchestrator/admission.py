@@ -75,7 +75,7 @@ class Gate:
         return Permit(self, kind, rollouts)
 
     def leave(self, kind: Kind, rollouts: int) -> None:
-        """Takes note that `rollouts` of this kind have ended."""
+        """Records that `rollouts` of this kind have ended."""
         self._in_flight[kind] -= rollouts
         self._admit()
 
@@ -93,7 +93,7 @@ class Gate:
         return self.limit is None or not self.in_flight or self.in_flight + rollouts <= self.limit
 
     def _first(self) -> Kind | None:
-        """Returns the kind whose turn it is: of those that wait the one with less in flight."""
+        """Returns the kind that is next: the waiting one with less in flight."""
         for queue in self._waiting.values():
             while queue and queue[0][1].cancelled():
                 queue.popleft()
@@ -150,7 +150,7 @@ class Backpressure:
         self._preemptions = 0
 
     def look(self, loads: Mapping[int, ReplicaStats]) -> None:
-        """Takes note of the load of the live replicas and sets the limit by it."""
+        """Reads the load of the live replicas and sets the limit by it."""
         preemptions = sum(max(load.preemptions - self._preempted.get(replica, 0), 0) for replica, load in loads.items())
         self._preempted = {replica: load.preemptions for replica, load in loads.items()}
         kv_used = max(load.kv_used for load in loads.values())

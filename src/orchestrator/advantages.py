@@ -37,9 +37,9 @@ COLUMNS = {
 OBSERVED = (-1, 0.0, 0.0)
 """Version, mask and advantage of tokens that were not sampled."""
 PART_TOKENS = 1 << 18
-"""About so many tokens are laid out by one numpy call."""
+"""About the number of tokens that one numpy call lays out."""
 SMALLEST = np.finfo(np.float32).tiny
-"""Smallest advantage beside 0: a smaller one would be rounded to 0, and the group's others would all have one sign."""
+"""Smallest advantage except 0: a smaller one would be rounded to 0, and the group's others would all have one sign."""
 
 
 def compute_advantages(rewards_G: Sequence[float], kind: AdvantageKind) -> npt.NDArray[np.float32]:
@@ -151,7 +151,7 @@ def _laid_out(weighted: Sequence[WeightedTrajectory]) -> tuple[list[int], list[i
 
 @dataclass(frozen=True)
 class ScoredGroup:
-    """A group whose rollouts are done."""
+    """A group after the end of its rollouts."""
 
     group: Group
     trajectories_G: tuple[Trajectory, ...]
@@ -187,7 +187,7 @@ class ScoredGroup:
 
 
 class Segments:
-    """The segments of trajectories as the datums of a minibatch, each of which can be laid out when it is wanted."""
+    """The segments of trajectories as the datums of a minibatch. Each can be laid out on demand."""
 
     def __init__(self, weighted: Sequence[WeightedTrajectory], normalization: Normalization) -> None:
         self._weighted = weighted
@@ -207,8 +207,8 @@ class Segments:
         return self._normalization.divisor(np.asarray(total_N, np.float64))
 
     def lay_out(self, datums: Numbers) -> TokenBatch:
-        """Returns the datums whose numbers are given, ascending. Trajectories are laid out whole, as a token's weight
-        may depend on all segments."""
+        """Returns the datums with the given numbers, ascending. Trajectories are laid out whole, because a token's
+        weight may depend on all segments."""
         chosen = np.unique(self.sequences[datums])
         batch = self._normalization.weigh(lay_out([self._weighted[n] for n in chosen]), "mask")
         numbers = np.flatnonzero(np.isin(self.sequences, chosen))

@@ -1,12 +1,12 @@
-"""Rollouts that agents play: each has a session, and what the agent was given in it becomes the trajectory.
+"""Rollouts that agents play: each has a session, and the answers in it become the trajectory.
 
     agent --HTTP--> session --sample--> SessionTurns --> the rollout's own requests --> replicas
       |                |
     reward          turns, branch by branch --> Trajectory: a segment for each branch, each sampled token once
 
-The reward is what the environment returns, and nothing that comes over HTTP: the policy's tools have the session's key.
+The reward comes from the environment, never over HTTP: the policy's tools have the session's key.
 
-An agent may ask for several answers at once; they are sampled one after the other, as the places of a run are those of
+An agent may ask for several answers at once; they are sampled one after the other, because a run counts its places in
 rollouts. Seeds follow from the order of the requests, if they have any, so that a linear agent is sampled as an `Env`
 would be.
 """

@@ -77,11 +77,11 @@ class ProblemCursor:
 class Mix:
     """Mixes the problems of several environments into one stream. Within an environment the order is its dataset's.
 
-    The next environment follows from `seed` and the number of problems drawn so far alone: places on a circle, of which
-    each environment has a share by its weight. Of any n problems in a row an environment has its share but for a few
+    Only `seed` and the number of problems drawn so far decide the next environment: the draws are points on a circle,
+    and each environment has an arc by its weight. Of any n problems in a row an environment has its share up to a few
     (log n).
 
-    Ids are those of the environment's cursor; with several environments they begin with its name: `guess/0.1.2`.
+    Ids come from the environment's cursor; with several environments they begin with its name: `guess/0.1.2`.
     """
 
     def __init__(self, datasets: Mapping[str, RLDataset], weights: Sequence[float], seed: int) -> None:

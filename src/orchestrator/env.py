@@ -82,8 +82,8 @@ SERVED = "orchestrator.envs.http:HttpDataset"
 
 @dataclass(frozen=True, eq=False)
 class Continuation:
-    """A prompt that begins with all tokens of the prompt and the action before it. It costs what is new, however long
-    the whole prompt is."""
+    """A prompt that begins with all tokens of the prompt and the action before it. Its cost depends only on the new
+    tokens, however long the whole prompt is."""
 
     tokens: TokenIds
     """What follows them; may be empty."""
@@ -126,9 +126,9 @@ class Resumable:
         return None
 
     async def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues an episode, in place of its first observation, from what `state_dict` of another environment of
-        this rollout returned, perhaps in another process. Tuples have become lists. Unless overridden, raises
-        TypeError: the environment had these methods when the commit was made, and has them no more."""
+        """Continues an episode, instead of its first observation, from the result of `state_dict` of another
+        environment of this rollout, perhaps in another process. Tuples have become lists. Unless overridden, raises
+        TypeError: the environment had these methods when the commit was made, and has them no longer."""
         raise TypeError(
             f"the commit has a state of {type(self).__name__} with {', '.join(state)}; expected its class to have "
             "load_state_dict, as it had when the commit was made"
@@ -153,8 +153,8 @@ class Env(Resumable, ABC):
 
     async def truncated(self, reason: Truncation) -> StepResult | None:
         """Called once when a limit of the run ends the episode that `step` would have continued. The result's reward is
-        added to that of the last step, its metrics and logs too, and `in_loss` holds for the last action. Unless
-        overridden, the rewards stay as they are."""
+        added to the reward of the last step, its metrics and logs too, and `in_loss` holds for the last action. Unless
+        overridden, the rewards do not change."""
         return None
 
     async def close(self) -> None:
@@ -214,9 +214,9 @@ class EnvGroupBuilder:
 
     @property
     def scores_in_any_process(self) -> bool:
-        """True: a commit may keep the finished rollouts of a group of which others still run, and another builder of
-        this problem may score them. Where `compute_group_rewards` is overridden this is False, unless this is
-        overridden too: it must need nothing but the trajectories."""
+        """True: a commit may keep the finished rollouts of a group while others still run, and another builder of this
+        problem may score them. False by default where `compute_group_rewards` is overridden. An override with True
+        means that it needs nothing but the trajectories."""
         return type(self).compute_group_rewards is EnvGroupBuilder.compute_group_rewards
 
     async def try_rewards(self) -> None:
@@ -248,10 +248,10 @@ class EnvGroup(EnvGroupBuilder):
 
 
 class RLDataset(ABC):
-    """Problems in batches, whose size is independent of the training batch.
+    """Problems in batches. Their size is independent of the training batch.
 
-    `get_batch(i)` gives the same problems whenever it is called with the same `i`: a problem that has to be sampled
-    again is found by its place.
+    `get_batch(i)` returns the same problems for the same `i` each time: the place of a problem finds it when it has to
+    be sampled again.
     """
 
     @abstractmethod
@@ -281,7 +281,7 @@ class EnvContext:
     model: str | None = None
     """Name or path of the model that the run starts from."""
     variables: tuple[str, ...] = ()
-    """Names of the environment variables that programs get beside the usual ones: `env.variables`."""
+    """Names of the environment variables that programs get in addition to the usual ones: `env.variables`."""
 
     @cached_property
     def renderer(self) -> Renderer:
@@ -290,7 +290,7 @@ class EnvContext:
 
 
 def load_datasets(config: Config, tokenizer: Any) -> tuple[list[RLDataset], list[RLDataset]]:
-    """Makes the datasets that a run trains on, and those that it evaluates on, if it does. Raises BadInput."""
+    """Makes the training datasets of a run, and the evaluation datasets if it evaluates. Raises BadInput."""
     start = config.model.start or config.model.name
     held_out = EnvContext(tokenizer, config.seed, config.eval.samples, "eval", config.renderer, start)
     trained = replace(held_out, split="train")

@@ -4,17 +4,17 @@
              ^                                                                    |
              +---------------- the next update waits, and so the trainer ---------+
 
-Schedule. Before the first step, every `eval.every` steps, and at the end. The evaluation of version v stands in the row
-of step v, which begins with these weights; that of the last version in the last row, as there is no later one. A row
-holds one evaluation: the one that would share the last row is left out.
+Schedule. Before the first step, every `eval.every` steps, and at the end. The row of step v, which begins with version
+v, holds the evaluation of version v; the last row holds the evaluation of the last version, because there is no later
+row. A row holds one evaluation: one that would share the last row is left out.
 
 One version. The next update waits until the evaluation has ended. Meanwhile training continues, with samples of the
 same version. Each token is checked: another version is a ProvenanceError.
 
-Beside training. Both get permits at the gate, a group at a time; there neither starves the other. In deterministic mode
-all of an evaluation is sampled in lockstep, and nothing else meanwhile.
+Alongside training. Both get permits at the gate, a group at a time; there neither starves the other. In deterministic
+mode an evaluation is sampled in lockstep, and nothing else meanwhile.
 
-Failed rollouts are tried again as in training. Those that fail for good are counted (`failed`) and left out of every
+Failed rollouts are tried again as in training. Rollouts that fail for good are counted (`failed`) and left out of every
 mean: they are no zeros. A refused prompt fails without another try.
 
 Several environments are evaluated at the same time, each by its own problems.
@@ -28,10 +28,10 @@ Metrics, all under `eval/<environment>/`
                       k = 1, 2, 4 .. and `eval.samples`: unbiased (arXiv:2107.03374). A problem with fewer than k
                       rollouts that count is left out.
   .../ci95            half the width of the 95 % interval of such a mean, problems being the sample
-  reward/total, ...   what `env/all/*` and `stop/*` are in training
+  reward/total, ...   the metrics `env/all/*` and `stop/*` of training
 
-State. A state says which version was evaluated last, what is not in a row yet, and whether an evaluation was due or
-running: that one is repeated, with the weights of the commit.
+State. A state holds the version evaluated last, the metrics that are not in a row yet, and whether an evaluation was
+due or running: that evaluation is repeated, with the weights of the commit.
 """
 
 from __future__ import annotations
@@ -88,13 +88,13 @@ class Schedule:
         return evaluated is None or owed or version % self.every == 0 or version == self.last
 
     def row(self, version: int) -> int:
-        """Returns the step whose row holds the evaluation of `version`."""
+        """Returns the step with the row that holds the evaluation of `version`."""
         return min(version, self.last - 1)
 
 
 class Evaluator:
-    """Evaluates weights when that is due, one version at a time. `datasets` are those of `config.eval_envs`; none are
-    needed where `eval.every` is 0."""
+    """Runs due evaluations, one version at a time. `datasets` belong to `config.eval_envs`; none are needed where
+    `eval.every` is 0."""
 
     def __init__(
         self,
@@ -206,8 +206,8 @@ class Evaluator:
         return row
 
     def _evaluations(self, version: int) -> list[Evaluation]:
-        """Takes the first `eval.problems` of each environment's dataset. Groups are numbered throughout, and the ids of
-        their problems, from which seeds follow, are those of no training rollout."""
+        """Takes the first `eval.problems` of each environment's dataset. Groups are numbered throughout. Seeds follow
+        from the ids of their problems, which no training rollout has."""
         numbers = count()
         evaluations = []
         for env, dataset in self._datasets:
@@ -296,7 +296,8 @@ def _scores(scored_P: Sequence[ScoredGroup], samples: int) -> dict[str, float]:
 
 
 def pass_at_k(n: int, passed: int, k: int) -> float:
-    """Returns the chance that one or more of k rollouts pass, drawn without replacement from n of which `passed` did.
+    """Returns the chance that one or more of k rollouts pass, drawn without replacement from n with `passed` passing
+    ones.
 
     >>> pass_at_k(4, 1, 2)
     0.5

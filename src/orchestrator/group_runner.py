@@ -71,7 +71,7 @@ class GroupRunner:
     is_due: Callable[[Group], bool] = never_due
     """True for a group that the next batch waits for: its rollouts get no further try."""
     evaluates: bool = False
-    """True: groups of evaluations, all of whose tokens must be of the version `group.floor`."""
+    """True: groups of evaluations. All their tokens must be of the version `group.floor`."""
 
     @property
     def size(self) -> int:
@@ -89,8 +89,8 @@ class GroupRunner:
 
     @property
     def _seed(self) -> int | None:
-        """The seed from which those of its requests follow. None: they have none, with which vLLM draws for all
-        sequences of a step at once, and not for one after the other."""
+        """The seed from which the seeds of its requests follow. None: they have none, and vLLM draws for all sequences
+        of a step at once, instead of one after the other."""
         if self.evaluates or self.config.deterministic:
             return self.config.seed
         return None
@@ -322,8 +322,8 @@ class _Turns:
     tokens: RolloutTokens
 
     async def sample(self, request: SampleRequest, *on_progress: OnProgress) -> SampledSequence:
-        """Returns an answer. Raises AnswerTimeout, what the sampler raises, and CancelledError for a rollout whose
-        environment has ignored its cancellation."""
+        """Returns an answer. Raises AnswerTimeout, errors of the sampler, and CancelledError for a rollout with an
+        environment that has ignored its cancellation."""
         self.envs.check()
         runner, limit_s = self.runner, self.runner.config.inference.answer_s
         await runner.pace.before_sample(self.index, self.key.sample, self.deadline)

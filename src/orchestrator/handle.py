@@ -22,7 +22,7 @@ from trireme.core.types import Minibatch, StepSummary
 from trireme.process import waits
 
 ANSWER_S = 30.0
-"""Added to a deadline that the actor keeps itself, so that its message, which says what is missing, comes first."""
+"""Added to a deadline that the actor keeps itself, so that the actor's more precise message comes first."""
 STOP_S = 10.0
 PROGRESS_S = 30.0
 EVALUATION_PROGRESS_S = 5.0
@@ -85,7 +85,7 @@ class OrchestratorHandle:
         self._wait(begun, "the replicas' update", limit_s, on_tick)
 
     def evaluate(self, version: int) -> dict[str, float]:
-        """Evaluates the weights that the replicas have, those of `version`, without training. Returns the metrics.
+        """Evaluates the weights that the replicas have, version `version`, without training. Returns the metrics.
         Raises RoomFailed when it takes longer than `timeouts.batch_s`."""
         evaluated = self._actor.evaluate.remote(version)
         return self._wait(evaluated, "an evaluation", self._config.batch_deadline_s, every_s=EVALUATION_PROGRESS_S)
@@ -118,9 +118,9 @@ class OrchestratorHandle:
         )
 
     def load_state(self, path: Path, source: CommitSource | None = None) -> str:
-        """Continues from a state that `save_state` wrote, on a node that does not see `path` from `source`; once ready,
-        before the first `begin_version`. Returns how much it has of unfinished rollouts ("" if there were none).
-        Raises BadInput when the dataset lacks the problems that are to be sampled."""
+        """Continues from a state that `save_state` wrote; a node that does not see `path` reads it from `source`. Call
+        it once ready, before the first `begin_version`. Returns a summary of its unfinished rollouts ("" if there were
+        none). Raises BadInput when the dataset lacks a problem to sample."""
         loaded = self._actor.load_state.remote(path, source)
         return str(self._wait(loaded, f"its state from {path}", self._config.timeouts.checkpoint_s))
 

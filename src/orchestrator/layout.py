@@ -17,7 +17,7 @@ from trireme.core.types import Minibatch
 from trireme.process import trace
 
 Build = Callable[[Keep], Minibatch]
-"""Builds a minibatch, whose tokens are where it is told to keep them."""
+"""Builds a minibatch, with its tokens in the memory that `Keep` chooses."""
 BuildOn = Callable[[Build], Awaitable[Minibatch]]
 """Says where and when a minibatch is built."""
 

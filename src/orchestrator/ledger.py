@@ -7,8 +7,8 @@
                  |           +------ drop ---------+
                  +---- resampled (only when a state is loaded)
 
-Version v is the weights after v training steps; batch s consumes v = s and makes s + 1. B = groups per batch,
-K = `max_steps_off_policy`. The *floor* of a group is the lowest version that any live replica had acknowledged when the
+Version v is the weights after v training steps; batch s consumes v = s and makes s + 1. B = groups per batch, K =
+`max_steps_off_policy`. The *floor* of a group is the lowest version that any live replica had acknowledged when the
 group was dispatched, so no token of it is older. Its *age* in batch s is s - floor. Its *deadline* is floor + K, the
 last batch that may train on it.
 
@@ -29,9 +29,9 @@ Rules
 
 The bound: a group taken into batch s has age at most K, which says deadline >= s.
 
-  At some moment let batches 0 .. F - 1 be those whose slots are free: they become free in order. Batch F - 1 became
-  free only once the lowest acknowledged version was F, and that version never falls: so a group dispatched now has
-  floor >= F, and deadline >= F + K.
+  At some moment let 0 .. F - 1 be the batches with free slots: they become free in order. Batch F - 1 became free only
+  once the lowest acknowledged version was F, and that version never falls: so a group dispatched now has floor >= F,
+  and deadline >= F + K.
 
   `wait`. Let A(d) be the number of active groups with deadline <= d. While batch s is assembled, with L places left:
 
@@ -40,15 +40,14 @@ The bound: a group taken into batch s has age at most K, which says deadline >= 
   Dispatch keeps it. The new deadline is >= F + K, so A(d) grows for d >= F + K alone. At most (K + 1) B slots are taken
   after the dispatch; batches F .. s - 1 hold (s - F) B of them, and batch s holds B - L. So all active groups together
   number at most (K + 1) B - (s - F) B - (B - L) = L + (F + K - s) B, which is the bound for d = F + K, and the bound
-  grows with d. Filter and fail lower the left side. Take keeps it, by its rule. Cut: at L = 0 it says A(s) <= 0, so
-  nothing that is left is due, and for d >= s + 1 it says A(d) <= B + (d - s - 1) B, which is (feasible) for batch s + 1
-  with L = B.
-  At d = s - 1 the same held when batch s - 1 was cut: no active group has a deadline below s. So what is taken into
-  batch s has deadline >= s.
+  grows with d. Filter and fail lower the left side. Take keeps it, by its rule. Cut: at L = 0 it says A(s) <= 0, so no
+  remaining group is due, and for d >= s + 1 it says A(d) <= B + (d - s - 1) B, which is (feasible) for batch s + 1 with
+  L = B. At d = s - 1 the same held when batch s - 1 was cut: no active group has a deadline below s. So a group taken
+  into batch s has deadline >= s.
 
   `wait`, in_order. At its dispatch at most (K + 1) B - 1 other slots were taken. Every group of batch F or later that
-  is taken before it held a slot at that moment, as those dispatched later do not overtake. So it is at most the
-  (K + 1) B-th group counted from the start of batch F; it lands in batch F + K or earlier.
+  is taken before it held a slot at that moment, as later ones do not overtake. So it is at most the (K + 1) B-th group
+  counted from the start of batch F; it lands in batch F + K or earlier.
 
   `drop`. If the group was active when batch s - 1 was cut, it was not dropped, so deadline >= s. If it was dispatched
   later, then batches F .. s - 1 were complete at its dispatch and held (s - F) B slots, and one more was free for it:
@@ -57,29 +56,29 @@ The bound: a group taken into batch s has age at most K, which says deadline >= 
   `take` checks it nevertheless: an older group is a ProvenanceError.
 
 No deadlock. When all batches before s are released and acknowledged, all (K + 1) B >= B slots belong to batch s and
-what comes after it. While a replica is live, groups are dispatched into the free ones, and running groups end; one that
-is filtered, fails or is dropped frees its slot for another. Under `wait` let d be the smallest one for which (feasible)
-is an equality: the groups with deadline <= d number exactly the places up to d, at least one of them is active, and as
+later ones. While a replica is live, groups are dispatched into the free slots, and running groups end; a group that is
+filtered, fails or is dropped frees its slot for another. Under `wait` let d be the smallest one for which (feasible) is
+an equality: the groups with deadline <= d number exactly the places up to d, at least one of them is active, and as
 soon as one of them has finished it may be taken, since every smaller d has room to spare. If there is no such d every
 finished group may be taken. So the batch fills, unless from some moment on no group at all can be trained on (then
 `limits.py` stops the run).
 
-Resume. The state of a ledger is that of the last boundary N: N batches released, no replica holds more than N (the
+Resume. The state of a ledger is its state at the last boundary N: N batches released, no replica holds more than N (the
 update to N may be in progress). Groups taken since then are finished again, in their place. When it is loaded all slots
-of batches before N are free, and F = N. Finished groups keep their floors. So do running groups of which the caller has
-retained tokens, all of them of versions up to N; the others are sampled again and get the floor N. A rollout of a
+of batches before N are free, and F = N. Finished groups keep their floors. So do running groups with tokens that the
+caller retained, all of them of versions up to N; the others are sampled again and get the floor N. A rollout of a
 retained group that starts again has younger tokens than its floor says.
 
   Let the groups be in order of deadline (in_order: of dispatch), and p the place of one, counted from 0. A group is
   accepted if p < (K + 1) B, so that there is a slot for it, and if batch N + p // B is not beyond its deadline.
   (`drop`: batch N; the cuts of N, N + 1 .. see to the rest.) In order of deadline this is (feasible) for s = N, L = B.
   With unchanged options every group is accepted: batches that were taken since N and a feasible rest are a feasible
-  schedule from N, and a group that gets the floor N has only a later deadline. With in_order the places are those
+  schedule from N, and a group that gets the floor N has only a later deadline. With in_order the places are the same as
   without the resume, and a floor that becomes N is no older.
 
-With other options a group may not be accepted. A running group whose retained tokens are too old gives them up, and is
-sampled again in its place. The problems of others go to the front of those to dispatch, and are counted as `resampled`.
-Under `wait` this, and a lost process, are the only reasons why anything is sampled twice.
+With other options a group may not be accepted. A running group with retained tokens that are too old drops them, and is
+sampled again in its place. The problems of others go to the front of the dispatch queue, and are counted as
+`resampled`. Under `wait` this, and a lost process, are the only reasons why anything is sampled twice.
 
 Conservation, at every moment: dispatched = trained + in_training + filtered + resampled + dropped + failed + active
 (active = running + finished). A problem is trained, filtered, dropped or failed exactly once, however often it is
@@ -147,7 +146,7 @@ class Ledger:
     active: dict[int, Group] = field(default_factory=dict)
     """Running and finished groups by index, so in order of dispatch."""
     consumed: dict[int, list[Group]] = field(default_factory=dict)
-    """Groups taken into each batch whose slots are not free yet."""
+    """Groups taken into each batch with slots that are not free yet."""
     resample: deque[str] = field(default_factory=deque)
     """Problems of groups that a loaded state had no room for; they are dispatched before new ones."""
     tally: Tally = field(default_factory=Tally)
@@ -193,16 +192,16 @@ class Ledger:
         return group
 
     def finish(self, group: Group) -> None:
-        """Marks a running group, whose rollouts are done, as ready to be taken."""
+        """Marks a running group as ready to be taken, after the end of its rollouts."""
         self._running(group).finished = True
 
     def filter(self, group: Group) -> None:
-        """Removes a running group whose rollouts are done, but give nothing to learn."""
+        """Removes a running group after the end of its rollouts, because they give nothing to learn."""
         del self.active[self._running(group).index]
         self.tally.filtered += 1
 
     def fail(self, group: Group) -> None:
-        """Removes a running group of which too few rollouts succeeded."""
+        """Removes a running group with too few successful rollouts."""
         del self.active[self._running(group).index]
         self.tally.failed += 1
 
@@ -214,9 +213,9 @@ class Ledger:
     def take(self, step: int, count: int) -> tuple[list[Group], list[Group]] | None:
         """Takes the next `count` groups of batch `step`; None while fewer may be taken.
 
-        Returns them, and the groups that were dropped, whose rollouts the caller stops. May be called several times for
-        one batch; the call that completes it cuts it. Raises ProvenanceError for a group that is too old, ValueError
-        for another batch than the one being assembled or more groups than it lacks.
+        Returns them, and the dropped groups; the caller stops their rollouts. May be called several times for one
+        batch; the call that completes it cuts it. Raises ProvenanceError for a group that is too old, ValueError for
+        another batch than the one being assembled or more groups than it lacks.
         """
         if step != self.batch or not 0 < count <= self.lacking:
             raise ValueError(f"asked for {count} groups of batch {step}; batch {self.batch} lacks {self.lacking}")
@@ -362,8 +361,8 @@ class Ledger:
         """Continues from a boundary; call it before anything else. Groups that are not accepted are resampled (see
         Resume in the module's docstring).
 
-        `retained`: indices of running groups with tokens. Returns those of them that keep their floors, and so their
-        tokens. Raises ProvenanceError when the state's groups do not add up.
+        `retained`: indices of running groups with tokens. Returns the indices of the groups that keep their floors, and
+        so their tokens. Raises ProvenanceError when the state's groups do not add up.
         """
         self.batch = state["released"]
         self.released = state["released"]

@@ -3,13 +3,12 @@
     make_env ----+--> open --its try has ended--> close() --> closed
     make_envs --(unused)------the group has ended-----^
 
-Each environment that was made is closed exactly once, also when its rollout is cancelled, because it is too late, too
-old, or the run stops. Closing runs in a task of its own, which no eviction cancels. Each end (of a rollout that was
-cancelled, of `close()`, of `cleanup()`) is awaited for at most `env.close_s`, also where code ignores its cancellation.
+Each environment is closed exactly once, also when its rollout is cancelled because it is too late, too old, or the run
+stops. Closing runs in a task of its own, which no eviction cancels. Each end (of a cancelled rollout, of `close()`, of
+`cleanup()`) is awaited for at most `env.close_s`, also where code ignores its cancellation.
 
-Tasks that environments start (a tool that runs beside the model, a connection) belong to their group: a rollout that is
-cancelled may never get to ending them. Those that still run once the group has been cleaned up are cancelled and
-counted.
+Tasks that environments start (a tool that runs alongside the model, a connection) belong to their group, because a
+cancelled rollout may never end them. Tasks that still run after the cleanup of the group are cancelled and counted.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ class TaskOwner:
 
 
 async def contained(work: Awaitable[T]) -> T:
-    """Returns the result of an environment's work. Raises EnvExited in place of exceptions that are no Exception: some
+    """Returns the result of an environment's work. Raises EnvExited instead of exceptions that are no Exception: some
     of them (KeyboardInterrupt, SystemExit) would end the event loop from within a task."""
     task = asyncio.current_task()
     try:
@@ -101,8 +100,8 @@ class _Close:
 
 
 def start_contained(work: Coroutine[Any, Any, T], **options: Any) -> asyncio.Task[T]:
-    """Starts an environment's work in a task, so that a cancellation of the caller's own task is known from one by the
-    environment. The task itself belongs to no group; those that are started within it do."""
+    """Starts an environment's work in a task, which distinguishes a cancellation of the caller's own task from one by
+    the environment. The task itself belongs to no group; tasks that it starts do."""
     wrapped: Any = contained(work)
     wrapped.__qualname__ = getattr(work, "__qualname__", wrapped.__qualname__)  # names it where it is leaked
     task: asyncio.Task[T] = asyncio.Task(wrapped, **options)
@@ -142,17 +141,17 @@ class GroupEnvs:
         self._given_up = False
 
     def give_up(self) -> None:
-        """Takes note that the rollouts are cancelled; `check` then raises CancelledError."""
+        """Records that the rollouts are cancelled; `check` then raises CancelledError."""
         self._given_up = True
 
     def check(self) -> None:
-        """Ends a rollout whose environment has ignored its cancellation, and would play on."""
+        """Ends a rollout if its environment ignored its cancellation and would play on."""
         if self._given_up:
             raise asyncio.CancelledError
 
     async def make(self, sample: int) -> Env | AgentEnv:
-        """Returns an environment for the next try of rollout `sample`. Raises what the builder raises, and RolloutError
-        for what is no environment."""
+        """Returns an environment for the next try of rollout `sample`. Raises errors of the builder, and RolloutError
+        if the result is no environment."""
         env = await (
             result_of(self._builder.make_env, sample) if self._builder.makes_one else self._one_of_a_group(sample)
         )

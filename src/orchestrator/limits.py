@@ -130,7 +130,7 @@ class BackgroundTasks:
 
     @property
     def limit_reached(self) -> bool:
-        """True if the first error is that of a limit of the run."""
+        """True if the first error is a limit of the run."""
         return isinstance(self._error, LimitReached)
 
     def raise_error(self, but_limits: bool = False) -> None:

@@ -1,15 +1,15 @@
 """The pace of rollouts: each at its own, or all in lockstep, so that a run can be repeated bit for bit.
 
-Lockstep. Which requests an engine works on together decides the last bits of its answers, and which problem replaces a
-filtered one depends on which group ended first. So nothing may depend on speed: each party waits until all wait, and
-then they continue in order.
+Lockstep. The set of requests that an engine works on together decides the last bits of its answers, and the order in
+which groups end decides which problem replaces a filtered one. So nothing may depend on speed: each party waits until
+all wait, and then they continue in order.
 
     rollouts  --before_sample-->  wait  --all wait, none to end--->  all requests in one turn of the event loop,
                                    ^                                   in order of (group, sample)
     groups    --before_end----->  wait  --all wait------------------>  settled in order of dispatch; groups that are
                                                                        dispatched into their slots join the wait
 
-A party is a rollout, or its group once all its rollouts are over. "All" are those of the groups that have been
+A party is a rollout, or its group once all its rollouts are over. "All" are the parties of the groups that have been
 dispatched and are not settled. While the ledger has slots to fill, another party is still to come.
 """
 
@@ -20,20 +20,20 @@ from collections.abc import Callable
 from contextlib import suppress
 
 END = -1
-"""Stands in place of a sample's number for the group itself, which waits to be settled."""
+"""Replaces a sample's number for the group itself, which waits to be settled."""
 
 
 class OwnPace:
     """No rollout waits for another."""
 
     def enter(self, index: int, rollouts: int) -> None:
-        """Takes note that group `index` has been dispatched."""
+        """Records that group `index` has been dispatched."""
 
     def rollout_over(self, index: int) -> None:
-        """Takes note that a rollout of the group has ended, after all retries."""
+        """Records that a rollout of the group has ended, after all retries."""
 
     def leave(self, index: int) -> None:
-        """Takes note that the group is settled."""
+        """Records that the group is settled."""
 
     async def before_sample(self, index: int, sample: int, deadline: asyncio.Timeout) -> None:
         """Returns when rollout `sample` of the group may send its request. Waiting does not count for its deadline."""
@@ -96,6 +96,6 @@ class Lockstep(OwnPace):
 
 
 def _move(deadline: asyncio.Timeout, due: float | None) -> None:
-    """Makes a deadline due at another time; None: never. One that is over stays as it is."""
+    """Sets a deadline to another time; None: never. Does not change one that is over."""
     with suppress(RuntimeError):
         deadline.reschedule(due)

@@ -5,8 +5,8 @@
                 -- next messages --->  ...
 
 Sampled messages are kept as tokens: while no thinking is removed from the history, the next prompt begins with the last
-one and exactly the tokens that were sampled after it, so that all turns are one training sequence, and only what is
-behind them has to be turned into tokens.
+prompt and exactly the tokens that were sampled after it. So all turns are one training sequence, and only later
+messages have to be tokenised.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class RenderedEnv(Env):
         await close_env(self._env)
 
     def _next_prompt(self, message: Message, replies: Sequence[Message]) -> TokenIds | Continuation:
-        """Returns the prompt after the assistant's `message` and those of `others`."""
+        """Returns the prompt after the assistant's `message` and the messages `replies`."""
         before = self._messages
         self._messages = [*self._messages, message, *replies]
         follows = self._renderer.continuation(self._messages, self._env.tools)

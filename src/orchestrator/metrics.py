@@ -1,11 +1,11 @@
 """Makes the orchestrator's part of a step's row of metrics.
 
-Rewards are taken before filtering: the row of step s covers the groups that were trained on in it and those that were
-filtered since the row before. Dropped and failed groups are counted, but their rewards are in no row.
+Rewards are taken before filtering: the row of step s covers the groups trained on in step s and the groups filtered
+since the row before. Dropped and failed groups are counted, but their rewards are in no row.
 
-  env/all/*, env/<tag>/*  reward/total, turns_per_episode, {ac,ob}_tokens_per_turn, length_cut (share of turns whose
-                          answer was cut by length), by_group/frac_{mixed,all_good,all_bad}, and the means of what the
-                          environments report (parse_error: share of turns with a malformed answer)
+  env/all/*, env/<tag>/*  reward/total, turns_per_episode, {ac,ob}_tokens_per_turn, length_cut (share of turns with an
+                          answer cut by length), by_group/frac_{mixed,all_good,all_bad}, and the means of the
+                          environments' metrics (parse_error: share of turns with a malformed answer)
   stop/<reason>           share of rollouts that ended so
   off_policy/mean, max    age (step - floor) over the groups trained on
   off_policy/token_mean   step - version over their sampled tokens
@@ -13,9 +13,9 @@ filtered since the row before. Dropped and failed groups are counted, but their 
   off_policy/mixed_frac   share of their sampled tokens that came from newer weights on KV of older ones (`keep_kv`)
   off_policy/*            in_flight, in_queue: groups sampling now, and waiting to be taken; others: groups that ended
                           so since the last row
-  waste/<cause>           tokens that were sampled in vain since the last row: of groups that were dropped while they
-                          ran (`expired_running`; those of responses that were stopped are estimated from their
-                          seconds) or had finished (`expired_finished`), of groups that were `filtered`, and of `failed`
+  waste/<cause>           tokens wasted since the last row: of groups that were dropped while they
+                          ran (`expired_running`; tokens of stopped responses are estimated from their seconds)
+                          or had finished (`expired_finished`), of groups that were `filtered`, and of `failed`
                           groups and tries
   length/trained, sampled  mean tokens of the rollouts trained on; and of the rollouts that ended or were dropped since
                           the last row, in groups that neither failed nor were filtered (not in deterministic mode).
@@ -23,13 +23,13 @@ filtered since the row before. Dropped and failed groups are counted, but their 
   ledger/*                the terms of the conservation equation, since the start of the run
   rollout_errors/<type>   failed tries since the last row
   weights/canary_max_diff, canary_mean_diff, reprefill_tokens, time/update  of the update to the version that the step
-                          was trained with: largest and mean difference, tokens whose KV was computed again, seconds
+                          was trained with: largest and mean difference, tokens with KV computed again, seconds
                           from its start to the last replica's acknowledgement; time/update_pause: the longest that a
                           replica stood still meanwhile
   perf/rollouts, tokens   rollouts trained on, and their sampled tokens
   perf/inference_idle_s   seconds since then in which no request was in flight
   perf/max_concurrent     the limit of rollouts in flight now; not in deterministic mode
-  perf/kv_used, preemptions  since then: largest share of a KV cache in use, sequences whose KV was given up
+  perf/kv_used, preemptions  since then: largest share of a KV cache in use, sequences with evicted KV
   perf/event_loop_lag     largest delay of a timer since then, in seconds
 """
 
@@ -65,7 +65,7 @@ class StepMeter:
     """Metrics of updates, by version. The next update may be in progress when a row is made."""
 
     def note_lag(self, seconds: float) -> None:
-        """Takes note that the event loop was so late."""
+        """Records how late the event loop was."""
         self.lag_s = max(self.lag_s, seconds)
 
     def note_update(self, version: int, reports: Sequence[UpdateReport], seconds: float) -> None:

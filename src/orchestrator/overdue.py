@@ -6,7 +6,7 @@ from orchestrator.ledger import Ledger
 
 
 def missing(ledger: Ledger, requests: int) -> str:
-    """Returns who holds the groups that are missing, while so many `requests` are with replicas, and what is known."""
+    """Returns who holds the missing groups, while replicas have n `requests`, with the state of the ledger."""
     running = [f"{g.problem} (dispatched at version {g.floor})" for g in ledger.active.values() if not g.finished]
     if requests and not ledger.replicas:
         holds = f"no inference replica serves, and {requests} requests wait for one"

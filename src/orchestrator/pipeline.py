@@ -19,20 +19,20 @@
   lag             nothing               its own clock        time                                    event_loop_lag
 
 Back-pressure is the ledger's slots: when the trainer does not take or release, slots stay taken, dispatch stops, and
-the replicas run dry. And the gate (`admission.py`): no more rollouts are in flight than the replicas can take. An error
-in any loop is raised by the driver's next call, or by the one that is waiting.
+the replicas run dry. The gate (`admission.py`) limits the rollouts in flight to the number that the replicas can take.
+The driver's next call, or the one that is waiting, raises an error of any loop.
 
-Updates. One at a time, and meanwhile the driver trains on what was sampled before. Its next update waits for the one
-before, and for a running evaluation, which is of one version (`evaluation.py`).
-Where the driver could not continue, and where no later call would raise a failure, the verb returns when the update has
-ended: the first and the last version of a run, and every one when max_steps_off_policy = 0.
+Updates run one at a time, and meanwhile the driver trains on earlier samples. Its next update waits for the one before,
+and for a running evaluation, which is of one version (`evaluation.py`). Where the driver could not continue, and where
+no later call would raise a failure, the verb returns when the update has ended: the first and the last version of a
+run, and every one when max_steps_off_policy = 0.
 
-State. The state to save is that of the last boundary: groups taken for a step that is not released count as finished,
-in their place. What was sampled since then is kept, except in deterministic mode: fewer groups would be sampled afresh,
-so engines would work on other requests together. There the state is the one that was noted when the step was released.
+State. The saved state is the state at the last boundary: groups taken for a step that is not released count as
+finished, in their place. Later samples are kept, except in deterministic mode: fewer groups would be sampled afresh, so
+engines would work on other requests together. There the state is the one recorded when the step was released.
 
 Rollback. When the trainer or this process is lost, another pipeline begins with the commit (`load`): groups that were
-running then continue from what the commit has of them (`running.py`).
+running then continue from their tokens in the commit (`running.py`).
 """
 
 from __future__ import annotations
@@ -141,8 +141,8 @@ class Pipeline:
         await self.evaluator.ended()
 
     async def begin_version(self, version: int, update: Awaitable[Sequence[UpdateReport]]) -> None:
-        """Takes note that the replicas take `version`, in flight, until `update`. See Updates, above. Call after
-        `end_version`. An error of the update is raised by the next verb."""
+        """Records that the replicas take `version`, in flight, until `update`. See Updates, above. Call after
+        `end_version`. The next verb raises an error of the update."""
         first = self._newest < 0
         self._newest = version
         last = version == self._config.max_steps
@@ -172,8 +172,8 @@ class Pipeline:
         return await self._background.spawn(self.evaluator.evaluate(version), "evaluation")
 
     async def next_minibatch(self, step: int, substep: int) -> Minibatch:
-        """Returns the next minibatch of a substep, as soon as its groups are finished, or the least that it may have.
-        Raises RoomFailed after `timeouts.batch_s`, saying what is missing, and the error of any loop.
+        """Returns the next minibatch of a substep, as soon as its groups are finished, or its smallest allowed part.
+        Raises RoomFailed after `timeouts.batch_s`, with the missing groups, and the error of any loop.
         """
         fault_point("orchestrator.minibatch")
         per_substep = self._config.groups_per_substep
@@ -201,7 +201,7 @@ class Pipeline:
         return await self._build_on(partial(build_minibatch, step, scored_P, self._options, normalization, last))
 
     def release(self, step: int) -> StepSummary:
-        """Takes note that `step` has been trained on: its slots are free once its version is acknowledged.
+        """Records that `step` has been trained on: its slots are free once its version is acknowledged.
 
         The row holds metrics of the update to version `step`, which it was trained with; the next update may still be
         in progress.
@@ -307,7 +307,7 @@ class Pipeline:
     # ---- taking
 
     async def _take(self, step: int, least: int, most: int) -> tuple[list[Group], list[Group]]:
-        """Waits for `least` groups; returns as many as there are, at most `most`, and those that were dropped."""
+        """Waits for `least` groups; returns all finished ones, at most `most`, and the dropped ones."""
         while True:
             self._background.raise_error()
             # The ledger looks at all groups, so it is not asked before enough of them have finished.
@@ -333,7 +333,7 @@ class Pipeline:
 
     async def _dispatch_loop(self) -> None:
         """First starts the groups that were running when the loaded state was saved. Then starts a group for each free
-        slot once it has a permit: its floor is that of the moment when it starts."""
+        slot once it has a permit; its floor is the floor at its start."""
         for group in [group for group in self._ledger.active.values() if not group.finished]:
             permit = await self._permit()
             if group.index in self._ledger.active:

@@ -93,7 +93,7 @@ class Recorder:
 
 
 def _prefixes(trajectory: Trajectory) -> list[int]:
-    """Returns for each turn how many tokens of its prompt are those of the turn before, prompt and answer."""
+    """Returns for each turn how many tokens of its prompt come from the turn before, prompt and answer."""
     ends = [0, *(turn.end for turn in trajectory.turns)]
     return [end - turn.start for end, turn in zip(ends, trajectory.turns, strict=False)]
 

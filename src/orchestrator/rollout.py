@@ -218,8 +218,8 @@ async def _beginning(
 def checked_prompt(
     observation: TokenIds | Continuation, stop: StopCondition, key: RolloutKey, limits: RolloutLimits, begun: bool
 ) -> tuple[npt.NDArray[np.int32], bool]:
-    """Returns the tokens of an observation, and True if they follow those of the turn before. Only a rollout that has
-    `begun` has such a turn. Raises BadPrompt, OutOfVocabulary."""
+    """Returns the tokens of an observation, and True if they continue the tokens of the turn before. Only a rollout
+    that has `begun` has such a turn. Raises BadPrompt, OutOfVocabulary."""
     follows = begun and isinstance(observation, Continuation)
     tokens = np.asarray(observation.tokens if isinstance(observation, Continuation) and begun else observation)
     if follows and tokens.shape == (0,):

@@ -29,7 +29,7 @@ class RunningGroups:
         return len(self._tasks)
 
     def begin(self, group: Group, keeps_finished: bool) -> GroupProgress:
-        """Takes note that a group is started. Returns what it has already, for its runner to keep up to date."""
+        """Records that a group is started. Returns its progress so far, which its runner keeps up to date."""
         progress = self._restored.pop(group.index, None) or GroupProgress(keeps_finished)
         self._begun[group.index] = progress
         return progress
@@ -39,7 +39,7 @@ class RunningGroups:
         self._tasks[group.index] = task
 
     def ends(self, group: Group) -> None:
-        """Takes note that the rollouts of a group are over: what follows is not to be cancelled."""
+        """Records that the rollouts of a group are over: the rest must not be cancelled."""
         self._tasks.pop(group.index, None)
 
     def settle(self, group: Group) -> None:
@@ -57,7 +57,7 @@ class RunningGroups:
     # ---- commits
 
     def take(self, groups: Iterable[Group]) -> tuple[UnfinishedGroup, ...]:
-        """Returns what a commit keeps of these running groups; those that have nothing are left out."""
+        """Returns the progress of these running groups for a commit, without groups that have none."""
         return tuple(unfinished for group in groups if (unfinished := self._take(group)) and unfinished.trajectories_G)
 
     def _take(self, group: Group) -> UnfinishedGroup | None:

@@ -9,7 +9,7 @@
 The isolation is one of three, and `run_code` tries which of them works on a machine:
 
     namespaces  of the kernel: the program sees no other processes, no network, and only READABLE and the named files
-    own_uid     root lends the program a user id that nobody else has
+    own_uid     root lends the program an unused user id
     none        the program is a process of the same user
 
 In each of them the program gets limits, a directory of its own and an environment of a few variables. The starter kills
@@ -69,7 +69,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class CodeStart:
-    """Describes what is started, and its limits (`orchestrator.untrusted.CodeLimits`)."""
+    """Describes the program to start, and its limits (`orchestrator.untrusted.CodeLimits`)."""
 
     parent: int
     isolation: str
@@ -78,9 +78,9 @@ class CodeStart:
     directory: str
     """Where that file is, and nothing else."""
     readable: Sequence[str]
-    """Directories that the program may read beside READABLE."""
+    """Directories that the program may read in addition to READABLE."""
     uid: int
-    """A user id that nobody else has, for root."""
+    """An unused user id, for root."""
     report: int
     """Number of an open file, which gets a CodeReport as JSON."""
     wall_s: float
@@ -120,7 +120,9 @@ def main(text: str) -> int:
 
 
 def run(start: CodeStart) -> CodeReport:
-    """Runs the program until its end, and kills what is left of it. Raises OSError if the isolation is not possible."""
+    """Runs the program until its end, and kills its remaining processes. Raises OSError if the isolation is not
+    possible.
+    """
     failures, failed = os.pipe()
     if start.isolation == "namespaces":
         enter_namespaces(start.uid)
@@ -165,7 +167,7 @@ def watch(start: CodeStart, child: int) -> CodeReport:
 
 
 def below(pid: int) -> list[int]:
-    """Returns a process and those that it started, at this moment."""
+    """Returns a process and its descendants, at this moment."""
     pids = [pid]
     for process in pids:
         try:

@@ -243,7 +243,7 @@ def _floats(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _from_null(metrics: Mapping[str, float | None]) -> dict[str, float]:
-    """Returns metrics as they were before `to_json` wrote null for what is no finite number."""
+    """Returns metrics with the non-finite numbers that `to_json` wrote as null."""
     return {name: nan if value is None else value for name, value in metrics.items()}
 
 

@@ -30,8 +30,7 @@ from trireme.renderers import Message, ToolCall, ToolSpec
 
 T = TypeVar("T")
 MOST_THREADS = 4096
-"""Blocking calls at the same time; others wait for their turn. One whose limit is over holds its thread until it
-returns."""
+"""Blocking calls at the same time; others wait. A call beyond its limit holds its thread until it returns."""
 SHOWN = 40
 """Characters of a name that does not exist that an answer repeats."""
 
@@ -68,7 +67,7 @@ class ToolAnswers:
     """One for each call, in their order."""
     metrics: dict[str, float]
     """`tool_calls`: their number; `tool_errors`: the share that was answered by an error; `tool_timeouts`: the number
-    of those that exceeded their limit."""
+    of calls that exceeded their limit."""
 
 
 class Toolbox:
@@ -162,9 +161,9 @@ _threads: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = Weak
 
 
 async def in_thread(function: Callable[[], T]) -> T:
-    """Returns `function()`, computed in a thread of its own, of which there are at most MOST_THREADS, for functions
-    that block: `asyncio.to_thread` has a few threads for all. When this is cancelled, the function runs on, and its
-    result is dropped; its thread does not keep the process alive."""
+    """Returns `function()`, computed in one of at most MOST_THREADS threads for functions that block
+    (`asyncio.to_thread` has a few threads for all). When this is cancelled, the function runs on, and its result is
+    dropped; its thread does not keep the process alive."""
     loop = asyncio.get_running_loop()
     free = _threads.setdefault(loop, asyncio.Semaphore(MOST_THREADS))
     await free.acquire()

@@ -54,7 +54,7 @@ class Transition:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn of a trajectory: where its tokens are, and what is known of them."""
+    """One turn of a trajectory: the place of its tokens, and its values."""
 
     start: int
     """Where its prompt begins, which is where its segment does."""
@@ -143,7 +143,7 @@ class TrajectoryBuilder:
 
     def __init__(self, begun: Trajectory | None = None) -> None:
         self.turns: list[Turn] = list(begun.turns) if begun else []
-        """Those that were answered."""
+        """The answered turns."""
         if begun:
             self._tokens = begun.tokens.copy()
         else:
@@ -209,7 +209,7 @@ class TrajectoryBuilder:
         self._prompt_end = end
 
     def so_far(self) -> Trajectory:
-        """Returns the turns that were answered, of which there is at least one. The arrays are not copied."""
+        """Returns the answered turns, at least one. Does not copy the arrays."""
         end = self._answered
         tokens = _read_only(self._tokens[:end])
         logprobs = _read_only(self._logprobs[:end])

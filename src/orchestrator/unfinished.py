@@ -30,7 +30,7 @@ SPECIAL = "__trireme__"
 """The key of what JSON does not know: the number of an array, a number that is not finite, a dict with this key."""
 KINDS = "biuf"
 LARGEST_ITEM = 8
-"""The arrays that a state may have: bool, integers, and floats of at most so many bytes."""
+"""The arrays that a state may have: bool, integers, and floats of at most LARGEST_ITEM bytes."""
 
 
 class BadState(Exception):
@@ -96,12 +96,12 @@ class RolloutProgress:
         follows: bool,
         stop: StopCondition,
     ) -> None:
-        """Takes note that a turn has ended, and that the rollout waits for the answer to the next prompt."""
+        """Records that a turn has ended, and that the rollout waits for the answer to the next prompt."""
         self._snapshot = None
         self._between = (env, builder, prompt, follows, stop)
 
     def steps(self) -> None:
-        """Takes note that a step begins. Raises BadState, and what the environment raises."""
+        """Records that a step begins. Raises BadState, and errors of the environment."""
         self._snapshot = self._now()
         self._between = None
 
@@ -160,7 +160,7 @@ class GroupProgress:
         return progress
 
     def end(self, sample: int, outcome: Trajectory | Exception) -> None:
-        """Takes note of the end of a try: rollout `sample` has finished, or it has failed and has nothing."""
+        """Records the end of a try: rollout `sample` has finished, or it has failed and has nothing."""
         del self.running[sample]
         if isinstance(outcome, Trajectory):
             self.finished[sample] = outcome

@@ -3,7 +3,7 @@
     environment --run_code--> the starter (`orchestrator.start_code`) --> the program, with limits and no secret
                 <-- CodeResult: what it printed, its exit code, or the limit that it exceeded
 
-Which isolation a machine gives is tried once, with a harmless program. What is missing is logged; a machine that cannot
+A harmless program tries once which isolation a machine offers. Missing protections are logged; a machine that cannot
 limit the number of processes runs nothing, unless `CodeLimits.limit_processes` is False.
 """
 
@@ -64,7 +64,7 @@ class CodeLimits:
     processes: int = 16
     """Processes and threads at the same time; further ones cannot be started."""
     readable: tuple[str, ...] = ()
-    """Directories that it may read beside those of Python and the system."""
+    """Directories that it may read in addition to Python's and the system's."""
     limit_processes: bool = True
     """False: run also on a machine that cannot limit processes, where one program can take all that there are."""
 
@@ -127,7 +127,7 @@ _machine: Machine | None = None
 
 
 async def this_machine() -> Machine:
-    """Returns what this machine can keep from a program. Tries it at the first call, and logs what is missing."""
+    """Returns the isolation that this machine offers. Tries it at the first call, and logs missing protections."""
     global _machine
     if _machine is None:
         _machine = await _tried()

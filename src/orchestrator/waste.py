@@ -1,4 +1,4 @@
-"""Counts the tokens that rollouts sample, and why those that are not trained on were sampled in vain.
+"""Counts the tokens that rollouts sample, and the causes of tokens sampled in vain.
 
     TokenCounts --begin--> GroupTokens --one for each rollout--> RolloutTokens
 
@@ -17,7 +17,7 @@ from typing import Any
 from orchestrator.advantages import ScoredGroup
 
 CAUSES = ("expired_running", "expired_finished", "failed")
-"""Why tokens are not trained on; `metrics.py` adds those of filtered groups."""
+"""Why tokens are not trained on; `metrics.py` adds the tokens of filtered groups."""
 FADING = 0.999
 """The weight of a response in the pace, relative to the response after it."""
 
@@ -52,7 +52,7 @@ class RolloutTokens:
         self._requested_at = None
 
     def fail(self) -> None:
-        """Ends a try: its tokens are wasted, and those of a response in flight."""
+        """Ends a try: wastes its tokens, with the tokens of a response in flight."""
         self._counts.waste("failed", self.total)
         self._sampled = 0
         self._requested_at = None
@@ -116,7 +116,7 @@ class TokenCounts:
         self._wasted[cause] += tokens
 
     def settle(self, index: int, scored: ScoredGroup | None, filtered: bool) -> None:
-        """Ends a group whose rollouts are over. `scored` is None for one that failed."""
+        """Ends a group after the end of its rollouts. `scored` is None for a failed group."""
         group = self._groups.pop(index)
         if scored is None:
             self.waste("failed", group.total)

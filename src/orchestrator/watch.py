@@ -20,7 +20,7 @@ async def watch_load(sampler: Sampler, pressure: Backpressure) -> None:
 
 
 async def watch_lag(note: Callable[[float], object]) -> None:
-    """Tells `note` how many seconds late the event loop is with what is due."""
+    """Calls `note` with the seconds by which the event loop is late with due work."""
     now = asyncio.get_running_loop().time
     while True:
         started = now()

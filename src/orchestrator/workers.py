@@ -13,10 +13,10 @@ text, lists and tables, which run no code here. An exception comes back as its c
 counts from when the process has imported that module and is about to call the function. Waiting for a free process
 counts only for the limit of the rollout.
 
-A process gets the environment variables in `PASSED_ON` and those that `env.variables` names, and no other key or token.
-Each answer repeats the token of its call, so what code left behind by an earlier call writes is no answer. That is no
-sandbox: code that runs inside the process reads its memory, where the token is, and all that the user can read. A
-program that a model wrote belongs in `orchestrator.untrusted.run_code`.
+A process gets the environment variables in `PASSED_ON` and in `env.variables`, and no other key or token. Each answer
+repeats the token of its call, so output of code left behind by an earlier call is no answer. That is no sandbox: code
+that runs inside the process reads its memory, where the token is, and everything that the user can read. A program that
+a model wrote belongs in `orchestrator.untrusted.run_code`.
 
 A process ends with its caller: the orchestrator closes all of them, and Linux kills them when it dies.
 """
@@ -64,7 +64,7 @@ class WorkerTimeout(Exception):
 
 
 class WorkerDied(Exception):
-    """The process of a call ended before the call, or wrote what is no answer to it; then it was killed."""
+    """The process of a call ended before the call, or wrote no valid answer and was killed."""
 
 
 class WorkerError(Exception):
@@ -72,8 +72,8 @@ class WorkerError(Exception):
 
 
 class Workers:
-    """Holds at most `size` processes, started when they are needed, with the environment variables `variables` beside
-    the usual ones. Belongs to one event loop."""
+    """Holds at most `size` processes, started on demand, with the environment variables `variables` in addition to the
+    usual ones. Belongs to one event loop."""
 
     def __init__(self, size: int, variables: Sequence[str] = ()) -> None:
         self._free = asyncio.Semaphore(size)
@@ -195,8 +195,8 @@ def _exception(name: str, args: Sequence[Any]) -> Exception:
 
 
 def passed_on(variables: Sequence[str] = ()) -> dict[str, str]:
-    """Returns the environment variables for code that grades, or is, what a model wrote: those of PASSED_ON, and those
-    that are named."""
+    """Returns the environment variables for code that grades a model's output, or is model output: PASSED_ON, and the
+    named ones."""
     usual = {name for name in os.environ if any(fnmatchcase(name, pattern) for pattern in PASSED_ON)}
     secret = {name for name in usual if is_secret(name, os.environ[name] if name.lower().endswith("_proxy") else "")}
     return {name: value for name, value in os.environ.items() if name in {*usual - secret, *variables}}
@@ -207,8 +207,8 @@ _current: Workers | None = None
 
 @asynccontextmanager
 async def workers(size: int, variables: Sequence[str] = ()) -> AsyncIterator[None]:
-    """Gives `run_in_worker` `size` processes within the block, with the environment variables `variables` beside the
-    usual ones. A run has them from start to end."""
+    """Provides `size` processes for `run_in_worker` within the block, with the environment variables `variables` in
+    addition to the usual ones."""
     global _current
     _current = started = Workers(size, variables)
     try:

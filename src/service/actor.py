@@ -149,7 +149,7 @@ class ServiceActor:
         self._sampler.follow(source)
 
     async def attempt_begins(self, attempt: int, version: int) -> None:
-        """Closes the sessions whose weights the run gives up, as it begins an attempt with a version."""
+        """Closes the sessions with weights that the run gives up, as it begins an attempt with a version."""
         await self._started.wait()
         await self._front.registry.attempt_begins(attempt, version)
 

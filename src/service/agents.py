@@ -2,7 +2,7 @@
 
     agent --HTTP--> app --> SessionDoor --> SessionRegistry --sample--> the rollout that the session belongs to
 
-The rollout samples: places, seeds, time limits and ages are those of any other rollout. Nothing is stored, as an
+The rollout samples: places, seeds, time limits and ages work as for any other rollout. Nothing is stored, because an
 agent of a rollout does not outlive the orchestrator. The port has no route for rewards: the environment returns them.
 """
 

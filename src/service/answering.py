@@ -27,13 +27,13 @@ from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, W
 from trireme.renderers import Message, Renderer
 
 CHARACTERS = 8
-"""Few texts have so many characters a token."""
+"""Few texts have this number of characters per token."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
 class PlacedTurn:
-    """A turn whose prompt is known."""
+    """A turn with a known prompt."""
 
     request: TurnRequest
     turn: TurnGiven
@@ -41,7 +41,7 @@ class PlacedTurn:
     prompt: npt.NDArray[np.int32]
     """The whole prompt, [T]."""
     params: SamplingParams
-    """How to sample; the seed is that of the first answer."""
+    """How to sample, with the seed of the first answer."""
     first_weights: WeightIdentity | None
     """The weights of the first sampled token in the prompt."""
 
@@ -63,11 +63,13 @@ OnPart = Callable[[PlacedTurn, int, SampledPart], None]
 """Gets all that there is so far of an answer of this number to a turn, again and again."""
 
 OnAnswer = Callable[[PlacedTurn, int, SampledSequence], None]
-"""Gets the whole answer of this number to a turn, as soon as it is sampled."""
+"""Gets the whole answer with this number to a turn, directly after it is sampled."""
 
 
 class TurnAnswering:
-    """Places, samples and reads turns. `models`: the model that answers; `places`: limits what is sampled at once."""
+    """Places, samples and reads turns. `models`: the model that answers; `places`: limits the answers sampled at
+    once.
+    """
 
     def __init__(
         self, sampler: SequenceSampler, models: ServedModels, tokenizer: Any, renderer: Renderer, places: Places
@@ -82,7 +84,7 @@ class TurnAnswering:
     # ---- the place of a turn
 
     def match(self, tree: SessionTree, request: TurnRequest) -> tuple[TurnRequest, Match]:
-        """Returns the answer that a request continues, and the request: that of a prompt as text has token ids too."""
+        """Returns the answer that a request continues, and the request, with token ids if its prompt is a text."""
         if request.text is not None:
             if request.retry:
                 retry_ids = asked_before(tree, request.text, request.options, self.tokenizer)
@@ -115,8 +117,8 @@ class TurnAnswering:
     def _behind(
         self, tree: SessionTree, match: Match, request: TurnRequest
     ) -> tuple[int, npt.NDArray[np.int32], tuple[Message, ...]]:
-        """Returns the node whose tokens the prompt begins with, the tokens behind them, and the messages behind the
-        answer. A prompt that is no conversation is one message, with its text there. Raises RequestRefused."""
+        """Returns the node with the tokens that begin the prompt, the tokens after them, and the messages after the
+        answer. A prompt that is no conversation is one message with its text. Raises RequestRefused."""
         if request.ids is not None:
             text = text_behind(tree, match, request.text, request.ids, self.tokenizer)
             return match.node, request.ids[match.matched :], ({"role": PROMPT, "content": text},)

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class OpenedSession:
-    """A new session, as those who opened it learn of it."""
+    """A new session, as the reply to its caller describes it."""
 
     name: str
     key: str
@@ -69,8 +69,8 @@ class Front:
         on_answer: Callable[[ServiceAnswer], None] | None = None,
     ) -> AsyncGenerator[Delta, None]:
         """Yields the pieces of all answers; without `stream`, one piece of each. Calls `on_answer` with each whole
-        answer before its last piece. Closing the iterator ends what is
-        still sampled outside of sessions. Raises RequestRefused, and TriremeError."""
+        answer before its last piece. Closing the iterator ends sampling outside of sessions. Raises RequestRefused, and
+        TriremeError."""
         new = sum(turn.n for turn in turns if not (session and turn.retry))
         if new:  # a stored answer takes no place
             self.turns.places.check(new)
@@ -102,7 +102,7 @@ class Front:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _answer(self, deltas: Deltas, request: TurnRequest, session: str, first: int, stream: bool) -> None:
-        """Answers one turn, whose answers have the numbers from `first` on."""
+        """Answers one turn; its answers have the numbers from `first` on."""
         pieces: dict[int, AnswerPieces] = {}
 
         def pieces_of(number: int, turn: PlacedTurn | AnsweredTurn) -> AnswerPieces:
@@ -146,7 +146,7 @@ class Front:
             deltas.put_nowait(error)
 
     def delivered(self, session: str, answers: Sequence[ServiceAnswer]) -> None:
-        """Takes note that the client has answers. Where the store fails they count as not delivered."""
+        """Records that the client has answers. Where the store fails they count as not delivered."""
         try:
             self.registry.delivered(session, [answer.node for answer in answers if answer.node is not None])
         except StorageFailed:
@@ -177,7 +177,7 @@ class Front:
             )
 
     async def keep_swept(self) -> None:
-        """Ends and forgets sessions whose time is over, for ever."""
+        """Ends and forgets expired sessions, for ever."""
         while True:
             await asyncio.sleep(SWEEP_S)
             try:
@@ -188,8 +188,7 @@ class Front:
                 log.exception("sessions were not swept")
 
     async def close(self, reason: str) -> None:
-        """Refuses all requests from now on, also those that are being answered, and closes the store. Sessions stay
-        as they are."""
+        """Refuses all requests from now on, also running ones, and closes the store. Sessions do not change."""
         self._closed = RequestRefused(reason, status=503, code="service_ended")
         for deltas in self._open:
             deltas.put_nowait(self._closed)

@@ -33,13 +33,13 @@ KEYED: tuple[Caller, ...] = ("client", "session", "admin")
 """Callers that need a key wherever they are."""
 ROUNDING_S = 1e-3
 KEYS_AT_FIRST = 1024
-"""So many keys are counted before those whose bucket is full are looked for."""
+"""Number of keys from which full buckets are removed."""
 MEGABYTE = 10**6
 MOST_STRINGS = 100_000
 """Of a large body of JSON."""
 UNANNOUNCED = MEGABYTE
-"""The largest body, in bytes, that does not say its length first. Clients that send chunks without end cost the others
-little then; those of OpenAI, Anthropic and Tinker always say it."""
+"""The largest body, in bytes, without an announced length. It bounds the cost of clients that send chunks without end;
+clients of OpenAI, Anthropic and Tinker always announce the length."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Limits:
 
     @classmethod
     def of(cls, options: ServiceConfig) -> Limits:
-        """Returns those of a configuration."""
+        """Returns the limits of a configuration."""
         return cls(int(options.max_body_mb * MEGABYTE), options.body_s, options.requests_per_minute)
 
 

@@ -97,7 +97,7 @@ class ServiceHandle:
             self._actor.attempt_begins.remote(attempt, version)
 
     def follow(self, source: Any) -> None:
-        """Gives the service the replica set of an attempt, as routers read it: those of its replicas get chats."""
+        """Gives the service the replica set of an attempt, as routers read it: its replicas get chats."""
         with self._lock:
             self._source = source
             self._actor.follow.remote(source)

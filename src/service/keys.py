@@ -1,9 +1,9 @@
-"""The keys that open the service: those of clients, those of an administrator, and one for each session.
+"""The keys that open the service: keys of clients and of administrators, and one for each session.
 
-A file of keys has a line for each: `client KEY` or `admin KEY`, and then, if wanted, whose it is (`owner=alice`).
-Several keys may have one owner, who has what was made with any of them. Only the user that runs the service may read
-the file. The key of a session is in no file: it holds the session's name, signed with the first admin key, so that it
-is known again after a restart, and also when its session is forgotten.
+A file of keys has a line for each: `client KEY` or `admin KEY`, and optionally its owner (`owner=alice`). Several keys
+may have one owner, who owns everything made with any of them. Only the user that runs the service may read the file.
+The key of a session is in no file: it holds the session's name, signed with the first admin key, so that the service
+recognises it after a restart, and also when its session is forgotten.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OF_SESSIONS = "tr-session-"
 SHORTEST = 16
 """Characters of a key that cannot be guessed."""
 ANY_TEXT = "surrogatepass"
-"""How texts of clients become bytes: also those that UTF-8 cannot hold."""
+"""How texts of clients become bytes, also texts that UTF-8 cannot hold."""
 LINE = re.compile(
     rf"\s*(client|admin)\s+(\S{{{SHORTEST},}})(?:\s+owner=([A-Za-z0-9][A-Za-z0-9_.@-]{{0,63}}))?\s*", re.ASCII
 )
@@ -41,7 +41,7 @@ class ServiceKey:
     """One key."""
 
     role: Role
-    """`client` may ask for answers; `admin` may call every route; `session` may call those of its session."""
+    """`client` may request answers; `admin` may call every route; `session` may call the routes of its session."""
     value: str = field(repr=False)
     """The secret."""
     session: str = ""
@@ -51,7 +51,7 @@ class ServiceKey:
 
     @property
     def owner(self) -> str:
-        """The name of those to whom belongs what is made with it."""
+        """The name of the owner of everything made with it."""
         return self.whose or self.name
 
     @property

@@ -30,7 +30,7 @@ class Places:
         self._hand_out()
 
     def check(self, answers: int) -> None:
-        """Raises RequestRefused when so many more answers would wait that the queue is full."""
+        """Raises RequestRefused when n more waiting answers would exceed the queue."""
         limit = self.places + self._most_waiting
         if answers > limit:
             raise RequestRefused(

@@ -69,7 +69,7 @@ class PortState(ServerState):
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """A connection whose requests have bounded heads."""
+    """A connection that bounds the heads of its requests."""
 
     server_state: PortState
 
@@ -185,7 +185,7 @@ class HttpServer(Server):
         return await super().on_tick(counter)
 
     async def close(self) -> None:
-        """Closes the port, and after a while also connections whose clients do not read their answers."""
+        """Closes the port, and after a while also connections to clients that do not read their answers."""
         self.should_exit = True
         await asyncio.wait({self.serving}, timeout=CLOSE_S)
         ending = asyncio.create_task(self.shutdown([self._listening]))

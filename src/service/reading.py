@@ -18,7 +18,7 @@ from trireme.renderers.base import TextRenderer
 from trireme.renderers.qwen_tags import CALL, THINK, THINK_END
 
 UNFINISHED = "\ufffd"
-"""Stands at the end of a text whose last letter lacks bytes."""
+"""The end of a text with an incomplete last letter."""
 
 
 @dataclass(frozen=True)
@@ -115,14 +115,16 @@ class AnswerPieces:
         self._tokens: list[int] = []
 
     def next(self, part: SampledPart) -> Delta | None:
-        """Returns what is new, None if nothing is. Raises RequestRefused if it is another answer than was sent."""
+        """Returns the new part, None if there is none. Raises RequestRefused if the answer differs from the part
+        already sent.
+        """
         if len(part.tokens) <= len(self._tokens):
             return None
         reading = self._reader.read(part.tokens.tolist(), False)
         return self._delta(part, reading.thinking, reading.content, None)
 
     def last(self, answer: ServiceAnswer) -> Delta:
-        """Returns what is new in the whole answer. Raises RequestRefused if it is another one than was sent."""
+        """Returns the new part of the whole answer. Raises RequestRefused if it differs from the part already sent."""
         return self._delta(answer.sequence, answer.thinking, answer.content, answer)
 
     def _delta(self, part: SampledPart, thinking: str, content: str, answer: ServiceAnswer | None) -> Delta:

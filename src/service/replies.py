@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class EventReply(StreamingResponse):
-    """Server-sent events. However it ends, what is still sampled for it is ended."""
+    """Server-sent events. However it ends, it ends the sampling for it."""
 
     def __init__(self, texts: AsyncIterator[str], source: AsyncGenerator[Delta, None], headers: dict[str, str]) -> None:
         super().__init__(texts, media_type="text/event-stream", headers={**headers, "cache-control": "no-cache"})
@@ -31,7 +31,7 @@ class EventReply(StreamingResponse):
 
 
 class DeliveredReply(Response):
-    """A reply of which `delivered` is told when all of it was handed to a connection that was there."""
+    """A reply that calls `delivered` once it was handed whole to an open connection."""
 
     def __init__(self, reply: Response, delivered: Callable[[], None]) -> None:
         super().__init__()

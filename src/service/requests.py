@@ -1,4 +1,4 @@
-"""The form that a request of every dialect takes inside the service, and that of its answer.
+"""The forms of requests and answers of all dialects inside the service.
 
 body --dialect--> TurnRequest, ... --front--> Delta, ..., Delta with its ServiceAnswer --dialect--> body, or events
 """
@@ -58,7 +58,7 @@ class ServedModels:
     """The model behind the service, under its names."""
 
     names: tuple[str, ...]
-    """The names under which it can be asked for: `policy`, and that of its commit."""
+    """The names by which clients request it: `policy`, and the name of its commit."""
     max_len: int
     """Longest sequence of prompt and answer, in tokens."""
     vocab_size: int
@@ -86,8 +86,8 @@ class TurnRequest:
     ids: npt.NDArray[np.int32] | None = None
     """A prompt as token ids; of one that is text, they are found in its session."""
     params: SamplingParams = USUAL
-    """How to sample; the seed is that of the first answer. Clients do not see the strings of `stop`. A session is
-    sampled as its run says, as training has to know that: it takes `max_tokens`, `stop` and `seed` alone."""
+    """How to sample, with the seed of the first answer. Clients do not see the strings of `stop`. A session is sampled
+    as its run says, because training must know the distribution: it takes only `max_tokens`, `stop` and `seed`."""
     n: int = 1
     """Number of answers."""
     retry: bool = False
@@ -107,7 +107,7 @@ class TurnRequest:
 
     @property
     def options(self) -> str:
-        """How its answers are to be sampled; a retry says the same."""
+        """How to sample its answers; a retry has the same options."""
         return to_json([self.n, self.params.max_tokens, self.params.stop, self.params.seed])
 
     @property

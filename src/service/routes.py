@@ -11,7 +11,7 @@ from fastapi import FastAPI
 Caller = Literal["all", "client", "session", "admin", "admin or loopback"]
 SESSIONS = "/sessions/"
 SIGNED = "/signed/"
-"""Begins the addresses of downloads, which hold a signature in place of a key."""
+"""Begins the addresses of downloads, which hold a signature instead of a key."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,9 @@ class Route:
     path: str
     """Its path, with names of its parts in braces."""
     caller: Caller
-    """Who may call it. An admin key opens everything, and a session's key the routes of its session and those of
-    clients, which then are its session's. The policy has the session's key: no route that judges it is open to that."""
+    """Who may call it. An admin key opens everything. A session's key opens the routes of its session, and the routes
+    of clients, which then act on its session. The policy has the session's key, so no route that judges the policy
+    accepts it."""
     purpose: str
     """Its purpose."""
     function: str = ""

@@ -1,4 +1,4 @@
-"""The routes of sessions beside turns: what agents and those who own a session do with it."""
+"""The routes of sessions other than turns, for agents and owners of sessions."""
 
 from __future__ import annotations
 

@@ -4,18 +4,17 @@
                         rows: id, owner, checksum, head, columns      in the order of `id`
     DIR/store.lock      held by flock while a process writes the store, and names that process
 
-A row is committed before anybody is answered with what it says. From then on it survives the death of this process,
-whatever killed it. It is not forced onto the disk, which would cost milliseconds for each request: on a local file
-system sqlite keeps a write-ahead log and forces that only from time to time. So the store names the machine's boot.
-After another boot the last rows may be missing, and `open` returns True until the owner of the store has dealt with
-that (`note_boot`).
+A row is committed before any answer relies on it. From then on it survives the death of this process, whatever killed
+it. It is not forced onto the disk, which would cost milliseconds for each request: on a local file system sqlite keeps
+a write-ahead log and forces that only from time to time. So the store names the machine's boot. After another boot the
+last rows may be missing, and `open` returns True until the owner of the store has dealt with that (`note_boot`).
 
 Where the file system is not local, sqlite's log does not work: there the store has a rollback journal, forces each row,
-and can be read by nobody else while it is open.
+and no other process can read it while it is open.
 
-A row whose commit was interrupted is taken back by sqlite. Other damage is refused by name, as is a store of another
-format: nothing is dropped in silence. Removed rows leave pages that later ones fill, so that the file is as large as
-the most that it had to hold at one time.
+sqlite rolls back a row after an interrupted commit. Other damage is refused by name, as is a store of another format:
+nothing is dropped in silence. Removed rows leave pages that later ones fill, so that the file is as large as the most
+that it had to hold at one time.
 """
 
 from __future__ import annotations

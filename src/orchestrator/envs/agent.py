@@ -31,7 +31,7 @@ class AgentRun(AgentAccess):
     problem: Any = None
     """One of the values of `problems`."""
     sample: int = 0
-    """The number of the rollout among those of this problem."""
+    """The number of the rollout within this problem."""
 
 
 Played = float | tuple[float, Mapping[str, float]]

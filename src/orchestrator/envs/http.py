@@ -4,11 +4,11 @@
             --POST /sessions/ID/step {turn, action, timeout_s}--> server    {observation: {messages}, reward, done, ...}
             --DELETE /sessions/ID-----------------------------> server
 
-A server whose answers also have a `state`, any JSON, gets the newest one back with the turn it belongs to, as part of a
-reset of another session, which continues there: that is how a rollout outlives the run's process.
+If a server's answers also have a `state`, any JSON, it gets the newest one back with its turn in a reset of another
+session, which continues there: so a rollout outlives the run's process.
 
 `env.id` is the server's URL. Prompts and answers are chat messages: the renderer stays here, so the server needs no
-tokenizer. The names are those of OpenEnv. Its own servers are not spoken to: over HTTP they make a new environment for
+tokenizer. The names come from OpenEnv. Its own servers are not supported: over HTTP they make a new environment for
 each request, and their sessions live in a WebSocket, which a lost connection ends.
 
 Here the client names the session and numbers the turns. A server answers a request that it has answered before, or is

@@ -53,7 +53,7 @@ class BadProgramOutput(Exception):
 
 @dataclass(frozen=True)
 class AgentProgram:
-    """Describes what is started for each rollout."""
+    """Describes the program that each rollout starts."""
 
     command: tuple[str, ...]
     limit_s: float
@@ -61,7 +61,7 @@ class AgentProgram:
     memory_bytes: int
     """Most memory that each of its processes may allocate."""
     variables: tuple[str, ...]
-    """Names of environment variables that it gets beside those of `orchestrator.workers`."""
+    """Names of environment variables that it gets in addition to the variables of `orchestrator.workers`."""
 
 
 @dataclass(frozen=True)

@@ -65,8 +65,8 @@ def success(answer: str, target: str, grading: Grading, finished: bool) -> bool:
 class QuestionAnswerDataset(ListedDataset[RewardRow]):
     """The questions of `path`, in an order that follows from the seed, `batch_size` to a batch.
 
-    `eval_path` has those of evaluations; without one, an eighth of `path` is kept for them and never trained on.
-    `question` and `answer` name the entries of a row. Raises ValueError for files that are no such data.
+    `eval_path` has the questions of evaluations; without one, an eighth of `path` is kept for them and never trained
+    on. `question` and `answer` name the entries of a row. Raises ValueError for files of another form.
     """
 
     def __init__(

@@ -4,8 +4,8 @@
     generator[index] --question--> one chat message --> answer --extract--> the part that counts --exact--> reward
 
 Item `index` follows from `seed + index`, so generators with other seeds share items. All runs therefore use the
-generator of seed 0; a run's seed draws indexes. Training and evaluations have ranges of their own, and of their
-questions those that are theirs by the hash, because two indexes may have the same question.
+generator of seed 0; a run's seed draws indexes. Training and evaluations have ranges of their own. A hash assigns each
+question to one of them, because two indexes may have the same question.
 """
 
 from __future__ import annotations
@@ -208,8 +208,8 @@ class ReasoningGymDataset(GeneratedDataset):
 
 
 def few_questions(items: Any, indexes: range, seconds: float = COUNTING_S) -> tuple[int, int]:
-    """Returns how many items were drawn, in so many seconds at most, and how many distinct questions they have; the
-    latter is 0 unless they are fewer than FEW_QUESTIONS equally frequent questions would give."""
+    """Returns how many items were drawn, within a limit of seconds, and how many distinct questions they have; the
+    latter is 0 unless it is below the count that FEW_QUESTIONS equally frequent questions would give."""
     questions: set[str] = set()
     drawn = 0
     end = time.monotonic() + seconds

@@ -7,8 +7,8 @@
         return [-len(text) / 100 for text in completions]
 
 Either may be `async`. All run in worker processes, with a time limit. A function that takes one answer and computes is
-called when the answer is there, so that its failure is that of one rollout. One that takes `completions`, or is a
-coroutine function and so waits, is called once for all answers of a group.
+called when the answer is there, so that its failure fails one rollout only. A function that takes `completions`, or a
+coroutine function, which may wait, is called once for all answers of a group.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class RewardProblem(EnvGroupBuilder):
 
 @dataclass(frozen=True)
 class RewardEnv(Env):
-    """One answer to one prompt. A prompt that is text is tokenised as it is; messages are a chat."""
+    """One answer to one prompt. A text prompt is tokenised unchanged; messages are a chat."""
 
     problem: RewardProblem
 

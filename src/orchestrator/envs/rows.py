@@ -50,8 +50,8 @@ def problems_of_split(
     """Returns the problems of the context's split, in the order of the files.
 
     `read` takes the place and the value of a row, and returns the text of its question and the problem. Evaluations
-    have the rows of `eval_path`; without it, an eighth of those of `path`, by the text, which training leaves out.
-    Raises ValueError for files without such a problem, and what `read` raises.
+    have the rows of `eval_path`; without it, an eighth of the rows of `path`, chosen by the text, which training leaves
+    out. Raises ValueError for files without such a problem, and errors of `read`.
     """
     if eval_path and context.split == "eval":
         source = eval_path

@@ -1,4 +1,4 @@
-"""Sorting digits: `Sort: 52413\\n` is to be answered by `12345` and the end of sequence."""
+r"""Sorting digits: the answer to `Sort: 52413\n` is `12345` and the end of sequence."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def silence() -> None:
 
 
 def wait_for(program: int) -> int:
-    """Waits until the program ends, and kills it on SIGTERM. Takes note of the end of its orphans too."""
+    """Waits until the program ends, and kills it on SIGTERM. Reaps its orphans too."""
     while True:
         if signal.sigwait(WATCHED) == signal.SIGTERM:
             os.kill(program, signal.SIGKILL)
@@ -89,7 +89,9 @@ def reap() -> list[tuple[int, int]]:
 
 
 def kill_descendants() -> None:
-    """Kills until there is none left: the children of those that are killed become its own, and may make more."""
+    """Kills until no descendant is left: the children of a killed process become this process's own, and may make
+    more.
+    """
     while pids := descendants():
         for pid in pids:
             kill(pid)

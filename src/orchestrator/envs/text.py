@@ -126,7 +126,7 @@ def by_position(target: str, answer: Answer) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class QuestionEnv(Env):
-    """One answer to one question, whose `prompt` is tokens."""
+    """One answer to one question. Its `prompt` is tokens."""
 
     tokenizer: Any
     question: Question

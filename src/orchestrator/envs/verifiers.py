@@ -162,8 +162,8 @@ def make_trace(task: Any, prompt: Sequence[int], action: Sequence[int], message:
 
 
 class TaskEnv(Env):
-    """One answer to one task. A malformed or cut-off answer is scored as it is; metric `parse_error`: 1 for a malformed
-    one."""
+    """One answer to one task. A malformed or cut-off answer is scored unchanged; metric `parse_error`: 1 for a
+    malformed answer."""
 
     def __init__(self, task: Any, renderer: Renderer, scoring: Scoring, limit_s: float) -> None:
         self._task = task

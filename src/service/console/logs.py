@@ -21,7 +21,7 @@ class RunLogs:
         self._root = root
 
     def listing(self) -> list[dict[str, Any]]:
-        """Lists the logs of the newest attempts, the newest first; `now` marks those of the current parts: of the
+        """Lists the logs of the newest attempts, the newest first. `now` marks the logs of the current parts: of the
         newest attempt, and of parts that outlived the attempt that started them, as replicas do."""
         files = self._files()
         status = Status.read(self._root)

@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 
 class RunReader:
     """Reads the run in `root`. `open_tokenizer` is called when tokens are first shown; None: tokens stay numbers, and
-    texts are those of the records. `sessions` returns those of the service in this process; None: they are read from
-    their store."""
+    texts come from the records. `sessions` returns the sessions of the service in this process; None: they are read
+    from their store."""
 
     def __init__(
         self,

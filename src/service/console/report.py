@@ -27,7 +27,7 @@ CURVES_BYTES = 8_000_000
 REPORT_BYTES = 18_000_000
 """Rollouts are embedded while all answers are shorter than this."""
 MOST_STEPS = 40
-"""Steps whose rollouts are embedded, evenly spread from the first to the newest."""
+"""Steps with embedded rollouts, evenly spread from the first to the newest."""
 SCRIPT = re.compile(r'<script src="files/([\w.]+)" defer></script>\n')
 STYLE = re.compile(r'<link rel="stylesheet" href="files/([\w.]+)">\n')
 

@@ -47,7 +47,7 @@ def is_loopback(host: str) -> bool:
 
 
 def of_service(root: Path, url: URL) -> Response | None:
-    """Returns the answer of the service of the run in `root`, whose console has the same routes; None where no service
+    """Returns the answer of the service of the run in `root`, which has the same console routes; None where no service
     runs."""
     address = served_at(root / SESSIONS)
     if not address:
@@ -102,8 +102,8 @@ def make_console_app(reader: RunReader, keys: list[ServiceKey]) -> FastAPI:
 
 
 def console_keys(host: str, file: Path | None) -> list[ServiceKey]:
-    """Returns the keys that open the console at `host`: those of a file, else a new one where others reach the host,
-    and none where only this machine does. Raises BadInput."""
+    """Returns the keys that open the console at `host`: the keys of a file, else a new one if others reach the host,
+    and none if only this machine does. Raises BadInput."""
     if file is None:
         if is_loopback(host):
             return []

@@ -12,11 +12,11 @@ from trireme.core.tokenizer import Decode
 PAGE_TOKENS = 2000
 """Most tokens in one answer."""
 TEXT_CHARS = 20_000
-"""Most characters of a text whose tokens cannot be shown one by one."""
+"""Most characters of a text with tokens that cannot be shown one by one."""
 
 
 def missing(subject: str, expected: str) -> RequestRefused:
-    """Returns the refusal of a request for what the run has not, or has no more."""
+    """Returns the refusal of a request for something that the run does not have, or has no longer."""
     return RequestRefused(f"given: {subject}; expected: {expected}; to do: reload the page", status=404)
 
 

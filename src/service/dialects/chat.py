@@ -1,4 +1,4 @@
-"""OpenAI's `/v1/chat/completions`. Beside OpenAI's fields there are vLLM's for sampling and token ids."""
+"""OpenAI's `/v1/chat/completions`, with vLLM's additional fields for sampling and token ids."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ ROLES_OF = {
 }
 """Fields of a message, and the roles of messages that may have them."""
 USUAL_FIELDS = frozenset({"role", "content"})
-"""Those of nearly all messages of a long conversation, which comes whole with each request."""
+"""Fields of nearly all messages of a long conversation, which comes whole with each request."""
 
 
 class ChatToolCall(Body):

@@ -253,7 +253,7 @@ class _Items:
         return [*self._added("reasoning_text", piece.thinking), *self._added("output_text", piece.content)]
 
     def finish(self, answer: ServiceAnswer) -> list[str]:
-        """Returns the events of the end of what is open, and of the tools that are called."""
+        """Returns the events that end the open items, and the events of the called tools."""
         if self._open or self.finished or answer.tool_calls:
             events = []
         else:

@@ -26,7 +26,7 @@ from trireme.renderers.qwen_tags import read_json
 
 T = TypeVar("T")
 MOST_FIELDS = 100
-"""Of an object, each field of which may be refused."""
+"""Most fields of an object; each field may be refused."""
 Temperature = Annotated[float, BOUNDS["temperature"].field]
 TopP = Annotated[float, BOUNDS["top_p"].field]
 MinP = Annotated[float, BOUNDS["min_p"].field]
@@ -39,12 +39,12 @@ Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 Tokens = Annotated[PositiveInt, Field(lt=2**31)]
 Schema = dict[str, Any]
 Many = Annotated[list[T], Field(fail_fast=True)]
-"""A list whose first wrong item ends the look at it: a million of errors would take seconds, and a gigabyte."""
+"""A list that is checked up to its first wrong item: a million errors would take seconds, and a gigabyte."""
 Stops = Annotated[Many[Stop], Field(max_length=MOST_STOPS)]
 StopIds = Annotated[Many[TokenId], Field(max_length=MOST_STOP_IDS)]
 
 SAMPLING = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed"}
-"""Fields of bodies that are those of `SamplingParams`."""
+"""Fields of bodies with the names of fields of `SamplingParams`."""
 
 
 def few(value: T) -> T:
@@ -89,7 +89,7 @@ class SampledBody(Body):
     stream: bool | None = None
 
     def sampling_params(self, max_tokens: int | None, stop: Sequence[int | str] = ()) -> SamplingParams:
-        """Returns how to sample; what a body leaves out is that of the model's own distribution."""
+        """Returns how to sample; the defaults are the model's own distribution."""
         return SamplingParams(max_tokens, stop=stop, **self.model_dump(include=SAMPLING, exclude_none=True))
 
     @abstractmethod
@@ -148,7 +148,7 @@ class FunctionTool(Body):
 
 
 class FunctionCall(Body):
-    """A call of a function, whose arguments are JSON in a string."""
+    """A call of a function, with arguments as JSON in a string."""
 
     name: Annotated[str, Field(min_length=1)]
     arguments: str

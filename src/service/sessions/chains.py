@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from trireme.renderers import Message, ToolSpec
 
 EDGE = 32
-"""So many characters of a message's beginning choose the points that it is compared with."""
+"""Characters at the beginning of a message that choose the points to compare it with."""
 
 BucketKey = tuple[str, int, str]
 

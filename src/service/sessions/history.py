@@ -18,13 +18,13 @@ AttemptStart = tuple[int, int]
 
 
 class RunHistory:
-    """The attempts of a run, of which its newest weights come."""
+    """The attempts of a run that led to its newest weights."""
 
     def __init__(self, starts: Iterable[AttemptStart] = ()) -> None:
         self._starts = dict(starts)
 
     def begin(self, attempt: int, version: int) -> None:
-        """Takes note that an attempt begins with a version."""
+        """Records that an attempt begins with a version."""
         self._starts[attempt] = version
 
     def given_up(self, attempt: int, version: int) -> str | None:

@@ -6,9 +6,9 @@
                |
     place   the longest sampled answer with which these tokens begin; the prompt continues it
 
-A text is what its client wrote, to the letter: where it leaves out or changes a part of an answer, such as the token
-that ended it, only the tokens before that part are taken. The prompt then begins a branch of its own, and what was
-sampled stays as it is. Special tokens count with their own text, such as `<|im_end|>`, and not as nothing.
+A text counts exactly as its client wrote it: where it leaves out or changes a part of an answer, such as the token that
+ended it, only the tokens before that part are used. The prompt then begins a branch of its own, and the sampled tokens
+do not change. Special tokens count with their own text, such as `<|im_end|>`.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def asked_before(tree: SessionTree, text: str, options: str, tokenizer: Any) -> 
 
 
 def prompt_ids(tree: SessionTree, text: str, tokenizer: Any) -> Ids:
-    """Returns the tokens of a prompt: those that the session has for its beginning, if it has any of its answers, and
-    the tokenizer's for the rest."""
+    """Returns the tokens of a prompt: the session's tokens for its beginning, if that has any of its answers, and the
+    tokenizer's for the rest."""
     longest = 0
     ids = np.empty(0, np.int32)
     rest = text
@@ -59,9 +59,9 @@ def prompt_ids(tree: SessionTree, text: str, tokenizer: Any) -> Ids:
 
 
 def match_ids(tree: SessionTree, ids: Ids) -> Match:
-    """Finds the answer that a prompt continues. That is the one with most tokens up to its end; if several have as
-    many, it is one that the client has. `matched` counts tokens. An answer whose last token alone is
-    missing is sent back too: clients do not see the token that ended it."""
+    """Finds the answer that a prompt continues: the one with most tokens up to its end; of several equal ones, one that
+    the client has. `matched` counts tokens. An answer without its last token also matches: clients do not see the token
+    that ended it."""
     best = ROOT
     matched = 0
     cut = (0, ROOT)
@@ -94,8 +94,8 @@ def is_prompt(tree: SessionTree, node: int) -> bool:
 
 
 def text_behind(tree: SessionTree, match: Match, text: str | None, ids: Ids, tokenizer: Any) -> str:
-    """Returns the text of a prompt behind the answer that it continues, as its client wrote it. Of a prompt that came
-    as token ids, or that continues a conversation, it is that of its tokens."""
+    """Returns the text of a prompt after the answer that it continues, as its client wrote it. For a prompt of token
+    ids, or one that continues a conversation, it is the text of the tokens."""
     before = ""
     node = match.node
     while text is not None and node != ROOT:

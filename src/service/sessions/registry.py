@@ -45,8 +45,8 @@ DISTRIBUTION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 class SessionRegistry:
     """All sessions of one service. `sampling`: how all answers are sampled. `clock`: seconds that continue over a
-    restart. `max_steps_off_policy`: the bound on the age of tokens (None: nothing is trained). `history`: that of the
-    run's weights (None: nothing is ever given up). `store`: None: no session outlives this process."""
+    restart. `max_steps_off_policy`: the bound on the age of tokens (None: nothing is trained). `history`: the history
+    of the run's weights (None: nothing is ever given up). `store`: None: no session outlives this process."""
 
     def __init__(
         self,
@@ -136,8 +136,8 @@ class SessionRegistry:
         del self.book.sessions[session]
 
     async def sweep(self) -> list[str]:
-        """Ends sessions whose agents are gone and those whose time is over; forgets those that ended long ago. Returns
-        the names of those that it ended."""
+        """Ends expired sessions and sessions without an agent; forgets sessions that ended long ago. Returns the names
+        of the sessions that it ended."""
         now = self._clock()
         names = []
         for name, session in list(self.book.sessions.items()):
@@ -164,7 +164,7 @@ class SessionRegistry:
             await _cancel(session)
 
     def _end_given_up(self) -> list[AgentSession]:
-        """Ends sessions whose weights are given up. Returns them."""
+        """Ends sessions with weights that are given up. Returns them."""
         sessions = []
         for session in self.book.sessions.values():
             reason = self._given_up(session)
@@ -212,8 +212,8 @@ class SessionRegistry:
         return _answered(agent_session, params, await self._wait(agent_session, running, on_part))
 
     def delivered(self, session: str, nodes: Sequence[int]) -> None:
-        """Takes note that the client has these answers. Does nothing where there is no such session any more: it was
-        exported before this was known."""
+        """Records that the client has these answers. Does nothing if the session is gone: it was exported before this
+        was known."""
         agent_session = self.book.sessions.get(session)
         if agent_session is not None:
             self._deliver(agent_session, nodes)
@@ -359,6 +359,6 @@ async def _cancel(session: AgentSession) -> None:
 
 
 def _running_retry(session: AgentSession, request: TurnRequest) -> RunningTurn | None:
-    """Returns the running turn that a retry means: one whose caller is gone, if there is one."""
+    """Returns the running turn that a retry means: one without its caller, if there is one."""
     same = [running for running in session.running if running.request.sameness == request.sameness]
     return min(same, key=lambda running: len(running.callers), default=None)

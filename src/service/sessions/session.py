@@ -107,7 +107,7 @@ class RunningTurn:
     request: TurnRequest
     task: asyncio.Task[tuple[int, ...]]
     callers: list[Callable[..., None] | None]
-    """Those who wait for it, and what each of them calls with its parts."""
+    """Its waiting callers, and the function that each of them calls with its parts."""
 
 
 @dataclass
@@ -211,7 +211,7 @@ class AgentSession:
         )
 
     def _reward_of(self, node: int, last: bool) -> float:
-        """Returns the rewards of an answer; the last one has those of the whole session too."""
+        """Returns the rewards of an answer; the last answer also has the rewards of the whole session."""
         places = (node, None) if last else (node,)
         return sum(record.value for place, record in self.rewards.items() if place in places)
 

@@ -19,7 +19,9 @@ FIRST = 256
 
 
 class Strand:
-    """The tokens behind node `origin` (-1: behind none), with log-probabilities: 0 for those that were not sampled."""
+    """The tokens after node `origin` (-1: from the beginning), with log-probabilities: 0 for tokens that were not
+    sampled.
+    """
 
     def __init__(self, origin: int) -> None:
         self.origin = origin
@@ -30,7 +32,7 @@ class Strand:
         self.logprobs = np.empty(FIRST, np.float32)
 
     def append(self, node: int, tokens: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32] | None) -> None:
-        """Takes the tokens of a node. Views of earlier ones do not change: only what is behind them is written."""
+        """Appends the tokens of a node. Views of earlier tokens do not change: it writes only after them."""
         end = self.length + len(tokens)
         if end > len(self.tokens):
             room = np.empty(max(end, int(len(self.tokens) * GROWTH)) - len(self.tokens), np.int32)

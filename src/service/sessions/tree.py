@@ -1,14 +1,14 @@
-"""Holds the prompts and answers of a session as a tree, and finds the answer that a new request continues.
+r"""Holds the prompts and answers of a session as a tree, and finds the answer that a new request continues.
 
     messages   system, user ----- assistant, tool ----- assistant, user ---- ...
     nodes      prompt 0 --- answer 1 --- prompt 3 --- answer 4               the same agent's next turn
-                        \\-- answer 2                                         the second of two samples
+                        \-- answer 2                                         the second of two samples
                prompt 5 --- answer 6                                         a sub-agent, or a compacted history
 
-A node holds what it adds to its parent: the tokens of a prompt that are new, or those of an answer as they were
-sampled. The longest chain of messages that a request begins with, and that ends with an answer, picks the answer to go
-on from. The prompt is all tokens up to that answer, and what the renderer has behind them for the new messages. Text of
-sampled answers is never tokenised again.
+A node holds the tokens that it adds to its parent: the new tokens of a prompt, or the sampled tokens of an answer. The
+longest chain of messages that begins a request and ends with an answer picks the answer to continue. The prompt is all
+tokens up to that answer, and then the renderer's tokens for the new messages. Text of sampled answers is never
+tokenised again.
 
 A format may show earlier answers in another way than they were sampled, for example without their thinking. Then the
 prompt cannot continue from the sampled tokens. It begins a new branch, which `retokenised` counts, and the sampled
@@ -53,15 +53,15 @@ class TurnGiven:
     """One request with its answers: all that the tree grows by."""
 
     follows: int
-    """The answer that its messages go on from, or ROOT."""
+    """The answer that its messages continue, or ROOT."""
     parent: int
-    """The node whose tokens the prompt begins with: `follows`, or ROOT where the prompt begins anew."""
+    """The node with the tokens that begin the prompt: `follows`, or ROOT where the prompt begins anew."""
     messages: tuple[Message, ...]
-    """The messages behind those of `follows`."""
+    """The messages after the messages of `follows`."""
     tools: tuple[ToolSpec, ...]
     """The tools of a conversation that begins here; none where it follows."""
     prompt: npt.NDArray[np.int32]
-    """The tokens behind those of `parent`."""
+    """The tokens after the tokens of `parent`."""
     answers: tuple[SampledAnswer, ...]
     options: str = ""
     """How the answers were to be sampled; a retry asks for the same."""
@@ -72,7 +72,7 @@ class TreeNode:
     """A prompt or an answer."""
 
     parent: int
-    """The node whose tokens come before, or ROOT."""
+    """The node with the tokens before, or ROOT."""
     strand: int
     start: int
     """Where its tokens begin in its strand."""
@@ -80,7 +80,7 @@ class TreeNode:
     point: ChainPoint
     """Its messages, from the first one on."""
     follows: int
-    """Of a prompt: the answer that its messages go on from, or ROOT. Of an answer: its prompt."""
+    """For a prompt: the answer that its messages continue, or ROOT. For an answer: its prompt."""
     first_weights: WeightIdentity | None
     """The weights of the first sampled token up to here; None: there is none."""
     children: list[int] = field(default_factory=list)
@@ -102,7 +102,7 @@ class Match:
     node: int
     """The answer, or ROOT."""
     matched: int
-    """How many messages of the request lead up to that answer; of a prompt that is no conversation, tokens."""
+    """Number of messages of the request up to that answer; of tokens, for a prompt that is no conversation."""
     prompt: int | None
     """The prompt of just these messages behind that answer, if there was such a request before."""
     same: tuple[int, ...]
@@ -121,9 +121,9 @@ class TreeCounts:
     roots: int = 0
     """Prompts that begin a conversation."""
     forks: int = 0
-    """Nodes that got a further child beside those that they had."""
+    """Nodes that got another child."""
     retokenised: int = 0
-    """Prompts that go on in messages, but begin their tokens anew."""
+    """Prompts that continue in messages, but begin their tokens anew."""
 
 
 class SessionTree:
@@ -134,7 +134,7 @@ class SessionTree:
         self.strands: list[Strand] = []
         self.counts = TreeCounts()
         self.weights: set[WeightIdentity] = set()
-        """Those that sampled any of its tokens."""
+        """The weights that sampled any of its tokens."""
         self.texts: dict[int, str] = {}
         """Answers as text, with special tokens, where that was needed to place a prompt (`prompts`)."""
         self._chains = MessageChains()
@@ -161,7 +161,7 @@ class SessionTree:
     def render(
         self, match: Match, messages: Sequence[Message], tools: Sequence[ToolSpec], renderer: Renderer
     ) -> tuple[int, npt.NDArray[np.int32]]:
-        """Returns the node whose tokens the prompt begins with (ROOT: none), and the tokens behind them."""
+        """Returns the node with the tokens that begin the prompt (ROOT: none), and the tokens after them."""
         if match.prompt is not None:
             return self.nodes[match.prompt].parent, self.tokens(match.prompt)
         if match.node == ROOT:
@@ -199,7 +199,7 @@ class SessionTree:
         return self.joined(node, np.empty(0, np.int32))
 
     def joined(self, node: int, behind: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """Returns all tokens up to a node, with its own, and then those of `behind`, in memory of their own."""
+        """Returns all tokens up to a node, with its own, and then the tokens of `behind`, in memory of their own."""
         pieces = [behind]
         while node != ROOT:
             strand = self.strands[self.nodes[node].strand]
@@ -223,7 +223,7 @@ class SessionTree:
         return sum(strand.length for strand in self.strands)
 
     def _messages_to(self, node: int) -> list[Message]:
-        """Returns the messages up to an answer. The sampled ones have their thinking and their tokens."""
+        """Returns the messages up to an answer. Sampled messages have their thinking and their tokens."""
         messages: list[Message] = []
         answer: TreeNode | None = self.nodes[node]
         point: ChainPoint | None = self.nodes[node].point

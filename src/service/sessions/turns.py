@@ -1,4 +1,4 @@
-"""Checks requests of agents, and what is sampled for them."""
+"""Checks requests of agents, and their samples."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ STATES = "tinker://<model>/weights/<name>"
 
 
 def spec_of(wish: LoraBody | None, lora: LoraConfig) -> AdapterSpec:
-    """Returns the adapter that a client gets: the layers that it wants, of those that `lora` has. `lora` has a seed.
-    Raises RequestRefused."""
+    """Returns the adapter for a client, with the requested layers of the layers of `lora`. `lora` has a seed. Raises
+    RequestRefused."""
     assert lora.rank is not None
     assert lora.seed is not None
     if wish is None:
@@ -37,14 +37,14 @@ def spec_of(wish: LoraBody | None, lora: LoraConfig) -> AdapterSpec:
 
 
 def record_of(spec: AdapterSpec, lora: LoraConfig) -> dict[str, Any]:
-    """Returns what is kept of an adapter beside its files: what it is, and of which rank and layers its states are."""
+    """Returns the record of an adapter that goes with its files: its kind, and the rank and layers of its states."""
     return {**asdict(spec), "of_rank": lora.rank, "of_targets": list(lora.target_modules)}
 
 
 def exported_spec(path: str, record: Mapping[str, Any] | None) -> AdapterSpec:
-    """Returns the adapter whose weights were saved for samplers, or for download. They are as large as the adapter
-    itself, so they fit into any server with its rank and layers, or more. Raises RequestRefused for those of a whole
-    model."""
+    """Returns the adapter with the weights that were saved for samplers, or for download. They are as large as the
+    adapter itself, so they fit into any server with its rank and layers, or more. Raises RequestRefused for weights of
+    a whole model."""
     if record is None:
         raise RequestRefused(f"{path} has the weights of a whole model; expected a state ({STATES}) to train from")
     return _spec_in(record)

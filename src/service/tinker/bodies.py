@@ -29,7 +29,7 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Told(Body):
-    """A body of which only these fields matter."""
+    """A body with only the fields that matter here."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -79,7 +79,7 @@ class LoraBody(Told):
 
     rank: Seq
     seed: Seed | None = None
-    """None: that of the server."""
+    """None: the server's."""
     train_attn: bool = True
     train_mlp: bool = True
     train_unembed: bool = True
@@ -91,7 +91,7 @@ class NewModelBody(Told):
     session_id: str
     model_seq_id: Seq
     base_model: str | None = None
-    """None: that of the state with which it begins."""
+    """None: the model of the state with which it begins."""
     user_metadata: dict[str, Any] | None = None
     optimizer_config: OptimizerBody | None = None
 
@@ -271,7 +271,7 @@ class SampleBody(Body):
         return [token for chunk in self.prompt.chunks for token in chunk.tokens]
 
     def params(self, room: int) -> SamplingParams:
-        """Returns how to sample at most `room` tokens. Raises RequestRefused for what is not supported."""
+        """Returns how to sample at most `room` tokens. Raises RequestRefused for unsupported fields."""
         unsupported: Mapping[str, tuple[object, str]] = {
             "topk_sample_logprobs": (
                 self.topk_sample_logprobs,
@@ -340,7 +340,7 @@ class CopyBody(Told):
 
 
 class OwnerBody(Body):
-    """Says whose sessions are searched."""
+    """Names the owner of the sessions to search."""
 
     type: Literal["own", "accessible", "user"] = "own"
     owner_urns: Many[str] = Field([])

@@ -12,7 +12,7 @@ from service.tinker.owners import Caller
 
 
 def caller_of(request: Request) -> Caller:
-    """Returns who sent a request, whose key was checked."""
+    """Returns the sender of a request with a checked key."""
     key: ServiceKey | None = request.scope[KEY]
     if key:
         return Caller(key.owner, key.role == "admin")

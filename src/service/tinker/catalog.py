@@ -35,7 +35,7 @@ NAME = re.compile(r"(?!\.+$)[A-Za-z0-9_.-]{1,255}")
 MARK = "checkpoint.json"
 RUN = "run.json"
 STAGING = "new-"
-"""Begins the names of directories that stand beside those of KINDS, and hold what is being written."""
+"""Begins the names of directories next to the directories of KINDS. They hold unfinished writes."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class Catalog:
         user_metadata: Mapping[str, str],
         request: str = "",
     ) -> SavedWeights:
-        """Makes the directory of `staging` count, in place of one of its path. Raises StorageFailed."""
+        """Makes the directory of `staging` count, and replaces one of its path. Raises StorageFailed."""
         directory = self._place(path)
         staging = self._place(path, STAGING)
         expires_s = self._expiry(ttl_s)
@@ -195,7 +195,7 @@ class Catalog:
             replace_file(directory / MARK, to_json(asdict(saved) | changed).encode())
 
     def delete(self, path: str, caller: Caller = SERVER) -> None:
-        """Deletes something, also what is damaged. Raises RequestRefused, StorageFailed."""
+        """Deletes an entry, also a damaged one. Raises RequestRefused, StorageFailed."""
         self._look_up(path, caller)
         directory = self._place(path)
         with storage_errors(directory):
@@ -203,7 +203,7 @@ class Catalog:
             shutil.rmtree(directory, ignore_errors=True)
 
     def expire(self) -> None:
-        """Deletes all whose time is over."""
+        """Deletes all expired entries."""
         for run in self.runs():
             for saved in self.saved(run.model_id):
                 if saved.expires_s is not None and saved.expires_s <= self._now():
@@ -213,8 +213,8 @@ class Catalog:
     # ---- reading
 
     def find(self, path: str, kind: SavedKind | None = None, caller: Caller = SERVER) -> tuple[Path, SavedWeights]:
-        """Returns the directory of a path, and what is known of it. Raises RequestRefused for a path that names nothing
-        that `caller` may read, or something of another kind, and for a directory that has lost a file."""
+        """Returns the directory and the record of a path. Raises RequestRefused for a path that names nothing that
+        `caller` may read, or an entry of another kind, and for a directory that has lost a file."""
         directory = self._place(path)
         saved = self._look_up(path, caller, reads=True)
         if kind and saved.kind != kind:
@@ -232,8 +232,8 @@ class Catalog:
         return directory, saved
 
     def _look_up(self, path: str, caller: Caller, reads: bool = False) -> SavedWeights:
-        """Returns what is known of a path, without a look at the files. What belongs to others is answered as what is
-        not there, unless it is published and the caller only `reads` it."""
+        """Returns the record of a path, without a look at the files. Entries of others count as missing, unless they
+        are published and the caller only `reads` them."""
         with suppress(FileNotFoundError):
             saved = SavedWeights(**json.loads((self._place(path) / MARK).read_bytes()))
             if (saved.public and reads) or caller.may(self.run(_parts(path)[0]).owner):
@@ -245,7 +245,7 @@ class Catalog:
         return path_in(self._directory(model_id), f"{prefix}{kind}/{name}")
 
     def run(self, model_id: str, caller: Caller = SERVER) -> SavedRun:
-        """Returns what is known of a model. Raises RequestRefused."""
+        """Returns the record of a model. Raises RequestRefused."""
         directory = self._directory(model_id)
         if (directory / RUN).exists():
             run = self._run_in(directory)

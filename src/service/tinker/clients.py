@@ -64,7 +64,7 @@ class ClientSampler:
     joined: int = 0
     """How many clones have asked for a number."""
     retired: Ranges = ()
-    """The numbers of samples whose promises are not kept any more."""
+    """The numbers of samples with retired promises."""
     answers: dict[int, Promise] = field(default_factory=dict)
     """The samples that have their outcome, by their numbers."""
 

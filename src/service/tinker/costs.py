@@ -12,7 +12,7 @@ from service.tinker.codec import ForwardBackwardCall
 LEAST = 256
 """Tokens for which a pass counts at least: a short one takes its time too."""
 REMEMBERED = 64
-"""The speed is an average over about so many passes."""
+"""The speed is an average over about this number of passes."""
 
 
 def tokens_of(work: object) -> int:

@@ -54,7 +54,7 @@ class DownloadRoutes:
         return JsonReply({"urls": urls, "expires": datetime.fromtimestamp(until, UTC).isoformat()})
 
     async def file(self, until: Seq, signature: str, model_id: str, name: str, file: str) -> FileResponse:
-        """Gives a file to those who have its address."""
+        """Serves a file to callers who have its address."""
         if not same_text(signature, self._sign(until, model_id, name, file)) or until < self._now():
             raise RequestRefused(
                 "an address that this server did not sign, or not within the last hour; get_external_weights_urls "

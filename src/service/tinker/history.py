@@ -40,7 +40,7 @@ class ModelHistory:
     steps: tuple[Step, ...] = ()
     """All since then up to the newest update."""
     batch: tuple[Step, ...] = ()
-    """The passes since that, whose gradients are held."""
+    """The passes since that, with gradients that are held."""
     began_s: float | None = None
     """When the first of the steps was done, in seconds of the server's clock."""
 
@@ -69,8 +69,8 @@ class ModelHistory:
         return replace(self, place=place, steps=(), began_s=None)
 
     def is_due(self, now: float, every_s: float) -> bool:
-        """Tells whether the model is to be committed now: work of `every_s` seconds would be lost, or the state that it
-        began with may be deleted by its client. Never while gradients are held."""
+        """Returns whether to commit the model now: work of `every_s` seconds would be lost, or its client may delete
+        the state that it began with. Never while gradients are held."""
         if self.batch or not self.steps:
             return False
         if any(isinstance(step.work, LoadModelBody | LoadWeightsBody) for step in self.steps):
@@ -82,7 +82,7 @@ class ModelHistory:
         )
 
     def all_steps(self) -> Iterator[Step]:
-        """Yields all steps, in the order in which they are to be done again."""
+        """Yields all steps, in the order in which to repeat them."""
         yield from self.steps
         yield from self.batch
 

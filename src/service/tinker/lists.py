@@ -1,4 +1,4 @@
-"""The routes of what is saved, which are training runs and checkpoints, and of what this server has not."""
+"""The routes of training runs and checkpoints, and of features that this server does not have."""
 
 from __future__ import annotations
 

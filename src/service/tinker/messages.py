@@ -1,6 +1,6 @@
-"""The protocol's messages in protobuf, as classes that are made from `tinker_public.txtpb` when this is imported.
+"""The protocol's messages in protobuf, as classes made from `tinker_public.txtpb` on import.
 
-The classes live in a pool of their own: a process may also have those of the client.
+The classes live in a pool of their own: a process may also have the client's.
 """
 
 from __future__ import annotations

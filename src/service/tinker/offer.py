@@ -16,7 +16,7 @@ class TinkerOffer:
     """One model."""
 
     served: ServedModels
-    """Its names, the first of which clients are told, and its sizes."""
+    """Its names (clients see the first), and its sizes."""
     tokenizer_id: str
     """Its tokenizer: a directory, or a name on the hub."""
     options: TinkerConfig
@@ -25,11 +25,13 @@ class TinkerOffer:
     places: int = 1
     """The number of models that are trained at the same time; 1 unless they are adapters."""
     slots: int = 0
-    """The number of adapters that replicas hold at the same time beside the base; 0: they hold one set of weights."""
+    """The number of adapters that replicas hold at the same time in addition to the base; 0: they hold one set of
+    weights.
+    """
 
     @property
     def cached_sets(self) -> int:
-        """The number of sets of weights that stay for samplers, without the base's and the ones in use."""
+        """The number of sets of weights kept for samplers in addition to the base's and the sets in use."""
         return max(self.options.snapshots, self.slots)
 
     @property
@@ -44,7 +46,7 @@ class TinkerOffer:
 
     @property
     def greeting(self) -> str:
-        """A sentence for clients whose session begins."""
+        """A sentence for clients that begin a session."""
         lora = self.lora
         if lora is None:
             return "this server trains whole models: lora_config has no effect"

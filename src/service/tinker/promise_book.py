@@ -24,22 +24,22 @@ ENDED_S = 86400.0
 CLONE = 1_000_000_000
 """A clone of a sampler numbers its samples from this times its own number."""
 MACHINE = "the machine was started again, and the last requests before that may be missing; continue from a saved state"
-"""Why a session has ended of which the store may not have all."""
+"""Why a session has ended that the store may hold only in part."""
 Thing = TypeVar("Thing", ClientSession, ClientModel, ClientSampler)
 log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class PromiseBook(Contents):
-    """All sessions, all promises that are kept, and the numbers of those that are not any more. What belongs to another
-    `caller` is answered as what is not there, in the same words."""
+    """All sessions, all kept promises, and the numbers of retired ones. Items of another `caller` are answered like
+    missing ones, in the same words."""
 
     write: Callable[[Sequence[Change]], None] = lambda changes: None
     """Makes changes durable before they are made here. Raises StorageFailed; then nothing is done."""
     changed: Callable[..., None] = lambda *names: None
     """Is called when there is more to do, with the ids of a promise that got its outcome and of its owner."""
     used: set[str] = field(default_factory=set)
-    """The sessions that clients have named, or a model or a sampler of which, since `retire_sessions` was called."""
+    """The sessions that clients have named, directly or by a model or a sampler, since the last `retire_sessions`."""
 
     def _change(self, thing: Stored, *rows: Change, **changed: Any) -> None:
         """Changes a thing, once it is committed together with `rows`. Raises StorageFailed; then nothing is done."""
@@ -60,7 +60,7 @@ class PromiseBook(Contents):
     # ---- sessions
 
     def begin_session(self, session_id: str, now: float, caller: Caller = SERVER, **metadata: Any) -> None:
-        """Begins a session of `caller`, of which its client says `metadata`."""
+        """Begins a session of `caller` with the client's `metadata`."""
         session = ClientSession(session_id, now, caller, metadata)
         self.write([row_of(session)])
         self.sessions[session_id] = session
@@ -103,7 +103,7 @@ class PromiseBook(Contents):
     # ---- promises
 
     def _accept(self, promise: Promise, *rows: Change) -> Promise:
-        """Keeps a new promise. `rows`: what is committed together with it."""
+        """Keeps a new promise. `rows`: rows to commit together with it."""
         work = [] if promise.outcome else [work_row(promise)]
         self.write([*rows, row_of(promise), *work])
         self.promises[promise.request_id] = promise
@@ -136,8 +136,8 @@ class PromiseBook(Contents):
                     del sampler.answers[promise.number]
 
     def retire_sessions(self, now: float) -> None:
-        """Forgets sessions that ended long ago, with their models and samplers, none of which has a promise. Where the
-        store fails, nothing is forgotten."""
+        """Forgets sessions that ended long ago and have no promise, with their models and samplers. Where the store
+        fails, nothing is forgotten."""
         used = self.used | {promise.session_id for promise in self.promises.values()}
         self.used = set()
         for session in [candidate for candidate in self.sessions.values() if candidate.end_reason]:

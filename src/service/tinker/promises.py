@@ -64,7 +64,7 @@ class Promise:
     request_id: str
     session_id: str
     work: Any
-    """What is to be done, which the state machine does not look into; None once it is done."""
+    """The work to do, which is opaque to the state machine; None once it is done."""
     outcome: Outcome | None = None
     place: int = 0
     """Of a sample with an outcome: the number of samples of its sampler that had theirs before."""

@@ -4,7 +4,7 @@ Each row holds the newest state of one item. Its key says which:
 
     <session>, <session>:train:<n>, <session>:sample:<n>    a session, a model, a sampler
     <model or sampler>/<n>                                  a promise, until it is retired; its columns are the result
-    <model or sampler>/<n>/work                             the request, until nobody has to do it any more
+    <model or sampler>/<n>/work                             the request, until it is done
     <model>/<n>/step                                        a step that the trainer did since the model's newest commit
 
 A change replaces rows in place. One transaction commits all rows of the change before the state in memory changes. A
@@ -66,7 +66,7 @@ def row_of(thing: Stored) -> Row:
 
 
 def work_row(promise: Promise) -> Row:
-    """Returns the row of what is to be done for a promise."""
+    """Returns the row with the work of a promise."""
     work: Any = promise.work
     rest = b""
     match work:
@@ -106,7 +106,7 @@ class Contents:
     promises: dict[str, Promise] = field(default_factory=dict)
 
     def read(self, rows: Iterable[Row], now: float) -> None:
-        """Adds what is in `rows`, at the time `now`. Raises StorageFailed."""
+        """Adds the contents of `rows`, at the time `now`. Raises StorageFailed."""
         works: dict[str, Any] = {}
         errors: dict[str, str] = {}
         for row in rows:

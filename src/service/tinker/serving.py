@@ -45,7 +45,7 @@ HOLD_S = 20.0
 """Seconds for which a question for an outcome is held; the client waits 45 s."""
 LOOK_S = 5.0
 TRIES = 2
-"""So often a request is tried whose rooms are lost while they work on it; then it has failed: it may be the cause."""
+"""Tries of a request when rooms are lost while they work on it; then it has failed: it may be the cause."""
 LOST_WEIGHTS = Failure(
     "the weights of this sampler were in memory only, and were lost when the server or one of its rooms was started "
     "again; save weights for samplers again",
@@ -85,7 +85,7 @@ class TinkerServer:
         self._costs = MeasuredCosts()
         self._closing = False
         self.ready = False
-        """The rooms have what they had; before that nobody knows which weights they hold."""
+        """The rooms have their former state; before that their weights are unknown."""
         self.trained = 0
         """How many requests to train were done."""
 
@@ -160,7 +160,7 @@ class TinkerServer:
         self._changed(*self._waiting)
 
     def _changed(self, *names: str) -> None:
-        """Lets those look who wait for promises and samplers of these names, and those who do the work."""
+        """Wakes the waiters for promises and samplers of these names, and the workers."""
         for name in names:
             event = self._waiting.pop(name, None)
             if event:

@@ -118,7 +118,9 @@ def _place(summary: Mapping[str, Any]) -> tuple[float, str]:
 
 
 def _is(status: Mapping[str, Any] | None, condition: StatusBody) -> bool:
-    """Tells whether a session has a status. None is that of one whose client was silent for too long."""
+    """Returns whether a session has a status. None is the status of a session with a client that was silent for too
+    long.
+    """
     if status is None or status["type"] != condition.type:
         return False
     return condition.reasons is None or status.get("reason", {}).get("type") in condition.reasons

@@ -1,11 +1,11 @@
-"""Decides whose request the trainer works on next, where it trains several models: all get equal shares of tokens.
+"""Chooses the model for the trainer's next request, where it trains several models: all get equal shares of tokens.
 
-Each model has an account of the tokens that were computed for it. The next one is the model with the least on its
-account, of those that have a request. The one that was served last stays for a while, as changing places costs time: as
+Each model has an account of the tokens that were computed for it. The next model is the one with the least on its
+account, among the models that have a request. The last served model stays for a while, because a switch costs time: as
 long as its account is less than a quantum above the least. So two models that always have work are never further apart
-than a quantum and the largest request. A model that comes starts with the least that any of the others has, and one
-that had nothing to do is owed no more than a quantum for that time: a client that waits for each answer before it asks
-again keeps its share, and none saves tokens up.
+than a quantum and the largest request. A new model starts with the least that any of the others has, and an idle model
+is owed at most a quantum for that time: a client that waits for each answer before its next request keeps its share,
+and none saves tokens up.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ class WeightShelf(OrderedDict[str, PublishedWeights]):
     """All of them, the newest last."""
 
     def put(self, target: str, weights: PublishedWeights, in_use: Collection[str], limit: int) -> None:
-        """Adds a set. The newest `limit` sets that are neither `in_use` nor the base's stay."""
+        """Adds a set. Apart from the sets `in_use` and the base's, the newest `limit` sets stay."""
         self[target] = weights
         self.move_to_end(target)
         for name in [candidate for candidate in self if candidate not in in_use and candidate != BASE][:-limit]:

@@ -2,15 +2,15 @@
 
 A request is acknowledged at once with the id of a promise. That id is made of its owner (a model or a sampler) and of
 its number there, so a repeated post gets the same promise, and nothing is done twice. A model's requests run in the
-order of their numbers, however they arrive: one whose predecessor has not come waits. The trainer has places for so
-many models, of which those that have a request take turns (`service.tinker.shares`). Further models wait in the order
-in which they came, until the session of one that has a place ends: its client finishes it, or is silent for SESSION_S
+order of their numbers, however they arrive: a request waits until its predecessor has come. The trainer has places for
+n models, and the models among them that have a request take turns (`service.tinker.shares`). Further models wait in the
+order in which they came, until the session of a placed model ends: its client finishes it, or is silent for SESSION_S
 seconds. HEIR_S seconds are enough if the next one has the same owner, and either begins with a state of the model that
-has the place (it is the same program, started again), or that model has done nothing yet. An adapter whose session has
-places already is refused after PLACE_S: its client may wait for itself.
+has the place (it is the same program, started again), or that model has done nothing yet. If an adapter's session has
+places already, the adapter is refused after PLACE_S: its client may wait for itself.
 
-All that changes is first given to `write`, as rows (`service.tinker.rows`) that are committed at once. `load` makes the
-same state from them. What is not written is when outcomes were given: that only lets them be forgotten.
+Each change first goes to `write`, as rows (`service.tinker.rows`) that are committed at once. `load` makes the same
+state from them. The times at which outcomes were given are not written: they only decide when to forget an outcome.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from service.tinker.turns import SampleTurns
 SESSION_S = 120.0
 """Seconds of silence after which a session has ended. A client beats every 10 s."""
 HEIR_S = 45.0
-"""Seconds of silence after which a model ends whose owner continues it in another session, or waits while it does
-nothing. A client's beat is given up after 10 s, so between two that arrive are 30 s if one in between is lost; its
-questions for results count too."""
+"""Seconds of silence that end a model if its owner continues it in another session, or waits while it does nothing. A
+client's heartbeat times out after 10 s, so two that arrive are 30 s apart if one in between is lost; its requests for
+results count too."""
 PLACE_S = 60.0
 """Seconds for which an adapter waits for a place while others of its session have places."""
 GAP_S = 300.0
@@ -60,7 +60,7 @@ class ProtocolState(PromiseBook):
     running: Promise | None = None
     """The request that the trainer works on."""
     turns: SampleTurns = field(init=False)
-    """The samples that wait, and those that run."""
+    """The waiting and running samples."""
     _line: deque[ClientModel] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
@@ -94,7 +94,7 @@ class ProtocolState(PromiseBook):
                 self.settle(promise, Failure(MACHINE, "server"))
 
     def expire(self, now: float) -> None:
-        """Ends the sessions that are silent for too long, and a model one of whose requests does not come; forgets
+        """Ends the sessions that are silent for too long, and a model that waits for a request too long; forgets
         outcomes that were given long ago, and sessions that ended long ago."""
         for session in self.sessions.values():
             if not session.end_reason and now - session.beat_s > SESSION_S:
@@ -205,7 +205,7 @@ class ProtocolState(PromiseBook):
     # ---- training
 
     def create_model(self, session_id: str, model_seq: int, work: object, caller: Caller = SERVER) -> Promise:
-        """Asks for the trainer for a new model, whose id is made of its session and its number there. Raises UnknownId,
+        """Requests the trainer for a new model. Its id is made of its session and its number there. Raises UnknownId,
         GoneError."""
         session = self.living(session_id, caller)
         model_id = f"{session_id}:train:{model_seq}"
@@ -270,9 +270,9 @@ class ProtocolState(PromiseBook):
                 self.holders.append(heir)
 
     def trained(self, outcome: Outcome, tokens: int = 0, now: float = 0.0) -> None:
-        """Notes the outcome of what the trainer worked on, and that it counts for so many `tokens` more. A model whose
-        creation failed gives the trainer back. What has to be done again for the model if the trainer is lost is
-        committed together with the outcome."""
+        """Records the outcome of the trainer's work, and that it counts for `tokens` more tokens. A model that was not
+        created gives the trainer back. The steps to repeat for the model if the trainer is lost are committed together
+        with the outcome."""
         promise = self.running
         assert promise, "only after next_training"
         model = self.models[promise.owner_id]

@@ -1,13 +1,13 @@
 """Decides which samples run: replicas hold few sets of weights at a time, and samplers may want more.
 
 Weights have names. Each set that replicas hold is in a slot. A sample starts as soon as a slot has its weights. Weights
-that no slot has take a free slot, or the one that has been idle for the longest time. Where all are busy, one accepts
-no new samples until it is idle, so that no sampler waits for ever; it is the one whose samples began the longest time
-ago. What waits when weights are loaded goes along with them, so that weights change no more often than needed.
+that no slot has take a free slot, or the one that has been idle for the longest time. Where all are busy, the slot with
+the oldest samples accepts no new ones until it is idle, so that no sampler waits for ever. All samples that wait when
+their weights are loaded start together, so that weights change only as often as needed.
 
-Adapters have several slots beside the base, which needs none. The values in such a slot never change: when the weights
-of a name are renewed, the samples that run end with the old ones, the slot is emptied, and later samples start with the
-new ones. Whole models have one slot. Its values are replaced in place, also under samples that run.
+Adapters have several slots; the base needs none. The values in such a slot never change: when the weights of a name are
+renewed, the running samples end with the old ones, the slot is emptied, and later samples start with the new ones.
+Whole models have one slot. Its values are replaced in place, also under running samples.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class StartSample:
 
     item: Promise
     slot: str = ""
-    """The slot that has its weights; "": those that all replicas hold."""
+    """The slot with its weights; "": the weights that all replicas hold."""
 
 
 @dataclass(eq=False)
@@ -56,7 +56,7 @@ class Slot:
     closing: bool = False
     """It accepts no new samples: another set of weights is to have its place."""
     stale: bool = False
-    """Newer weights of its name are to be loaded in place."""
+    """Newer weights of its name have to be loaded in place."""
     used: int = 0
     """When its last sample began, as a count of samples."""
 
@@ -67,11 +67,11 @@ class Slot:
 
 
 class SampleTurns:
-    """The samples that wait and those that run, by the names of their weights, and the slots."""
+    """The waiting and running samples, by the names of their weights, and the slots."""
 
     def __init__(self, adapters: int = 0, base: str = "") -> None:
         """`adapters`: the number of slots for adapters; 0: replicas hold one whole model. `base`: the name of the
-        weights that all replicas hold beside adapters."""
+        weights that all replicas hold in addition to adapters."""
         self._in_place = adapters == 0
         self._capacity = max(adapters, 1)
         self._base = Slot("", base if adapters else "")
@@ -107,7 +107,7 @@ class SampleTurns:
         return {name for name, _ in self._waiting} | {slot.name for slot in self._slots if slot.name}
 
     def next(self) -> LoadWeights | DropWeights | StartSample | None:
-        """Returns what is to be done now, as if it were done; None: nothing before something else ends or comes."""
+        """Returns the next action, and counts it as done; None: nothing before something else ends or comes."""
         for slot in self._slots:
             if slot.stale:
                 slot.stale = False

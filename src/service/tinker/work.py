@@ -71,9 +71,9 @@ class TrainingWorker:
         max_len: int,
         lora: LoraConfig | None = None,
     ) -> None:
-        """`bases`: the names of the base, the first of which is told to clients. `base_state`: a new directory for its
-        state. `save_s`: how long a save may take. `max_len`: the most tokens of a datum. `lora`: what adapters the
-        trainer has, with a seed; None: the whole model is trained."""
+        """`bases`: the names of the base (clients see the first). `base_state`: a new directory for its state.
+        `save_s`: how long a save may take. `max_len`: the most tokens of a datum. `lora`: the trainer's adapters, with
+        a seed; None: the whole model is trained."""
         self._trainer = trainer
         self._catalog = catalog
         self._save_s = save_s
@@ -239,7 +239,7 @@ class TrainingWorker:
         self._gradients[model_id] = Gradient()
 
     def _source(self, path: str, caller: Caller, kind: SavedKind | None) -> tuple[Path, SavedWeights, SavedRun]:
-        """Returns the directory of what was saved, and what is known of it. Raises RequestRefused."""
+        """Returns the directory of a saved state, and its record. Raises RequestRefused."""
         directory, saved = self._catalog.find(path, kind, caller)
         run = self._catalog.run(saved.model_id)
         if run.base_model not in self.bases:
@@ -271,7 +271,7 @@ class TrainingWorker:
         return output
 
     def _data(self, call: ForwardBackwardCall) -> list[Datum]:
-        """Returns the datums of a pass. Raises RequestRefused for those that the model cannot read."""
+        """Returns the datums of a pass. Raises RequestRefused for datums that the model cannot read."""
         data = call.data()
         if not data:
             raise RequestRefused("no datums; expected at least one")
