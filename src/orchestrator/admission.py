@@ -127,11 +127,11 @@ class Permit:
 class Backpressure:
     """Holds the gate of a run, and adapts its limit to the replicas' load when `max_concurrent = "auto"`.
 
-    The limit starts a quarter above what the replicas decode in parallel: by the configuration, or, where vLLM decides
-    it, first by LEAST_PLACES and then by the most that the replicas report. It falls when a replica has preempted a
-    sequence (given up its KV for lack of space), but not again before as many rollouts have ended. It grows by one
-    group while it holds back a request, no replica has a queue and none is near its KV capacity. A group that waits at
-    the gate is younger, once it starts, than one that waits in a replica's queue.
+    The limit starts a quarter above the number of sequences that the replicas decode in parallel: by the configuration,
+    or, where vLLM decides it, first by LEAST_PLACES and then by the most that the replicas report. It falls when a
+    replica has preempted a sequence (given up its KV for lack of space), but not again before as many rollouts have
+    ended. It grows by one group while it holds back a request, no replica has a queue and none is near its KV capacity.
+    A group that waits at the gate is younger, once it starts, than one that waits in a replica's queue.
     """
 
     def __init__(self, config: Config) -> None:
@@ -162,8 +162,8 @@ class Backpressure:
             self._adapt(len(loads) * self._group_size, preemptions > 0, nothing_queued and kv_used < KV_HIGH)
 
     def _take_places(self, places: int) -> None:
-        """Raises the limit to what the replicas say that they decode in parallel, whenever that is more than ever: vLLM
-        may decide it by their GPUs, and replicas join later than others."""
+        """Raises the limit whenever the replicas report that they decode more in parallel than ever: vLLM may decide
+        the number by their GPUs, and replicas join later than others."""
         if self._config.inference.max_num_seqs is None and places > self._places:
             self._places = places
             assert self.gate.limit is not None

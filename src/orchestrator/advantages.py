@@ -2,8 +2,8 @@
 
     ScoredGroup --compute_advantages--> [WeightedTrajectory] --lay_out--> TokenBatch
 
-Short trajectories are laid out many at a time, as a numpy call costs more than the numbers of one of them; long ones in
-pieces, so that no call takes long.
+Short trajectories are laid out many at a time, because a numpy call costs more than the arithmetic for one of them;
+long ones in pieces, so that no call takes long.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def is_constant(rewards_G: Sequence[float]) -> bool:
 
 @dataclass(frozen=True)
 class WeightedTrajectory:
-    """A trajectory with what its sampled tokens count for."""
+    """A trajectory with the weights of its sampled tokens."""
 
     trajectory: Trajectory
     advantage: float
@@ -200,7 +200,7 @@ class Segments:
 
     @property
     def divisor(self) -> float:
-        """Returns what they add to the divisor of their substep."""
+        """Returns their term in the divisor of their substep."""
         total_N = [
             sum(turn.sampled for turn in one.trajectory.turns if one.counts and turn.in_loss) for one in self._weighted
         ]
@@ -238,10 +238,10 @@ def build_minibatch(
     last: bool,
     keep: Keep = keep_whole,
 ) -> Minibatch:
-    """Builds a minibatch of groups, in that order, with where they came from. `keep` says where its tokens are.
+    """Builds a minibatch of groups, in that order, with their origins. `keep` decides where its tokens are.
 
-    `orchestrator.overlong_filter`: answers cut by length do not count in the loss, as they do not show how good they
-    would have been. `last`: the minibatch ends its substep.
+    `orchestrator.overlong_filter`: answers cut by length do not count in the loss, because their final reward is
+    unknown. `last`: the minibatch ends its substep.
     """
     weighted: list[WeightedTrajectory] = []
     for scored in scored_P:

@@ -75,8 +75,8 @@ class SessionTurns:
         was answered."""
 
     async def sample(self, request: SampleRequest, *on_progress: OnProgress) -> SampledSequence:
-        """Samples one answer as the run does. Raises BadInput for a prompt that is too long, RolloutError, and what the
-        rollout's sampler raises."""
+        """Samples one answer as the run does. Raises BadInput for a prompt that is too long, RolloutError, and the
+        errors of the rollout's sampler."""
         try:
             async with self._one_by_one:
                 sampled = await self._one(request, *on_progress)
@@ -120,7 +120,7 @@ class SessionTurns:
 
 
 def is_of_a_room(error: Exception | None) -> bool:
-    """Tells whether an error of sampling is a room's, and not about one request."""
+    """Returns whether an error of sampling is a room's, and not about one request."""
     return isinstance(error, TriremeError) and not isinstance(error, BadInput)
 
 
@@ -132,8 +132,8 @@ async def play_session(
     sampling: SamplingConfig,
     run_seed: int | None,
 ) -> Trajectory:
-    """Lets an agent play one episode to its end, and closes its session, however it ended. Raises RolloutError, what
-    the agent raises, and errors of the rooms whatever the agent makes of them."""
+    """Lets an agent play one episode to its end, and closes its session, however it ended. Raises RolloutError, errors
+    of the agent, and errors of the rooms even if the agent hides them."""
     fault_point("orchestrator.rollout")
     sessions = _current  # an agent that ignores its cancellation may outlast the block of `agent_sessions`
     assert sessions is not None, "an agent is played within agent_sessions"
@@ -165,7 +165,7 @@ async def play_session(
 
 
 def _reward(played: Any) -> tuple[Any, Any]:
-    """Returns reward and metrics of what an agent returned, which `check_report` then looks at."""
+    """Returns reward and metrics of an agent's result, for `check_report`."""
     if isinstance(played, tuple) and len(played) == 2:
         return played
     return (played, {})

@@ -86,7 +86,7 @@ class Continuation:
     tokens, however long the whole prompt is."""
 
     tokens: TokenIds
-    """What follows them; may be empty."""
+    """The tokens after them; may be empty."""
 
 
 @dataclass(frozen=True)
@@ -120,9 +120,9 @@ class Resumable:
             raise TypeError(f"{cls.__qualname__} overrides state_dict; expected load_state_dict too, which takes it")
 
     def state_dict(self) -> Mapping[str, Any] | None:
-        """Returns all that another environment of this rollout needs to continue the episode from here: JSON values and
-        numpy arrays, which are copied. Unless overridden, None: a commit then keeps nothing of the rollout, which
-        starts again after a resume. Called between turns, never while another method runs."""
+        """Returns everything that another environment of this rollout needs to continue the episode from here: JSON
+        values and numpy arrays, which are copied. Unless overridden, None: a commit then keeps nothing of the rollout,
+        which starts again after a resume. Called between turns, never while another method runs."""
         return None
 
     async def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -140,7 +140,7 @@ class Env(Resumable, ABC):
 
     @abstractmethod
     async def initial_observation(self) -> tuple[TokenIds, StopCondition]:
-        """Returns the first prompt, and what ends the answer to it."""
+        """Returns the first prompt, and the stop condition of its answer."""
 
     @abstractmethod
     async def step(self, action: Sequence[int]) -> StepResult:
@@ -158,15 +158,15 @@ class Env(Resumable, ABC):
         return None
 
     async def close(self) -> None:
-        """Gives back what the environment holds, within `env.close_s` seconds. Called exactly once for each environment
-        that was made, used or not, when its rollout has ended; while another method runs only if that has ignored its
-        cancellation for as long."""
+        """Releases the environment's resources, within `env.close_s` seconds. Called exactly once for each environment,
+        used or not, after its rollout; while another method runs only if that has ignored its cancellation for as long.
+        """
         return
 
 
 class AgentEnv(ABC):
-    """One episode that an agent plays: it asks the policy by itself, over HTTP, as often and in whatever branches it
-    wants. Used once."""
+    """One episode that an agent plays: it requests answers by itself, over HTTP, as often and in whatever branches it
+    needs. Used once."""
 
     @abstractmethod
     async def play(self, access: AgentAccess) -> tuple[float, Mapping[str, float]]:
@@ -358,7 +358,7 @@ async def close_env(env: Any) -> None:
 
 @asynccontextmanager
 async def first_env(problem: EnvGroupBuilder) -> AsyncIterator[Env | AgentEnv]:
-    """Yields the first environment of a problem. The end of the block gives back what the problem holds."""
+    """Yields the first environment of a problem. The end of the block releases the problem's resources."""
     if problem.makes_one:
         envs: Sequence[Env | AgentEnv] = [await result_of(problem.make_env, 0)]
     else:

@@ -42,5 +42,5 @@ class LayoutThread:
             return build(self._keep)
 
     def close(self) -> None:
-        """Ends the thread. Does not wait for what it is doing."""
+        """Ends the thread. Does not wait for its present work."""
         self._thread.shutdown(wait=False)

@@ -113,7 +113,7 @@ class Group:
 
 @dataclass
 class Tally:
-    """Counts groups by how they ended, since the start of the run. `expired_*` count the dropped ones once more."""
+    """Counts groups by how they ended, since the start of the run. `expired_*` count the dropped groups once more."""
 
     dispatched: int = 0
     trained: int = 0
@@ -148,7 +148,7 @@ class Ledger:
     consumed: dict[int, list[Group]] = field(default_factory=dict)
     """Groups taken into each batch with slots that are not free yet."""
     resample: deque[str] = field(default_factory=deque)
-    """Problems of groups that a loaded state had no room for; they are dispatched before new ones."""
+    """Problems of groups for which a loaded state had no slot; they are dispatched before new ones."""
     tally: Tally = field(default_factory=Tally)
 
     @property
@@ -215,7 +215,7 @@ class Ledger:
 
         Returns them, and the dropped groups; the caller stops their rollouts. May be called several times for one
         batch; the call that completes it cuts it. Raises ProvenanceError for a group that is too old, ValueError for
-        another batch than the one being assembled or more groups than it lacks.
+        another batch than the one being assembled, or for more groups than are missing in it.
         """
         if step != self.batch or not 0 < count <= self.lacking:
             raise ValueError(f"asked for {count} groups of batch {step}; batch {self.batch} lacks {self.lacking}")
@@ -305,7 +305,7 @@ class Ledger:
     def acknowledge(self, replicas: Mapping[int, int]) -> None:
         """Sets the live replicas, with the version that each has acknowledged. Replicas that are missing have left.
 
-        Raises ProvenanceError when one of them is below what all live ones had acknowledged before.
+        Raises ProvenanceError when one of them is below the version that all live ones had acknowledged before.
         """
         for replica, version in replicas.items():
             if version < self.floor:
@@ -322,7 +322,7 @@ class Ledger:
         self.consumed = {step: groups for step, groups in self.consumed.items() if step >= first}
 
     def counts(self) -> dict[str, int]:
-        """Returns the terms of the conservation equation, and what `active` and the queue consist of. Raises
+        """Returns the terms of the conservation equation, and the parts of `active` and the queue. Raises
         ProvenanceError unless the equation holds."""
         finished = sum(g.finished for g in self.active.values())
         counts = vars(self.tally) | {

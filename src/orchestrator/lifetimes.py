@@ -59,7 +59,7 @@ class TaskOwner:
 
     @staticmethod
     def watch(loop: asyncio.AbstractEventLoop) -> None:
-        """Makes the loop note the owner of each task from now on, and contain what an owned one raises."""
+        """Makes the loop record the owner of each task from now on, and contain the errors of owned tasks."""
 
         def start(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
             tasks = _owner.get()
@@ -186,7 +186,7 @@ class GroupEnvs:
         return self._begin_closing(env, sample)
 
     async def end(self) -> None:
-        """Closes all that are open or unused, and then lets the builder clean up."""
+        """Closes all open or unused environments, and then lets the builder clean up."""
         for sample in list(self._open):
             self.close(sample)
         for sample, envs in self._unused.items():

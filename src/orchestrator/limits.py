@@ -74,7 +74,9 @@ class RunLimits:
             )
 
     def judge_group(self, usable: bool, tally: Tally) -> None:
-        """Counts a group that ended; `tally` is the ledger's. Raises LimitReached after many unusable ones in a row."""
+        """Counts a group that ended; `tally` is the ledger's. Raises LimitReached after many unusable groups in a
+        row.
+        """
         if usable:
             self._unusable_in_a_row = 0
         else:
@@ -116,7 +118,7 @@ class BackgroundTasks:
         self._error: BaseException | None = None
 
     def spawn(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
-        """Starts a task. What a dataset raises in it (KeyboardInterrupt, SystemExit) does not end the event loop."""
+        """Starts a task. Errors of a dataset in it (KeyboardInterrupt, SystemExit) do not end the event loop."""
         task = start_contained(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._on_end)

@@ -74,18 +74,18 @@ class MessageEnv(Resumable, ABC):
         return None
 
     async def truncated(self, reason: Truncation) -> MessageStep | None:
-        """Called once when a limit of the run ends the episode, as `Env.truncated`. Unless overridden, the rewards stay
-        as they are."""
+        """Called once when a limit of the run ends the episode, like `Env.truncated`. Unless overridden, the rewards do
+        not change."""
         return None
 
     async def close(self) -> None:
-        """Gives back what the environment holds, as `Env.close`."""
+        """Releases the environment's resources, like `Env.close`."""
         return
 
 
 class RenderedEnv(Env):
-    """A MessageEnv behind a renderer. Metric `parse_error`: 1 for a malformed message, else 0; its stop reason tells of
-    one that was cut off."""
+    """A MessageEnv behind a renderer. Metric `parse_error`: 1 for a malformed message, else 0; a message that was cut
+    off has its own stop reason."""
 
     def __init__(self, env: MessageEnv, renderer: Renderer) -> None:
         self._env = env

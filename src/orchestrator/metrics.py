@@ -52,7 +52,7 @@ ENDINGS = ("resampled", "dropped", "filtered", "failed", "expired_running", "exp
 
 @dataclass
 class StepMeter:
-    """Collects what happens between two rows."""
+    """Collects the metrics between two rows."""
 
     counts: dict[str, int]
     """The ledger's at the last row."""

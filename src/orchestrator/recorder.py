@@ -1,4 +1,4 @@
-"""Records rollouts for people and tools to read: of each step the best and the worst group, and some random ones.
+"""Records rollouts for people and tools: the best and the worst group of each step, and some random groups.
 
 A record is one line of JSON for each group (`rollouts/step_000012.jsonl` in the run directory):
 
@@ -50,7 +50,7 @@ class Recorder:
         return [to_json(self._record(step, reason, scored), default=str) for reason, scored in picked]
 
     def _picked(self, step: int, trained_P: Sequence[ScoredGroup]) -> list[tuple[str, ScoredGroup]]:
-        """Picks the same groups whenever it is called with the same ones, so that a repeated step is recorded alike."""
+        """Picks the same groups for the same arguments, so that a repeated step has the same record."""
         *lower, best = sorted(trained_P, key=lambda scored: float(np.mean(scored.rewards_G)))
         worst = lower[:1]
         rest = lower[1:]

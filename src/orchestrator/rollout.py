@@ -39,7 +39,7 @@ NUMBERS = (float, int, Real, np.bool_)
 """Types of rewards and metrics. The first two are Real as well, and found sooner."""
 MAPPINGS = (dict, Mapping)
 LARGEST_REWARD = 2.0**53
-"""Beyond it float64 cannot tell r from r + 1, and a gradient in float32 is near its end."""
+"""Beyond it float64 does not distinguish r from r + 1, and a gradient in float32 almost overflows."""
 
 
 class RolloutError(Exception):
@@ -71,7 +71,7 @@ class OutOfVocabulary(RolloutError):
 
 
 class EnvExited(RolloutError):
-    """The environment raised what would end the whole process (`sys.exit`, KeyboardInterrupt)."""
+    """The environment raised an exception that would end the whole process (`sys.exit`, KeyboardInterrupt)."""
 
 
 class EnvCancelled(RolloutError):
@@ -160,8 +160,8 @@ async def run_rollout(
     run_seed: int | None,
     progress: RolloutProgress | None = None,
 ) -> Trajectory:
-    """Plays one episode to its end, from where `progress` says that it was. Raises RolloutError, and what the
-    environment or the sampler raises."""
+    """Plays one episode to its end, from the state in `progress`. Raises RolloutError, and errors of the environment or
+    the sampler."""
     fault_point("orchestrator.rollout")
     progress = progress or RolloutProgress()
     builder, observation, stop = await _beginning(env, key, progress.begun)
@@ -202,7 +202,7 @@ async def run_rollout(
 async def _beginning(
     env: Env, key: RolloutKey, begun: UnfinishedRollout | None
 ) -> tuple[TrajectoryBuilder, TokenIds | Continuation, StopCondition]:
-    """Returns the turns so far, the next observation, and what ends the answer to it."""
+    """Returns the turns so far, the next observation, and the stop condition of its answer."""
     if begun is None:
         with trace.overlapping("initial_observation", "environment", problem=key.problem):
             return TrajectoryBuilder(), *await result_of(env.initial_observation)
@@ -272,7 +272,7 @@ def _too_long(limit: Truncation, prompt: npt.NDArray[np.int32], limits: RolloutL
 def checked(
     sampled: SampledSequence, request: SampleRequest, key: RolloutKey, limits: RolloutLimits
 ) -> SampledSequence:
-    """Returns an answer up to what ended it. Raises BadSample."""
+    """Returns an answer up to its end. Raises BadSample."""
     _check_sample(sampled, key, limits)
     if request.params.stop and (strings := request.params.stop_strings):  # its sampler may not have stopped there
         assert limits.decode is not None, "strings end answers, but there is no decoder to find them"

@@ -1,4 +1,4 @@
-"""The groups that are being sampled: their tasks, and what they have so far."""
+"""The running groups: their tasks, and their progress."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class RunningGroups:
         self._begun.pop(group.index, None)
 
     def stop(self, index: int) -> None:
-        """Stops the rollouts of a group, and forgets what it has."""
+        """Stops the rollouts of a group, and drops its progress."""
         self._restored.pop(index, None)
         self._begun.pop(index, None)
         task = self._tasks.pop(index, None)
@@ -68,7 +68,7 @@ class RunningGroups:
         return progress.take(group, runner.size, runner.sampling.temperature)
 
     def load(self, ledger: Ledger, state: OrchestratorState) -> tuple[dict[int, ScoredGroup], str]:
-        """Loads a commit into the ledger. Groups that were running then continue from what it has of them. Returns the
+        """Loads a commit into the ledger. Groups that were running then continue from their progress in it. Returns the
         finished groups by index, and how many of the unfinished rollouts were kept ("" if there were none)."""
         fitting = {unfinished.group.index: unfinished for unfinished in state.running if self._fits(unfinished)}
         usable = ledger.load_state_dict(state.ledger, fitting.keys())
@@ -82,5 +82,5 @@ class RunningGroups:
         return finished, f"{restored} of {rollouts} unfinished rollouts were kept" if rollouts else ""
 
     def _fits(self, unfinished: UnfinishedGroup) -> bool:
-        """True if the rollouts of a group from a commit may be continued: its tokens are sampled as they were."""
+        """True if the rollouts of a group from a commit may be continued: sampling has the same settings as before."""
         return unfinished.temperature == self._runner_of(unfinished.group.problem).sampling.temperature

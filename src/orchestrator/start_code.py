@@ -74,7 +74,7 @@ class CodeStart:
     parent: int
     isolation: str
     command: Sequence[str]
-    """What runs the file PROGRAM."""
+    """The command that runs the file PROGRAM."""
     directory: str
     """Where that file is, and nothing else."""
     readable: Sequence[str]
@@ -389,7 +389,7 @@ def become(start: CodeStart, directory: str, user: int | None, lower: int) -> No
 
 
 def limit(kind: int, soft: int) -> None:
-    """Limits this process and what it starts. A lower limit stays."""
+    """Limits this process and its children. A lower limit stays."""
     hardest = resource.getrlimit(kind)[1]
     if hardest != resource.RLIM_INFINITY:
         soft = min(soft, hardest)

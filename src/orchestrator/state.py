@@ -91,8 +91,8 @@ class OrchestratorState:
 
     @classmethod
     def read(cls, directory: Path) -> OrchestratorState:
-        """Reads what `write` wrote; its contents must be verified. Raises OSError for a missing file, CheckpointInvalid
-        for one that is no safetensors file, and for a layout that is not known."""
+        """Reads the files of `write`; their contents must be verified. Raises OSError for a missing file,
+        CheckpointInvalid for a file that is no safetensors file, and for an unknown layout."""
         state = json.loads((directory / STATE).read_text())
         layout = state.pop("layout", None)
         if layout != LAYOUT:
@@ -110,7 +110,7 @@ class OrchestratorState:
 
 
 NextRollout = Callable[[Mapping[str, Any]], Trajectory]
-"""Takes what the JSON says of the next rollout, and returns the rollout."""
+"""Takes the JSON of the next rollout, and returns the rollout."""
 COLUMNS = {"tokens": "I32", "logprobs": "F32"}
 """The types of the columns, in safetensors' words."""
 

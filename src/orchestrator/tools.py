@@ -49,7 +49,7 @@ class Tool:
     """Called with the arguments by name, returns the answer. A coroutine function runs in the event loop, any other one
     in a thread."""
     limit_s: float = 60.0
-    """Seconds for one call, without its wait for a turn. Then the call is cancelled, and the model is told."""
+    """Seconds for one call, without its wait for a turn. Then the call is cancelled, and the model gets an error."""
     at_once: int | None = None
     """Most calls at the same time, of all rollouts together; others wait for their turn. None = no limit."""
 
@@ -83,7 +83,7 @@ class Toolbox:
         return [tool.spec for tool in self._tools.values()]
 
     async def answer(self, calls: Sequence[ToolCall]) -> ToolAnswers:
-        """Makes all calls of a message at the same time. Raises what a tool raises, but for a ToolError."""
+        """Makes all calls of a message at the same time. Raises errors of a tool, except ToolError."""
         if len(calls) == 1:
             results = [await self._call(calls[0])]
         else:
@@ -135,7 +135,7 @@ class _LimitExceeded(Exception):
 
 
 async def _within(tool: Tool, arguments: dict[str, Any]) -> str:
-    """Returns what a tool answers. A TimeoutError of the tool itself is its own."""
+    """Returns a tool's answer. Distinguishes a TimeoutError of the tool itself from its limit."""
     work: Callable[[], Any] = partial(tool.run, **arguments)
     try:
         async with asyncio.timeout(tool.limit_s) as limit:

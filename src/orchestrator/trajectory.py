@@ -7,7 +7,7 @@
     turn 2                                      start             end
 
 A prompt that begins with all tokens of its segment so far extends the segment; any other prompt begins a new segment
-behind it. So a turn's prompt and answer are `tokens[start:end]`, and a segment is what the trainer gets as one datum.
+after it. So a turn's prompt and answer are `tokens[start:end]`, and the trainer gets each segment as one datum.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Turn:
 
 @dataclass(frozen=True, eq=False)
 class Trajectory:
-    """One rollout, or what has been sampled of it so far."""
+    """One rollout, or the sampled part of it so far."""
 
     tokens: npt.NDArray[np.int32]
     """[T], segment after segment; the last turn ends with the last token."""
@@ -175,8 +175,8 @@ class TrajectoryBuilder:
         return 0
 
     def ask(self, tokens: npt.NDArray[np.int32], *, follows: bool = False) -> None:
-        """Takes the next prompt: all of it, or, if it `follows`, what comes after all tokens of the segment so far. A
-        prompt that is never answered becomes no part of the trajectory."""
+        """Takes the next prompt: all of it, or, if it `follows`, the part after all tokens of the segment so far. A
+        prompt without an answer becomes no part of the trajectory."""
         if not follows:
             earlier = self._tokens[self._start : self._answered]
             if np.array_equal(tokens[: len(earlier)], earlier):
@@ -199,7 +199,7 @@ class TrajectoryBuilder:
         logs: Mapping[str, Any],
         in_loss: bool,
     ) -> None:
-        """Takes the answer to the prompt, and what the environment said of it."""
+        """Takes the answer to the prompt, and the environment's result for it."""
         start = self._prompt_end
         end = self._prompt_end + len(tokens)
         self._make_room(end)

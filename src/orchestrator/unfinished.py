@@ -1,11 +1,11 @@
-"""Keeps what running groups have so far, for commits: finished rollouts, and others between two turns.
+"""Keeps the progress of running groups, for commits: finished rollouts, and others between two turns.
 
     run_rollout  --asks, steps-->  RolloutProgress  --take-->  UnfinishedRollout --+
     group runner --ends--------->  GroupProgress    --take-->  UnfinishedGroup  <--+--> a commit, another process
 
-A rollout is between turns while it waits for an answer. If a commit is taken then, its environment says in what state
-it is. A step may take minutes, and nothing is asked of an environment meanwhile: so its state is taken before each step
-and held until that has ended. What a commit lacks of such a rollout is the answer, or the step, in progress.
+A rollout is between turns while it waits for an answer. If a commit is taken then, its environment returns its state. A
+step may take minutes, and an environment gets no calls meanwhile: so its state is taken before each step and held until
+that has ended. A commit lacks only the answer, or the step, in progress.
 
 A rollout starts again if it has no turn yet, or if its environment says nothing of its state (`Env.state_dict`).
 """
@@ -27,14 +27,16 @@ from orchestrator.trajectory import Trajectory, TrajectoryBuilder
 
 log = logging.getLogger(__name__)
 SPECIAL = "__trireme__"
-"""The key of what JSON does not know: the number of an array, a number that is not finite, a dict with this key."""
+"""The key of values that JSON does not have: the number of an array, a number that is not finite, a dict with
+this key.
+"""
 KINDS = "biuf"
 LARGEST_ITEM = 8
 """The arrays that a state may have: bool, integers, and floats of at most LARGEST_ITEM bytes."""
 
 
 class BadState(Exception):
-    """An environment's `state_dict` returned what a commit cannot hold; the message names the place."""
+    """An environment's `state_dict` returned a value that a commit cannot hold; the message names the place."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,11 +46,11 @@ class UnfinishedRollout:
     trajectory: Trajectory
     """Its turns so far, at least one."""
     prompt: npt.NDArray[np.int32]
-    """What the environment gave as the next prompt."""
+    """The environment's next prompt."""
     follows: bool
-    """True: `prompt` is what follows all tokens so far; False: it is the whole prompt."""
+    """True: `prompt` is the part after all tokens so far; False: it is the whole prompt."""
     stop: StopCondition
-    """What ends the next answer."""
+    """The stop condition of the next answer."""
     env_state: Mapping[str, Any]
     """`state_dict` of its environment."""
     retry: int
@@ -67,7 +69,7 @@ class UnfinishedGroup:
 
     @property
     def trajectories_G(self) -> list[Trajectory]:
-        """The trajectories of its rollouts, as far as they are, in their order."""
+        """The trajectories of its rollouts so far, in their order."""
         rollouts = [rollout for rollout in self.rollouts_G if rollout is not None]
         return [rollout.trajectory if isinstance(rollout, UnfinishedRollout) else rollout for rollout in rollouts]
 
@@ -78,7 +80,9 @@ class UnfinishedGroup:
 
 
 class RolloutProgress:
-    """Knows what one try of a rollout has; `run_rollout` keeps it up to date. `begun`: what it continues."""
+    """The progress of one try of a rollout; `run_rollout` keeps it up to date. `begun`: the rollout that it
+    continues.
+    """
 
     __slots__ = ("_between", "_retry", "_snapshot", "begun")
 
@@ -106,7 +110,7 @@ class RolloutProgress:
         self._between = None
 
     def take(self) -> UnfinishedRollout | None:
-        """Returns what the rollout has between two turns; None if it has to start again."""
+        """Returns the rollout's progress between two turns; None if it has to start again."""
         if self._between is None:
             return self._snapshot
         try:
@@ -128,7 +132,7 @@ class RolloutProgress:
 
 @dataclass(eq=False)
 class GroupProgress:
-    """Knows what a running group has so far."""
+    """The progress of a running group."""
 
     keeps_finished: bool
     """True: a finished rollout may be scored in another process."""
@@ -155,7 +159,7 @@ class GroupProgress:
         return [sum(turn.sampled for turn in trajectories[n].turns) if n in trajectories else 0 for n in range(size)]
 
     def begin(self, sample: int, retry: int) -> RolloutProgress:
-        """Begins a try of rollout `sample`: the first one continues what there is of it."""
+        """Begins a try of rollout `sample`: the first try continues its progress in the commit."""
         progress = self.running[sample] = RolloutProgress(retry, self.waiting.pop(sample, None))
         return progress
 
@@ -166,7 +170,7 @@ class GroupProgress:
             self.finished[sample] = outcome
 
     def take(self, group: Group, size: int, temperature: float) -> UnfinishedGroup:
-        """Returns what a commit keeps of the group."""
+        """Returns the group's part of a commit."""
         return UnfinishedGroup(replace(group), tuple(map(self._rollout, range(size))), temperature)
 
     def _rollout(self, sample: int) -> Trajectory | UnfinishedRollout | None:
@@ -215,7 +219,7 @@ def to_json(value: Any, arrays: list[npt.NDArray[Any]]) -> Any:
 
 
 def from_json(value: Any, arrays: Mapping[str, npt.NDArray[Any]]) -> Any:
-    """Returns what `to_json` was given; `arrays` by number, as text."""
+    """Returns the argument of `to_json`; `arrays` by number, as text."""
     if isinstance(value, list):
         return [from_json(part, arrays) for part in value]
     if not isinstance(value, dict):

@@ -1,7 +1,7 @@
 """Runs untrusted programs, for example code that a model wrote: `await run_code(program, input, limits)`.
 
     environment --run_code--> the starter (`orchestrator.start_code`) --> the program, with limits and no secret
-                <-- CodeResult: what it printed, its exit code, or the limit that it exceeded
+                <-- CodeResult: its output, its exit code, or the limit that it exceeded
 
 A harmless program tries once which isolation a machine offers. Missing protections are logged; a machine that cannot
 limit the number of processes runs nothing, unless `CodeLimits.limit_processes` is False.
@@ -36,7 +36,7 @@ Isolation = Literal["namespaces", "own_uid", "none"]
 STARTER = "import sys; sys.path.append({root!r}); from orchestrator.start_code import main; sys.exit(main(sys.argv[1]))"
 PYTHON = (sys.executable, "-I")
 START_S = 30.0
-"""For the starter to begin, and to end what it started: longer than any but one that waits for a broken disk."""
+"""Time for the starter to begin, and to end its processes: enough unless it waits for a broken disk."""
 FIRST_UID = 61_000
 UIDS = 4_000
 """User ids that no account has by convention, one for each program that root runs."""
@@ -49,7 +49,7 @@ class RunCodeFailed(Exception):
 
 @dataclass(frozen=True)
 class CodeLimits:
-    """Limits of one program and of all that it starts. What exceeds one of the first four is killed."""
+    """Limits of one program and of all its processes. A program that exceeds one of the first four is killed."""
 
     wall_s: float = 10.0
     """From its start until its end."""
@@ -58,15 +58,15 @@ class CodeLimits:
     memory_bytes: int = 512 * 2**20
     """Of all its processes together; a process that allocates more gets no memory."""
     output_bytes: int = 64 * 2**10
-    """What it may print, and as much again of errors."""
+    """Bytes that it may print, and the same of errors."""
     disk_bytes: int = 16 * 2**20
-    """What it may write to its directory, which is removed."""
+    """Bytes that it may write to its directory, which is removed."""
     processes: int = 16
-    """Processes and threads at the same time; further ones cannot be started."""
+    """Processes and threads at the same time; a program cannot start more."""
     readable: tuple[str, ...] = ()
     """Directories that it may read in addition to Python's and the system's."""
     limit_processes: bool = True
-    """False: run also on a machine that cannot limit processes, where one program can take all that there are."""
+    """False: run also on a machine that cannot limit processes, where one program can take all of them."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class CodeResult:
 
 @dataclass(frozen=True)
 class Machine:
-    """Says what this machine can keep from a program."""
+    """The isolation that this machine offers."""
 
     isolation: Isolation
     limits_processes: bool
@@ -91,7 +91,7 @@ class Machine:
 
     @property
     def missing(self) -> list[str]:
-        """Says what it cannot."""
+        """The protections that it lacks, as text."""
         abilities = {
             "limit their number of processes": self.limits_processes,
             "cut them off from the network": self.cuts_network,
@@ -225,7 +225,7 @@ def _start(isolation: Isolation, directory: Path, report: int, limits: CodeLimit
 
 
 async def _played(start: str, stdin: Any, report: int, limits: CodeLimits) -> tuple[bytes, bytes]:
-    """Runs the starter to its end. Returns what the program printed, and what of errors, up to a piece too much."""
+    """Runs the starter to its end. Returns the program's output and errors, up to a piece too much."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-I", "-S", "-c", STARTER.format(root=str(Path(__file__).parents[1])), start),
         stdin=stdin,
@@ -250,7 +250,7 @@ async def _played(start: str, stdin: Any, report: int, limits: CodeLimits) -> tu
 
 
 async def _read(stream: asyncio.StreamReader, limit: int, process: asyncio.subprocess.Process) -> bytes:
-    """Returns what a stream has, until its end. Has the program killed when that is more than `limit` bytes."""
+    """Returns the contents of a stream until its end. Kills the program when they exceed `limit` bytes."""
     text = b""
     while chunk := await stream.read(2**16):
         if len(text) <= limit:
@@ -261,7 +261,7 @@ async def _read(stream: asyncio.StreamReader, limit: int, process: asyncio.subpr
 
 
 async def end_starter(process: asyncio.subprocess.Process, name: str) -> None:
-    """Has a starter end its program and all that this started. Logs an error for processes that do not die."""
+    """Makes a starter end its program and all its processes. Logs an error for processes that do not die."""
     with suppress(ProcessLookupError):
         process.send_signal(signal.SIGTERM)
     try:

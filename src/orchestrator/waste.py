@@ -1,4 +1,4 @@
-"""Counts the tokens that rollouts sample, and the causes of tokens sampled in vain.
+"""Counts the tokens that rollouts sample, and the causes of wasted tokens.
 
     TokenCounts --begin--> GroupTokens --one for each rollout--> RolloutTokens
 
@@ -35,7 +35,7 @@ class RolloutTokens:
 
     @property
     def total(self) -> int:
-        """Tokens of its responses in the present try, with those estimated of a response in flight."""
+        """Tokens of its responses in the present try, with an estimate for a response in flight."""
         if self._requested_at is None:
             return self._sampled
         return self._sampled + self._counts.tokens_within(self._counts.now() - self._requested_at)
@@ -112,7 +112,7 @@ class TokenCounts:
         return int(seconds * self._pace_tokens / self._pace_s)
 
     def waste(self, cause: str, tokens: int) -> None:
-        """Counts tokens that were sampled in vain."""
+        """Counts wasted tokens."""
         self._wasted[cause] += tokens
 
     def settle(self, index: int, scored: ScoredGroup | None, filtered: bool) -> None:
@@ -137,7 +137,7 @@ class TokenCounts:
         self._rollouts += rollouts
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what the next row has to report, as JSON values. Tokens of running groups are not part of it."""
+        """Returns the counts for the next row, as JSON values. Tokens of running groups are not part of it."""
         return {"wasted": dict(self._wasted), "sampled": self._sampled, "rollouts": self._rollouts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -29,7 +29,7 @@ MOST_BYTES = 16 * 2**20
 """Of an answer."""
 TOKEN_BYTES = 32
 HEADER = struct.Struct("!Q")
-"""The size of what follows: token and text."""
+"""The size of the following part: token and text."""
 PR_SET_PDEATHSIG = 1
 PR_SET_DUMPABLE = 4
 
@@ -76,7 +76,7 @@ def load(request: bytes) -> Callable[[], Any]:
 
 
 def answer(call: Callable[[], Any]) -> bytes:
-    """Makes a call. Returns its result, or what it raised."""
+    """Makes a call. Returns its result, or its exception."""
     try:
         return encoded(call())
     except BaseException as error:

@@ -55,8 +55,8 @@ PASSED_ON = (
     *("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "all_proxy", "no_proxy"),
     *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
 )
-"""Patterns of the environment variables that a process gets, to find programs, modules, models and the network. Those
-with the name of a secret, and proxies with a password, are left out."""
+"""Patterns of the environment variables that a process gets, to find programs, modules, models and the network.
+Variables with the name of a secret, and proxies with a password, are left out."""
 
 
 class WorkerTimeout(Exception):
@@ -68,7 +68,7 @@ class WorkerDied(Exception):
 
 
 class WorkerError(Exception):
-    """A function raised an exception of a class that is not Python's: the base of classes with the names of those."""
+    """A function raised an exception of a class that is not Python's: the base of classes with such names."""
 
 
 class Workers:
@@ -82,8 +82,8 @@ class Workers:
         self._all: set[Worker] = set()
 
     async def run(self, function: Callable[..., T], *args: Any, timeout_s: float) -> T:
-        """Returns `function(*args)` as JSON keeps it. Raises what it raises, if that is an exception of Python's, else
-        a WorkerError with the same name; WorkerTimeout, and WorkerDied."""
+        """Returns `function(*args)` in JSON's types. Raises its exception, if that is one of Python's, else a
+        WorkerError with the same name; WorkerTimeout, and WorkerDied."""
         name = f"{function.__module__}.{function.__qualname__}"
         request = pickle.dumps((function, *args))
         async with self._free:

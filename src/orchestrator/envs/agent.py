@@ -26,7 +26,7 @@ from trireme.core.refusals import Refusal
 
 @dataclass(frozen=True)
 class AgentRun(AgentAccess):
-    """All that an agent gets for one rollout."""
+    """Everything that an agent gets for one rollout."""
 
     problem: Any = None
     """One of the values of `problems`."""

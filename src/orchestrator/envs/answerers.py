@@ -1,6 +1,6 @@
 """Models that answer questions in an environment: one behind a URL, or the one that the run started from.
 
-Neither learns. They answer greedily, so that the same question has the same answer, as far as a server repeats itself.
+Neither learns. They answer greedily, so that the same question has the same answer, if the server is deterministic.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class GuessEnv(Env):
 @dataclass(kw_only=True)
 class GuessDataset(GeneratedDataset):
     """`num_batches` batches of `batch_size` games of at most `max_turns` guesses. There are only ten secrets:
-    evaluations draw from the same ones as training.
+    evaluations and training draw from the same secrets.
 
     Raises ValueError for sizes below 1, and for a tokenizer without an end of sequence.
     """

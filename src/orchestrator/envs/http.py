@@ -48,7 +48,7 @@ LONGEST_ANSWER = 16 * 10**6
 SHOWN = 300
 """Characters of a wrong answer that an error shows."""
 SENT = ("role", "content", "thinking", "tool_calls")
-"""What a server gets of the assistant's message."""
+"""The fields of the assistant's message that a server gets."""
 
 
 class EnvServerDown(Exception):
@@ -60,19 +60,19 @@ class EnvServerRefused(Exception):
 
 
 class BadEnvAnswer(Exception):
-    """A server's answer is not what the protocol says."""
+    """A server's answer violates the protocol."""
 
 
 @dataclass(frozen=True)
 class EnvServer:
-    """A server and what one session asks of it."""
+    """A server, with the limits of one session's requests."""
 
     url: str
     """Its base."""
     reset_s: float
     """Limit for the start of a session, with all tries."""
     step_s: float
-    """Limit for a turn, with all tries; the server is told."""
+    """Limit for a turn, with all tries; the server gets it too."""
     token: str | None = field(default=None, repr=False)
     """Sent as bearer token."""
 
@@ -244,11 +244,11 @@ def _is_message(value: object) -> bool:
 
 @dataclass(kw_only=True)
 class HttpDataset(GeneratedDataset):
-    """`num_batches` batches of `batch_size` tasks of a server; task n of a split is the same whenever it is asked for.
+    """`num_batches` batches of `batch_size` tasks of a server; task n of a split is the same each time.
 
-    `url` may have further ones in `more_urls`: each problem has its server. `options` are sent with each reset. The
-    bearer token is the value of the environment variable `token_variable`. Raises ValueError for limits that are not
-    above 0, for sizes below 1, and when that variable is not set.
+    `more_urls` may add servers to `url`: each problem has its server. `options` are sent with each reset. The bearer
+    token is the value of the environment variable `token_variable`. Raises ValueError for limits that are not above 0,
+    for sizes below 1, and when that variable is not set.
     """
 
     name = "http"

@@ -4,8 +4,8 @@
     reward <--last line of its output--'
 
 The last line is a number, or an object: `{"reward": 1.0, "metrics": {"tests": 3}}`. The program is started for each
-rollout. All processes that it has started are killed by the one that starts it (`start_program`) once the program has
-ended, or when it takes too long or its rollout is given up.
+rollout. Its starter (`start_program`) kills all processes that the program has started once it has ended, or when it
+takes too long or its rollout is given up.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from trireme.core.refusals import Refusal
 
 STARTER = Path(__file__).with_name("start_program.py")
 KEPT_BYTES = 2**16
-"""Of the end of what a program prints."""
+"""Bytes kept of the end of a program's output."""
 SHOWN = 500
 """Characters of it that an error shows."""
 
@@ -73,7 +73,9 @@ class ProgramEnv(AgentEnv):
     sample: int
 
     async def play(self, access: AgentAccess) -> tuple[float, Mapping[str, float]]:
-        """Returns what the last line of its output says. Raises ProgramTimeout, ProgramFailed and BadProgramOutput."""
+        """Returns the reward in the last line of its output. Raises ProgramTimeout, ProgramFailed and
+        BadProgramOutput.
+        """
         with tempfile.TemporaryDirectory(prefix="agent-") as directory:
             output, errors, code = await self._run(self._environment(access, directory))
         if code:

@@ -75,7 +75,7 @@ def exact(
 ) -> float:
     """Returns 1 for a right answer and nothing else, else 0.
 
-    The generator's scorer decides, as a question may have several right answers. Some scorers give full marks to a
+    The generator's scorer decides, because a question may have several right answers. Some scorers give full marks to a
     text that holds the right answer among wrong ones: with them only the known answer counts.
     """
     answer = extract(text, extraction)
@@ -91,7 +91,7 @@ def exact(
 def score(
     text: str, task: str, difficulty: Mapping[str, Any], entry: Entry, extraction: Extraction, finished: bool
 ) -> float:
-    """Returns what the generator's scorer gives."""
+    """Returns the generator's score."""
     if finished:
         return _marks(task, difficulty, entry, extract(text, extraction))
     return 0.0
@@ -115,8 +115,8 @@ def _scorer(task: str, difficulty: str) -> Any:
 
 
 def generator(task: str, difficulty: Mapping[str, Any], size: int = 1) -> Any:
-    """Returns a generator of reasoning-gym, with items 0 .. `size` - 1. Raises ValueError for a task or a key that it
-    does not have, and what it raises for other values."""
+    """Returns a generator of reasoning-gym, with items 0 .. `size` - 1. Raises ValueError for an unknown task or key,
+    and the generator's errors for other values."""
     if task not in DATASETS:
         raise ValueError(f"reasoning-gym has no generator {task!r}; it has {', '.join(sorted(DATASETS))}")
     options = {field.name for field in fields(DATASETS[task][1])} - {"seed", "size"}

@@ -109,7 +109,7 @@ class RewardProblem(EnvGroupBuilder):
             ) from error
 
     async def score_alone(self, answer: Answer) -> Scored:
-        """Scores an answer by the functions that need no other one. Raises what `run_in_worker` does."""
+        """Scores an answer by the functions that need no other answer. Raises the errors of `run_in_worker`."""
         return (await self._scored([name for name in self.weights if not self._waits(name)], [answer]))[0]
 
     async def compute_group_rewards(self, trajectories_G: Sequence[Trajectory]) -> list[Scored]:

@@ -2,8 +2,8 @@
 
     train.jsonl    data/*.parquet    hf://datasets/openai/gsm8k/main/train-*.parquet
 
-An `hf://` path is the one that pandas and others take. Its files are fetched once and kept where the hub's client keeps
-them; tokens for private ones are that client's.
+`hf://` paths have the form that pandas and others accept. Their files are fetched once, into the cache of the hub's
+client, with that client's token for private files.
 """
 
 from __future__ import annotations

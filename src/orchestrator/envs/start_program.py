@@ -4,8 +4,8 @@ Trireme, so that it takes some milliseconds.
     python -I -S start_program.py MEMORY_BYTES PARENT PROGRAM [ARGUMENT ...]
 
 It stays as the program's parent and ends with its exit code. When the program has ended, or on SIGTERM, or when process
-PARENT ends, it kills all that the program has started. It is their *subreaper*: whatever they do, such as `setsid` and
-a second fork, orphans among them become its children.
+PARENT ends, it kills all processes that the program has started. It is their *subreaper*: orphans among them become its
+children, even after `setsid` and a second fork.
 """
 
 import ctypes

@@ -99,9 +99,9 @@ class TwentyQuestionsEnv(MessageEnv):
 class TwentyQuestionsDataset(GeneratedDataset):
     """`num_batches` batches of `batch_size` games. An eighth of the words is for evaluations only.
 
-    `answerer`: `start`, the model that the run starts from (a small one, as it computes on CPUs), or the URL of a
-    server that speaks OpenAI's chat completions, which is asked for `answerer_model`, with the key in the environment
-    variable `answerer_key_variable` if that is given. Raises ValueError for other answerers, and for sizes below 1.
+    `answerer`: `start`, the model that the run starts from (a small one, because it computes on CPUs), or the URL of a
+    server with OpenAI's chat completions, for the model `answerer_model`, with the key in the environment variable
+    `answerer_key_variable`, if set. Raises ValueError for other answerers, and for sizes below 1.
     """
 
     name = "twenty"

@@ -128,8 +128,8 @@ def _arguments(call: Any) -> dict[str, Any]:
 
 
 def make_trace(task: Any, prompt: Sequence[int], action: Sequence[int], message: Message, cut_off: bool) -> Any:
-    """Makes a finished rollout as tasks score it: a node for each message, the last one with all tokens, and the one
-    call of the model, with their numbers."""
+    """Makes a finished rollout's trace in the form that tasks score: a node for each message, the last one with all
+    tokens, and the one call of the model, with their numbers."""
     trace = vf.Trace(
         task=vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash),
         state=state_cls(type(task))(),
