@@ -88,7 +88,7 @@ class LoopbackSessions:
         return opened.name, AgentAccess(f"{base}/v1", base, opened.key)
 
     async def close(self, session: str) -> PlayedSession:
-        """Ends a session and forgets it. Returns what it came to."""
+        """Ends a session and forgets it. Returns its result."""
         await self._registry.end(session, "its rollout has ended")
         self._sampler.rollouts.pop(session, None)
         export = self._registry.export(session)

@@ -60,7 +60,7 @@ class AnsweredTurn:
 
 
 OnPart = Callable[[PlacedTurn, int, SampledPart], None]
-"""Gets all that there is so far of an answer of this number to a turn, again and again."""
+"""Gets all text and tokens so far of the answer with this number to a turn, again and again."""
 
 OnAnswer = Callable[[PlacedTurn, int, SampledSequence], None]
 """Gets the whole answer with this number to a turn, directly after it is sampled."""
@@ -163,8 +163,8 @@ class TurnAnswering:
     async def sample(
         self, key: str, placed: PlacedTurn, on_part: OnPart | None, on_answer: OnAnswer | None = None
     ) -> list[SampledSequence]:
-        """Samples all answers to a turn. Where one fails, or the caller is cancelled, all end. `key`: requests of the
-        same key share a prefix cache. Raises RequestRefused, and what the sampler and `on_answer` raise."""
+        """Samples all answers to a turn. If one fails, or the caller is cancelled, all end. `key`: requests with the
+        same key share a prefix cache. Raises RequestRefused, and errors of the sampler and `on_answer`."""
         ends = () if placed.request.is_prompt else self.renderer.stop_condition()
         params = placed.params
         limit = self.models.max_len - len(placed.prompt)

@@ -41,11 +41,11 @@ class Service(SessionRoutes):
         self._began_s = now_s()
 
     async def health(self) -> JsonReply:
-        """Tells that the service answers."""
+        """Reports that the service answers."""
         return JsonReply({"status": "ok"})
 
     async def metrics(self) -> Response:
-        """Tells the numbers of the service."""
+        """Returns the numbers of the service."""
         return PlainTextResponse(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def models(self) -> JsonReply:
@@ -117,9 +117,9 @@ def make_app(
     run: RunReader | None = None,
     owners: bool = True,
 ) -> FastAPI:
-    """Makes the app. `run`: what the console shows to those with an admin key; None: there is no console. `owners`:
-    sessions are opened, rewarded and exported over HTTP. There are no other pages for people: FastAPI's would load code
-    from elsewhere."""
+    """Makes the app. `run`: the run that the console shows to holders of an admin key; None: there is no console.
+    `owners`: owners open, reward and export sessions over HTTP. There are no other pages for people: FastAPI's would
+    load code from elsewhere."""
     metrics = ServiceMetrics(front.turns.places)
     app = FastAPI(title="Trireme", docs_url=None, redoc_url=None)
     routes = (route for route in reversed(ROUTES) if owners or route.caller != "admin")

@@ -19,7 +19,7 @@ class BoundedSampler:
         self._answer_s = answer_s
 
     async def sample(self, request: SampleRequest, on_progress: OnProgress | None = None, /) -> SampledSequence:
-        """Samples one sequence. Raises RequestRefused when it takes too long, and what the sampler raises."""
+        """Samples one sequence. Raises RequestRefused when it takes too long, and errors of the sampler."""
         chat = replace(request, chat=True)
         try:
             async with asyncio.timeout(self._answer_s) as limit:

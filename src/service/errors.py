@@ -41,7 +41,7 @@ class JsonReply(Response):
 
 
 def is_anthropic(path: str) -> bool:
-    """Tells whether a path speaks Anthropic's dialect."""
+    """Returns whether a path has Anthropic's dialect."""
     return in_session(path)[1].startswith("/v1/messages")
 
 

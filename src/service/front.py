@@ -2,8 +2,8 @@
 
     TurnRequest, ... --registry, or nothing stored--> Delta, Delta, ..., each last one with its answer --> the client
 
-What the registry refuses tells clients whether to try again: 410 says that they must not. It is never 409, which
-OpenAI's client takes for a reason to try again.
+The status of a refusal tells clients whether to try again: 410 says that they must not. It is never 409, because
+OpenAI's client tries again after 409.
 """
 
 from __future__ import annotations

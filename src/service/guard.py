@@ -28,7 +28,7 @@ FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
 
 SESSION = "trireme.session"
 KEY = "trireme.key"
-"""Where the guard tells the routes the session of a request ("": none), and its key or None."""
+"""Names by which the guard passes the session of a request ("": none), and its key or None, to the routes."""
 KEYED: tuple[Caller, ...] = ("client", "session", "admin")
 """Callers that need a key wherever they are."""
 ROUNDING_S = 1e-3
@@ -107,7 +107,7 @@ class RequestGuard:
         metrics: RequestCounter | None,
         caller_of: Callable[[str, str], Caller] = caller_of,
     ) -> None:
-        """`caller_of`: tells who may call a method and a path."""
+        """`caller_of`: returns who may call a method and a path."""
         self._app = app
         self._keys = keys
         self._limits = limits
@@ -226,7 +226,7 @@ def _key_in(headers: Headers) -> str | None:
 
 
 def _may(caller: Caller, key: ServiceKey | None, session: str, scope: Scope, headers: Headers) -> bool:
-    """Tells whether a request may call a route. `session`: the one that the route belongs to."""
+    """Returns whether a request may call a route. `session`: the session of the route."""
     if caller == "all" or (key is not None and key.role == "admin"):
         return True
     if caller in KEYED:
@@ -240,7 +240,7 @@ def _may(caller: Caller, key: ServiceKey | None, session: str, scope: Scope, hea
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """Returns a `receive` that gives the body that was read, and then what else comes: that the client leaves."""
+    """Returns a `receive` that returns the body already read, and then later messages: that the client leaves."""
     delivered = False
 
     async def again() -> Message:

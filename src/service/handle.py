@@ -45,8 +45,8 @@ class ServiceHandle:
         starts: list[AttemptStart],
         roster: Roster,
     ) -> None:
-        """`make` makes its actor, with `starts`. `say` is told where it listens, and when it was lost; `roster` has its
-        health."""
+        """`make` makes its actor, with `starts`. `say` gets messages on where it listens, and on its loss; `roster` has
+        its health."""
         self._config = config
         self._make = make
         self._log = log_file
@@ -91,7 +91,7 @@ class ServiceHandle:
         return cls(config, make, log_dir and log_dir / f"{PART}.log", say, start_times, roster)
 
     def attempt_begins(self, attempt: int, version: int) -> None:
-        """Says that the run begins an attempt with a version: sessions with weights that it gives up are closed."""
+        """Closes the sessions with weights that the run gives up, because it begins an attempt with a version."""
         with self._lock:
             self._starts.append((attempt, version))
             self._actor.attempt_begins.remote(attempt, version)
@@ -142,7 +142,7 @@ class ServiceHandle:
                 return
 
     def check(self) -> None:
-        """Raises the error with which it was given up, if it was."""
+        """Raises the error with which the service was given up, if it was."""
         if self.failure:
             raise RoomFailed(f"{ROOM} was given up: {self.failure}")
 

@@ -47,7 +47,7 @@ class ServiceKey:
     session: str = ""
     """The session that it belongs to; "": none."""
     whose: str = ""
-    """The name of its owner; "": it was not given, and the key stands for itself."""
+    """The name of its owner; "": none, and the key is its own owner."""
 
     @property
     def owner(self) -> str:
@@ -98,7 +98,7 @@ class ServiceKeys:
 
 
 def same_text(text: str, secret: str) -> bool:
-    """Tells whether a client gave a secret, in a time that says nothing of it, whatever letters came."""
+    """Returns whether a client sent a secret, in a time that does not depend on it, for any letters."""
     return hmac.compare_digest(_digest(text), _digest(secret))
 
 

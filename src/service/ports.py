@@ -2,8 +2,8 @@
 
     connection --head--> app: RequestGuard --body--> routes
 
-A request reaches the guard (`service.guard`), which looks for its key, once its head is complete. What a connection may
-cost before that is bounded here: bytes and lines of the head, the seconds in which it must come, and the number of
+A request reaches the guard (`service.guard`), which looks for its key, once its head is complete. This module bounds
+the cost of a connection before that: bytes and lines of the head, the seconds in which it must come, and the number of
 connections that have not shown a key.
 """
 
@@ -26,7 +26,7 @@ from trireme.core.errors import RoomFailed
 HEAD_BYTES = 32 * 1024
 """Bytes of a request's line and headers, or between two pieces of its body."""
 HEAD_LINES = 128
-"""Headers of a request, those behind its body included."""
+"""Headers of a request, with the headers after its body."""
 HEAD_S = 10.0
 """Seconds in which the head of a request must come, from its first byte or from the connection on."""
 PENDING_CONNECTIONS = 256
@@ -45,7 +45,7 @@ ADMISSION = "trireme.admission"
 
 @dataclass(slots=True)
 class Admission:
-    """Tells whether a connection has shown a key, or is one that needs none; the guard sets it."""
+    """Records whether a connection has shown a key, or needs none; the guard sets it."""
 
     granted: bool = False
 

@@ -1,7 +1,7 @@
 """Reads sampled tokens as text and as messages, also while more of them come.
 
-A piece of text that has been sent cannot be taken back. So what may still become something else is held back: the
-beginning of a string that ends the answer, of a tag, of a letter of several bytes.
+A piece of text that has been sent cannot be taken back. So an ambiguous end of the text is held back: the beginning of
+a string that ends the answer, of a tag, of a letter of several bytes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class TextReader:
         self._stop = stop
 
     def read(self, tokens: Sequence[int], whole: bool) -> Reading:
-        """Reads all tokens so far. Unless they are `whole`, returns only what later tokens cannot change."""
+        """Reads all tokens so far. Unless they are `whole`, returns only the part that later tokens cannot change."""
         text, stopped_by = _cut(str(self._tokenizer.decode(tokens, skip_special_tokens=True)), self._stop)
         return Reading(text if whole or stopped_by else settled(text, self._stop), stopped_by=stopped_by)
 
@@ -88,7 +88,7 @@ AnswerReader = TextReader | MessageReader
 
 
 def _cut(text: str, ends: Sequence[str]) -> tuple[str, str | None]:
-    """Returns what `text` has before the first of `ends`, and that one; all of it, and None, if it holds none."""
+    """Returns the part of `text` before the first of `ends`, and that end; all of it, and None, if it holds none."""
     place = first_of(ends, text)
     if place is None:
         return text, None
@@ -96,7 +96,7 @@ def _cut(text: str, ends: Sequence[str]) -> tuple[str, str | None]:
 
 
 def settled(text: str, ends: Sequence[str]) -> str:
-    """Returns `text` without what may be the beginning of one of `ends`, or of a letter."""
+    """Returns `text` without a possible beginning of one of `ends`, or of a letter."""
     text = text.rstrip(UNFINISHED)
     for length in range(min(max(map(len, ends), default=1) - 1, len(text)), 0, -1):
         if any(end.startswith(text[-length:]) for end in ends):
@@ -144,8 +144,8 @@ class AnswerPieces:
 
 
 def more_of(sent: str, now: str, whole: bool) -> str:
-    """Returns what `now` has behind what was sent. Unless it is the `whole` text, it may lack the end of what was sent:
-    more is held back then. Raises RequestRefused if it is another text."""
+    """Returns the part of `now` after the sent text. Unless it is the `whole` text, it may lack the end of the sent
+    text: more is held back then. Raises RequestRefused if it is another text."""
     if not whole and sent.startswith(now):
         return ""
     if not now.startswith(sent):

@@ -112,7 +112,7 @@ class TurnRequest:
 
     @property
     def sameness(self) -> tuple[object, ...]:
-        """All that a retry has in common with the request that it repeats."""
+        """Everything that a retry has in common with the repeated request."""
         if self.ids is None or self.text is not None:
             prompt: object = self.text
         else:

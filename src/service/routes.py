@@ -83,7 +83,7 @@ CONSOLE_ROUTES = (
     Route("GET", "/console/api/logs", "admin", "the logs that there are", "logs"),
     Route("GET", "/console/api/log", "admin", "a part of a log", "log"),
 )
-"""The console (`service.console`), here and alone: what it tells is for administrators."""
+"""The routes of the console (`service.console`), only here, because they are for administrators."""
 CALLERS = {route.path: route.caller for route in (*ROUTES, *CONSOLE_ROUTES)}
 ADMIN_ALONE = ("/export", "/reward")
 
@@ -98,7 +98,7 @@ def add_routes(app: FastAPI, routes: Iterable[Route], functions: object, **optio
 
 
 def in_session(path: str) -> tuple[str, str]:
-    """Returns the session that a path belongs to, "" for none, and what the path has behind it."""
+    """Returns the session of a path, "" for none, and the rest of the path."""
     if not path.startswith(SESSIONS):
         return "", path
     session, slash, rest = path.removeprefix(SESSIONS).partition("/")
@@ -115,7 +115,7 @@ def name_of(path: str) -> str:
 
 
 def caller_of(method: str, path: str) -> Caller:
-    """Returns who may call a path. An unknown one tells its 404 to those alone who may call its neighbours."""
+    """Returns who may call a path. Unknown paths return 404 only to callers who may use the neighbouring routes."""
     session, rest = in_session(path)
     if path.startswith(SIGNED):
         return "all"

@@ -20,7 +20,7 @@ class OpenBody(Body):
     """Opens a session."""
 
     problem: Annotated[str, Field(max_length=1024)] = ""
-    """A name of what the agent is to do, which its export repeats."""
+    """A name of the agent's task, which its export repeats."""
 
 
 class RewardBody(Body):
@@ -58,7 +58,7 @@ class SessionRoutes:
         return JsonReply({"sessions": [session.summary() for session in sessions.values()]})
 
     async def state(self, session: str) -> JsonReply:
-        """Tells what a session has so far."""
+        """Returns the present state of a session."""
         agent_session = self._registry.book.sessions.get(session)
         if agent_session is None:
             raise RequestRefused(f"there is no session {session}", status=410, code="session_closed")
@@ -75,7 +75,7 @@ class SessionRoutes:
         return await self.state(session)
 
     async def export(self, session: str) -> JsonReply:
-        """Returns what a session is worth to training."""
+        """Returns the training data of a session."""
         export = self._registry.export(session)
         return JsonReply(
             {

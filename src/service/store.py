@@ -1,4 +1,5 @@
-"""Stores rows in one sqlite file. A service that starts again reads from it what its last process promised to clients.
+"""Stores rows in one sqlite file. A service that starts again reads the promises of its last process to clients from
+it.
 
     DIR/store.sqlite    meta: key, value          `format` and `boot`
                         rows: id, owner, checksum, head, columns      in the order of `id`
@@ -148,7 +149,7 @@ class Store:
         self._execute("DELETE FROM rows")
 
     def note_boot(self) -> None:
-        """Notes that what this boot of the machine may have taken was dealt with. Raises StorageFailed."""
+        """Records that the losses of this boot of the machine were dealt with. Raises StorageFailed."""
         self._execute("UPDATE meta SET value = ? WHERE key = 'boot'", self._boot)
 
     def _execute(self, statement: str, *values: Any) -> sqlite3.Cursor:
@@ -156,13 +157,13 @@ class Store:
             return self._opened_base().execute(statement, values)
 
     def name_address(self, address: str) -> None:
-        """Tells other processes where this one, which writes the store, answers (`served_at`)."""
+        """Tells other processes the address (`served_at`) of this process, which writes the store."""
         os.pwrite(self._lock, f", at {address}".encode(), os.fstat(self._lock).st_size)
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Commits all that the block does at once, or nothing of it if the block or the commit raises. The block must
-        not await. Raises StorageFailed."""
+        """Commits all changes of the block at once, or none if the block or the commit raises. The block must not
+        await. Raises StorageFailed."""
         base = self._opened_base()
         with _store_errors(self.path):
             base.execute("BEGIN IMMEDIATE")

@@ -1,4 +1,6 @@
-"""The routes of the console, which only read. The page itself is open, as it holds no data; its requests are not."""
+"""The routes of the console, which only read. The page itself is open, because it holds no data; its requests need a
+key.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,7 @@ def add_console(app: FastAPI, reader: RunReader) -> None:
 
 
 class _Console:
-    """The functions behind the routes. Those which read files are not `async`: they run in threads."""
+    """The functions behind the routes. Functions that read files are not `async`: they run in threads."""
 
     def __init__(self, reader: RunReader) -> None:
         self._reader = reader

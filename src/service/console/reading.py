@@ -1,6 +1,6 @@
-"""Reads of a run directory what the console shows, a bounded part at a time.
+"""Reads a run directory for the console, a bounded part at a time.
 
-Requests come in threads. Each reads under the lock of its part, as parts keep what they have read.
+Requests come in threads. Each reads under the lock of its part, because parts cache their contents.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class RunReader:
             self._ages.look(most_bytes=None)
 
     def timeline(self, steps: int) -> dict[str, Any] | None:
-        """Returns who did what in the newest steps; None where there is no trace."""
+        """Returns the timeline of the newest steps; None where there is no trace."""
         with self._timeline_lock:
             at, shown = self._timelines.get(steps, (-TIMELINE_S, None))
             if time.monotonic() - at >= TIMELINE_S:
@@ -128,7 +128,9 @@ class RunReader:
             return shown
 
     def decode(self) -> Decode | None:
-        """Returns what turns tokens into text; None where the run's tokenizer is not on this machine, or is broken."""
+        """Returns the function from tokens to text; None where the run's tokenizer is not on this machine, or is
+        broken.
+        """
         with self._tokenizer_lock:
             if self._decode is None and self._open_tokenizer is not None:
                 try:

@@ -79,7 +79,8 @@ def report_page(reader: RunReader, now: datetime) -> str:
 
 
 def spread(steps: Sequence[int], limit: int) -> list[int]:
-    """Returns at most `most` of the `steps`, evenly spread: first the first and the last one, then those in between.
+    """Returns at most `most` of the `steps`, evenly spread: first the first and the last one, then the steps in
+    between.
 
     >>> spread([9, 8, 7, 6, 5, 4, 3], 4)
     [9, 3, 7, 5]
@@ -92,7 +93,7 @@ def spread(steps: Sequence[int], limit: int) -> list[int]:
 
 
 def _rollouts(reader: RunReader, steps: Sequence[int]) -> Iterator[tuple[int, str, Any]]:
-    """Yields the step, the request and the answer for all that the page shows of the rollouts of `steps`."""
+    """Yields the step, the request and the answer of everything that the page shows of the rollouts of `steps`."""
     rollouts = reader.rollouts
     decode = reader.decode() if steps else None
     for step in steps:

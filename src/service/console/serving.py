@@ -1,6 +1,6 @@
 """Serves the console of a run alone, for `trireme watch --web`.
 
-While the run has a service, that one describes the sessions, as it has their store open.
+While the run has a service, the service describes the sessions, because it has their store open.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def address_of(listening: socket.socket, host: str, keys: list[ServiceKey]) -> str:
-    """Returns what to open in a browser. A key stands behind `#`, which browsers do not send."""
+    """Returns the address to open in a browser. A key comes after `#`, which browsers do not send."""
     shown = f"[{host}]" if ":" in host else host
     key = next((f"#key={service_key.value}" for service_key in keys if service_key.role == "admin"), "")
     return f"http://{shown}:{listening.getsockname()[1]}{CONSOLE}/{key}"
@@ -147,7 +147,7 @@ def serve_console(reader: RunReader, host: str, port: int, key_file: Path | None
 
 
 async def serve(server: ports.HttpServer) -> None:
-    """Serves until it is told to end, or the event loop ends."""
+    """Serves until it has to end, or the event loop ends."""
     await server.open()
     try:
         await server.serving

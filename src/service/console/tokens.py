@@ -1,4 +1,4 @@
-"""Pages of tokens: what was observed and what was sampled, with versions and log-probabilities."""
+"""Pages of tokens: observed and sampled tokens, with versions and log-probabilities."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class TokenPiece:
     logprobs: Sequence[float] = ()
     """[T] where it was sampled, else empty."""
     versions: Sequence[tuple[int, int]] = ()
-    """(version, tokens), in order; they cover what was sampled."""
+    """(version, tokens), in order; they cover the sampled tokens."""
     text: str | None = None
     """All of it as text, if that is known without a tokenizer."""
     note: str = ""
-    """Said of it on a line of its own."""
+    """A remark on a line of its own."""
 
 
 def tokens_page(

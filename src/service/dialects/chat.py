@@ -66,8 +66,8 @@ class ChatToolCall(Body):
 
 
 class ChatMessage(Body):
-    """A message. `token_ids` of one of the assistant's are the tokens as which it was sampled, with what ended it, and
-    `prompt_token_ids` the prompt: with them it is never tokenised again."""
+    """A message. `token_ids` of an assistant's message are its sampled tokens, with its end, and `prompt_token_ids` the
+    prompt: with them it is never tokenised again."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
@@ -182,7 +182,7 @@ class OpenAIBody(SampledBody):
         return {**counts, **used.versions}
 
     def ids_of(self, answer: ServiceAnswer) -> dict[str, Any]:
-        """Returns what the last piece of an answer tells of its token ids, if the client wants to know them."""
+        """Returns the token ids for the last piece of an answer, if the client asked for them."""
         if not self.return_token_ids:
             return {}
         return {"prompt_token_ids": answer.prompt.tolist(), "version_spans": spans_of(answer.sequence.spans)}
@@ -243,7 +243,7 @@ class ChatRequest(OpenAIBody):
         return {**head, "message": message, **tokens}
 
     def _tokens(self, piece: Delta | ServiceAnswer, tokenizer: Any) -> dict[str, Any]:
-        """Returns what the client wants to know of the tokens of an answer."""
+        """Returns the fields about an answer's tokens that the client asked for."""
         fields: dict[str, Any] = {}
         if self.logprobs:
             fields["logprobs"] = _logprobs(tokenizer, piece)

@@ -94,7 +94,7 @@ class SampledBody(Body):
 
     @abstractmethod
     def turns(self) -> Sequence[TurnRequest]:
-        """Returns the prompts that it wants answers to. Raises RequestRefused."""
+        """Returns the prompts to answer. Raises RequestRefused."""
 
     @abstractmethod
     def whole(self, answers: Sequence[ServiceAnswer], tokenizer: Any) -> dict[str, Any]:
@@ -106,7 +106,7 @@ class SampledBody(Body):
 
 
 Nothing = Annotated[list[Any] | None, Field(max_length=0)]
-"""A list that must be empty: what it could hold is not supported."""
+"""A list that must be empty: its items are not supported."""
 NoPenalty = Annotated[float | None, Field(ge=0, le=0)]
 
 
@@ -167,7 +167,7 @@ def arguments_of(text: str) -> dict[str, Any]:
 
 
 def check_tool_choice(choice: Any, tools: Iterable[ToolSpec]) -> tuple[ToolSpec, ...]:
-    """Returns the tools that the model is told of. Raises RequestRefused for a choice that cannot be forced."""
+    """Returns the tools for the model. Raises RequestRefused for a choice that cannot be forced."""
     if isinstance(choice, Mapping):
         name = choice.get("type")
     else:
@@ -226,7 +226,7 @@ def new_id(kind: str) -> str:
 
 
 def now_s() -> int:
-    """Returns the time in seconds, as answers tell it."""
+    """Returns the time in seconds for the fields of answers."""
     return int(time.time())
 
 
@@ -236,7 +236,7 @@ def arguments_text(call: ToolCall) -> str:
 
 
 def spans_of(spans: Sequence[VersionSpan]) -> list[dict[str, Any]]:
-    """Returns the weights of each token of an answer, as bodies tell them."""
+    """Returns the weights of each token of an answer, in the form of bodies."""
     return [{**vars(span.identity), "start": span.start, "end": span.end, "mixed": span.mixed} for span in spans]
 
 

@@ -2,7 +2,7 @@
 
 Each message of each conversation is kept once, in a tree of *points*: a point stands for the messages from the first
 one up to its own. Two conversations share the points of the messages with which both begin. Conversations with other
-tools share none, as tools are part of the first prompt.
+tools share none, because tools are part of the first prompt.
 
 Messages are compared by role, content, name and calls of tools. Thinking is not compared: clients leave it out when
 they send an answer back, and the answer's own tokens hold it.
@@ -73,8 +73,8 @@ class MessageChains:
         self._tops: list[tuple[list[ToolSpec], ChainPoint]] = []
 
     def walk(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[ChainPoint]:
-        """Returns the points of the longest known chain that `messages` begin with, from the one before the first
-        message on; none at all where the tools are new."""
+        """Returns the points of the longest known chain that begins `messages`, from the point before the first message
+        on; none if the tools are new."""
         top = next((point for top_tools, point in self._tops if top_tools == list(tools)), None)
         if top is None:
             return []

@@ -1,10 +1,10 @@
-"""The history of a run's weights: which of them its newest ones were made from, and which a rollback has given up.
+"""The history of a run's weights: the ancestors of its newest weights, and the weights that a rollback has given up.
 
     attempt 1   0 -- 1 -- 2 -- 3 -- 4      versions 3 and 4 of attempt 1 are given up:
     attempt 2             2 -- 3 -- 4 --   attempt 2 began with version 2, and has its own
 
-A version's number says nothing of that. When an attempt begins with a version, all weights of earlier attempts behind
-it are given up, however far the run comes later.
+A version's number does not show that. When an attempt begins with a version, all later weights of earlier attempts are
+given up, however far the run comes later.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from service.sessions.tree import ROOT, Match, SessionTree
 
 PROMPT = "prompt"
-"""The role of the message that stands for such a prompt in the chains of a tree. No dialect has it."""
+"""The role of the message for such a prompt in the chains of a tree. No dialect has it."""
 Ids = npt.NDArray[np.int32]
 
 
@@ -112,7 +112,7 @@ def text_behind(tree: SessionTree, match: Match, text: str | None, ids: Ids, tok
 
 
 def _text_prompts(tree: SessionTree, text: str, tokenizer: Any) -> Iterator[tuple[int, str]]:
-    """Yields each prompt up to which the session has the beginning of a text, with what the text has behind it."""
+    """Yields each prompt up to which the session has the beginning of a text, with the rest of the text."""
     open_ends = [(node, text) for node in _beginnings(tree)]
     while open_ends:
         node, rest = open_ends.pop()

@@ -1,10 +1,10 @@
-"""Records: all that happens to sessions, as values and as rows of a store.
+"""Records: all events of sessions, as values and as rows of a store.
 
-What a session is follows from its records alone, in order. A running service and one that reads a store after a restart
-apply the same records by the same code, so that they come to the same sessions. When a session is forgotten its rows
-are removed.
+A session's state follows from its records alone, in order. A running service and a service that reads a store after a
+restart apply the same records by the same code, so that they come to the same sessions. When a session is forgotten its
+rows are removed.
 
-A row has a head in JSON, and behind it the columns of numbers that the head counts.
+A row has a head in JSON, and then the columns of numbers that the head counts.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class AnswersDelivered:
 
 @dataclass(frozen=True)
 class RewardGiven:
-    """The owner of a session says what a turn, or all of it, is worth. A later record for the same replaces it."""
+    """The owner's reward for a turn, or for the whole session. A later record for the same replaces it."""
 
     session: str
     at: float

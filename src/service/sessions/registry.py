@@ -83,7 +83,7 @@ class SessionRegistry:
         return len(self.book.sessions)
 
     async def close(self) -> None:
-        """Cancels the turns that are being sampled, and closes the store. Sessions stay as they are."""
+        """Cancels the turns that are being sampled, and closes the store. Sessions do not change."""
         for session in list(self.book.sessions.values()):
             await _cancel(session)
         if self._store is not None:
@@ -174,7 +174,7 @@ class SessionRegistry:
         return sessions
 
     def _given_up(self, session: AgentSession) -> str | None:
-        """Returns why the floor of a session, or what it has sampled, is not in the run's history; None if all is."""
+        """Returns why the floor of a session, or any of its tokens, is not in the run's history; None if all are."""
         floor = session.opened.attempt, session.opened.floor
         reason = self._history.given_up(*floor) or self._history.of(session.tree.weights)
         return reason and f"stale: {reason}"
@@ -182,8 +182,8 @@ class SessionRegistry:
     # ---- verbs of agents
 
     async def turn(self, session: str, request: TurnRequest, on_part: OnPart | None = None) -> AnsweredTurn:
-        """Answers a request, and calls `on_part` meanwhile. Raises SessionClosed, RequestRefused, and what the sampler
-        and the store raise."""
+        """Answers a request, and calls `on_part` meanwhile. Raises SessionClosed, RequestRefused, and errors of the
+        sampler and the store."""
         agent_session = self._session(session)
         agent_session.heard = self._clock()
         check_request(request)

@@ -37,7 +37,7 @@ LOST = "store: the machine was started again, so that turns may be missing"
 
 @dataclass(frozen=True)
 class SessionLimits:
-    """Bounds what one session may take."""
+    """The limits of one session."""
 
     turns: int
     """Requests that are answered."""
@@ -56,7 +56,7 @@ class ExportedTurn:
     """One answer with its prompt, as `TrajectoryBuilder.ask` and `answer` take them."""
 
     prompt: npt.NDArray[np.int32]
-    """The whole prompt; where it `follows`, what comes behind the answer before."""
+    """The whole prompt; if it `follows`, the part after the answer before."""
     follows: bool
     """The prompt begins with the prompt and the answer of the turn before."""
     answer: int

@@ -1,10 +1,10 @@
 """Strands: the tokens of a tree in columns, each token once.
 
     strand 0   prompt | answer | prompt | answer |            begins at no node
-    strand 1            ^ answer | prompt | answer |          begins behind the first prompt of strand 0
+    strand 1            ^ answer | prompt | answer |          begins after the first prompt of strand 0
 
-What follows the last token of a strand is written behind it, into a buffer that grows. What follows an earlier token
-begins a strand of its own.
+Tokens that follow the last token of a strand are appended to it, in a buffer that grows. Tokens that follow an earlier
+token begin a strand of their own.
 """
 
 from __future__ import annotations

@@ -30,12 +30,12 @@ from trireme.core.types import StopReason, VersionSpan, WeightIdentity
 from trireme.renderers import Message, Renderer, ToolSpec
 
 ROOT = -1
-"""Stands for the parent of a node that has none."""
+"""The parent of a node that has none."""
 
 
 @dataclass(frozen=True, eq=False)
 class SampledAnswer:
-    """One answer, as it was sampled and as the client reads it."""
+    """One answer: its sampled tokens, and the message that the client reads."""
 
     message: Message
     """The answer as a message, without its tokens."""
@@ -123,7 +123,7 @@ class TreeCounts:
     forks: int = 0
     """Nodes that got another child."""
     retokenised: int = 0
-    """Prompts that continue in messages, but begin their tokens anew."""
+    """Prompts that continue in messages, but not in tokens."""
 
 
 class SessionTree:
@@ -254,7 +254,7 @@ class SessionTree:
         return nodes
 
     def _prompt_node(self, turn: TurnGiven, point: ChainPoint) -> int:
-        """Returns the node of a request's prompt: the one of an earlier request for the same, or a new one."""
+        """Returns the node of a request's prompt: an earlier, equal request's, or a new one."""
         for candidate in point.prompts:
             node = self.nodes[candidate]
             same = (node.parent, node.follows) == (turn.parent, turn.follows)

@@ -1,1 +1,3 @@
-"""The server of Tinker's protocol: what its client (`tinker`) asks for, done by this cluster's trainer and replicas."""
+"""The server of Tinker's protocol: this cluster's trainer and replicas work on the requests of its client
+(`tinker`).
+"""

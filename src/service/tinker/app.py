@@ -101,23 +101,23 @@ class TinkerRoutes:
     # ---- the client
 
     async def health(self) -> JsonReply:
-        """Tells that the server answers."""
+        """Reports that the server answers."""
         return JsonReply({"status": "ok"})
 
     async def client_config(self) -> JsonReply:
-        """Tells the client how to behave."""
+        """Returns the settings of the client."""
         return JsonReply(CLIENT_CONFIG)
 
     async def dynamic_config(self) -> JsonReply:
-        """Tells it what may change; nothing does."""
+        """Returns settings of the client that may change; none do."""
         return JsonReply({})
 
     async def telemetry(self) -> JsonReply:
-        """Accepts what the client tells of itself, and keeps none of it."""
+        """Accepts the client's telemetry, and keeps none of it."""
         return JsonReply({"status": "accepted"})
 
     async def capabilities(self) -> JsonReply:
-        """Tells which model is here, by each of its names."""
+        """Returns the model, by each of its names."""
         size = self._server.offer.served.max_len
         models = [
             {"model_name": name, "max_context_length": size, "trainable": True, "sampleable": True}
@@ -139,7 +139,7 @@ class TinkerRoutes:
         return JsonReply({"session_id": session_id, **notices})
 
     async def session_heartbeat(self, caller: Asking, body: BeatBody) -> JsonReply:
-        """Notes that a client is there. One that the store does not know is told that its session is over."""
+        """Records that a client is there. If the store does not know its session, the reply says that it is over."""
         try:
             self._state.living(body.session_id, caller).beat_s = self._server.now()
         except UnknownId as error:
@@ -254,7 +254,7 @@ class TinkerRoutes:
         return JsonReply(outcome.payload)
 
     async def retrieve_futures(self, caller: Asking, body: RetrieveManyBody) -> JsonReply:
-        """Tells which samples of a clone are done since the last question."""
+        """Returns the samples of a clone that are done since the last call."""
         target = body.target
         retrieved = body.retrieved_request_ids
         sampler = self._state.sampler(target.sampling_session_id, caller)
@@ -275,7 +275,7 @@ def _completion(promise: Promise) -> dict[str, Any]:
 
 
 def _tried(sdk_version: str) -> bool:
-    """Tells whether the client has a version that the server was tried with."""
+    """Returns whether the server was tried with the client's version."""
     match = re.match(r"(\d+)\.(\d+)\b", sdk_version)
     return match is not None and OLDEST <= (int(match[1]), int(match[2])) <= NEWEST
 
@@ -301,7 +301,7 @@ def make_tinker_app(server: TinkerServer, keys: ServiceKeys, limits: Limits) -> 
 
 
 def _take_number(server: TinkerServer, caller: Caller, body: dict[str, Any], message: str) -> None:
-    """Notes that a request was refused, if it was to one of this caller's models: later ones would wait for it."""
+    """Records that a request to one of this caller's models was refused, because later requests would wait for it."""
     if isinstance(body.get("seq_id"), int):
         with suppress(RequestRefused):
             server.train(str(body.get("model_id")), body["seq_id"], Unusable(error=message), caller)

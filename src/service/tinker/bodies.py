@@ -1,6 +1,6 @@
 """The JSON bodies of the protocol's requests. Unknown fields of samples and updates are refused.
 
-Those to the trainer are its work too: they are stored, done, and done again as they came.
+Requests to the trainer are also its work: they are stored, run, and run again unchanged.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class CreateModelBody(NewModelBody):
 
 
 class LoadModelBody(NewModelBody):
-    """Asks for one that begins with what was saved."""
+    """Requests a model that begins with a saved state."""
 
     path: str
     optimizer: bool
@@ -190,13 +190,13 @@ class SaveForSamplerBody(SaveBody):
 
 
 class Unusable(Told):
-    """Takes the number of a request that was refused when it came: later ones wait for that number."""
+    """Takes the number of a refused request, because later requests wait for that number."""
 
     error: str
 
 
 Work = NewModelBody | TrainingBody | ForwardBackwardCall | Unusable
-"""What the trainer is asked for."""
+"""Requests for the trainer."""
 
 
 class SamplerBody(Told):
@@ -320,7 +320,7 @@ class RetrieveManyBody(Told):
 
 
 class PathBody(Told):
-    """Names what was saved."""
+    """Names a saved entry."""
 
     tinker_path: str
 
@@ -332,7 +332,7 @@ class TtlBody(Told):
 
 
 class CopyBody(Told):
-    """Asks for a copy of what was saved."""
+    """Requests a copy of a saved entry."""
 
     source_path: str
     destination_project_id: str

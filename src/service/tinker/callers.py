@@ -1,4 +1,4 @@
-"""Tells who sent a request."""
+"""Identifies the sender of a request."""
 
 from __future__ import annotations
 

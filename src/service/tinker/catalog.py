@@ -47,9 +47,9 @@ class SavedRun:
     user_metadata: Mapping[str, Any]
     began_s: float
     lora: Mapping[str, Any] | None = None
-    """What `service.tinker.adapters.record_of` says of its adapter; None: the whole model is trained."""
+    """Its adapter's record by `service.tinker.adapters.record_of`; None: the whole model is trained."""
     project_id: str = ""
-    """The project that a copy was made for; "": what its session says."""
+    """The project of a copy; "": its session's."""
     owner: str = ""
     """The owner of the key with which it was made (`service.tinker.owners`); "": only admin keys open it."""
 
@@ -83,12 +83,12 @@ class SavedWeights:
 
 
 def path_of(model_id: str, kind: SavedKind, name: str) -> str:
-    """Returns the `tinker://` path of what a model saved."""
+    """Returns the `tinker://` path of a model's saved entry."""
     return f"{SCHEME}{model_id}/{kind}/{name}"
 
 
 class Catalog:
-    """All that is saved below `root`."""
+    """All saved entries below `root`."""
 
     def __init__(self, root: Path, base_model: str, now: Callable[[], float]) -> None:
         self._root = root
@@ -126,11 +126,11 @@ class Catalog:
         return staging
 
     def discard(self, path: str) -> None:
-        """Removes what could not be written whole, and the space that it takes."""
+        """Removes an incomplete entry, and frees its space."""
         shutil.rmtree(self._place(path, STAGING), ignore_errors=True)
 
     def saved_by(self, path: str, request: str) -> SavedWeights | None:
-        """Returns what `request` saved at a path: the server was killed before it said so."""
+        """Returns the entry that `request` saved at a path before the server was killed."""
         try:
             saved = self._look_up(path, SERVER)
         except RequestRefused:
@@ -264,7 +264,7 @@ class Catalog:
         return sorted(saved_runs, key=lambda run: run.began_s, reverse=True)
 
     def saved(self, model_id: str) -> list[SavedWeights]:
-        """Returns all that a model saved, the oldest first."""
+        """Returns all entries of a model, the oldest first."""
         return sorted(self._saved(model_id), key=lambda weights: weights.saved_s)
 
     def _saved(self, model_id: str) -> Iterator[SavedWeights]:
@@ -284,8 +284,8 @@ class Catalog:
 
 
 def recover(root: Path) -> None:
-    """Does what a server that was killed had not finished: what it had written whole takes its place, the rest is
-    removed. Call it while no server writes there. Raises StorageFailed."""
+    """Completes the work of a killed server: whole entries take their places, the rest is removed. Call it while no
+    server writes there. Raises StorageFailed."""
     for staging in root.glob(f"*/{STAGING}*/*"):
         with storage_errors(staging):
             if (staging / MARK).exists():

@@ -35,11 +35,11 @@ class ClientModel:
     """The number of the request that comes next."""
     waiting: dict[int, Promise] = field(default_factory=dict)
     blocked: tuple[object, float] = None, 0.0
-    """What it was last seen to wait for, and when that was seen first."""
+    """The reason for its present wait, and when that was first seen."""
     failure: Failure | None = None
     """The outcome of requests once it cannot be trained any more."""
     history: ModelHistory = field(default_factory=ModelHistory)
-    """What the trainer has done for it."""
+    """The trainer's steps for it."""
 
     @property
     def ready(self) -> Promise | None:
@@ -82,9 +82,9 @@ class ClientSession:
     beat_s: float
     """When it was last heard of."""
     caller: Caller = SERVER
-    """The client, who may read what its models load."""
+    """The client, who may read the states that its models load."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """What the client said of it."""
+    """The client's description of it."""
     end_reason: str = ""
     """Why it has ended."""
     ended_s: float | None = None

@@ -1,6 +1,6 @@
 """Turns the protocol's messages of training and sampling into the project's types, and these back.
 
-Numbers travel as bytes, little endian. What this server does not do is refused by name (`RequestRefused`).
+Numbers travel as bytes, little endian. Unsupported features are refused by name (`RequestRefused`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DTYPES = {FLOAT32: "<f4", INT64: "<i8", INT32: "<i4", BFLOAT16: "<u2"}
 STOP_REASONS = {"stop": 0, "length": 1}
 NO_TOKEN = 0
 NO_LOGPROB = -99999.0
-"""What stands in an empty cell of the likeliest tokens."""
+"""The value of an empty cell of the likeliest tokens."""
 THRESHOLDS = ("clip_low_threshold", "clip_high_threshold")
 SEQUENCE_MASK = "sequence_ratio_mask"
 RECORDED = "stable_reinforce"
@@ -111,10 +111,11 @@ class ForwardBackwardCall:
 
 
 def columns_of(loss_fn: str, inputs: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
-    """Returns the columns that the loss reads. Others are left out, as custom losses send their own with `forward`.
+    """Returns the columns that the loss reads. Others are left out, because custom losses send their own with
+    `forward`.
 
     No mask travels: tokens count where the advantage is not 0, which gives the same gradient, or where gspo's
-    `sequence_ratio_mask` says so. Cross-entropy without weights weighs each token alike. Raises ValueError.
+    `sequence_ratio_mask` says so. Cross-entropy without weights weighs all tokens equally. Raises ValueError.
     """
     read = find_loss(loss_fn).columns
     columns = {name: values for name, values in inputs.items() if name in read}

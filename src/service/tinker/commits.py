@@ -21,14 +21,14 @@ class OwnCommits:
         return path_in(self._root, place)
 
     def begin(self, model_id: str, seq: int) -> str:
-        """Returns the name of a directory that is not there yet, for what a model is before its request `seq`."""
+        """Returns the name of a new directory for a model's state before its request `seq`."""
         self._writing = f"{model_id.replace(':', '-')}-{seq}"
         self._root.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(self.directory(self._writing), ignore_errors=True)
         return self._writing
 
     def remove(self, retained: Collection[str]) -> None:
-        """Removes all but the commits in `retained` and the one that may be in writing."""
+        """Removes all commits except `retained` and the one that may be in writing."""
         for directory in self._root.glob("*"):
             if directory.name not in retained and directory.name != self._writing:
                 shutil.rmtree(directory, ignore_errors=True)

@@ -23,7 +23,7 @@ def tokens_of(work: object) -> int:
 
 
 class MeasuredCosts:
-    """The speed of the trainer, and what other requests than passes cost by it."""
+    """The speed of the trainer, and the cost of requests other than passes."""
 
     def __init__(self) -> None:
         self._tokens = self._seconds = 0.0

@@ -43,7 +43,7 @@ class DownloadRoutes:
         app.get(SIGNED + "{until}/{signature}/{model_id}/{name}/{file:path}")(self.file)
 
     async def urls(self, caller: Asking, request: Request, model_id: str, name: str) -> JsonReply:
-        """Tells where the files of saved weights are fetched."""
+        """Returns the addresses of the files of saved weights."""
         _, saved = self._catalog.find(path_of(model_id, KIND, name), KIND, caller)
         until = int(self._now()) + HOLDS_S
         base = str(request.base_url).rstrip("/")

@@ -1,8 +1,8 @@
-"""Remembers what the trainer has done for a model since the model's newest commit, so that it can be done again.
+"""Remembers the trainer's steps for a model since the model's newest commit, so that they can be repeated.
 
 A server saves a model for itself from time to time, after an update, when no gradients are held. If the trainer is
-lost, it loads that commit and does again what it had done since: passes with a gradient, updates, and what made weights
-available to samplers. What the client was told stays as it was told.
+lost, the server loads that commit and repeats the later steps: passes with a gradient, updates, and steps that made
+weights available to samplers. The client's results do not change.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Lets a Tinker server listen on a port, in a thread with an event loop of its own.
 
-It listens from the start of the server to its end, also while rooms are started: clients are then told that their
-results are not there yet.
+It listens from the start of the server to its end, also while rooms are started: then it answers that results are not
+there yet.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class TinkerListener(threading.Thread):
             await self._http.close()
 
     def work(self, worker: TrainingWorker, sampler: SamplerVerbs) -> Future[None]:
-        """Has the server work with these rooms, once it listens. The future raises what ends that."""
+        """Makes the server work with these rooms, once it listens. The future raises the error that ends that."""
         assert self._loop, "only once it listens"
         return asyncio.run_coroutine_threadsafe(self._server.run(worker, sampler), self._loop)
 

@@ -23,7 +23,7 @@ from trireme.config.trainer import ATTENTION, MLP, UNEMBED
 RUNS = "/api/v1/training_runs"
 SAVED = RUNS + "/{model_id}/checkpoints/{kind}/{name}"
 At = Annotated[str, Depends(path_of)]
-"""The `tinker://` path of what such a route names."""
+"""The `tinker://` path in the address of such a route."""
 OWNER = "trireme"
 TYPES: dict[SavedKind, str] = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 BILLING = "/api/v1/billing/usage"
@@ -34,7 +34,7 @@ NOT_HERE = {
     "/api/v1/create_custom_loss": "losses that run in the server; forward_backward_custom takes the function itself, "
     "and computes it in the client",
 }
-"""What clients may ask for and this server has not, and what to do instead."""
+"""Features that this server does not have, and the alternatives."""
 
 
 class SavedRoutes:
@@ -61,7 +61,7 @@ class SavedRoutes:
             app.add_api_route(path, self.not_here, methods=["GET", "POST"])
 
     async def not_here(self, request: Request) -> None:
-        """Refuses what this server has not got."""
+        """Refuses features that this server does not have."""
         raise RequestRefused(f"this server has not got {NOT_HERE[request.scope['route'].path]}", status=404)
 
     async def runs(self, caller: Asking, limit: Seq = 20, offset: Seq = 0, project_id: str | None = None) -> JsonReply:
@@ -81,12 +81,12 @@ class SavedRoutes:
             raise UnknownId(str(error)) from None
 
     async def checkpoints(self, caller: Asking, model_id: str) -> JsonReply:
-        """Lists what a training run saved."""
+        """Lists the checkpoints of a training run."""
         saved = self._catalog.saved(self._find_run(caller, model_id).model_id)
         return JsonReply({"checkpoints": [_checkpoint(weights) for weights in saved]})
 
     async def all_checkpoints(self, caller: Asking, limit: Seq = 100, offset: Seq = 0) -> JsonReply:
-        """Lists what all training runs saved."""
+        """Lists the checkpoints of all training runs."""
         weights = [saved for run in self._catalog.runs(caller) for saved in self._catalog.saved(run.model_id)]
         cursor = {"offset": offset, "limit": limit, "total_count": len(weights)}
         return JsonReply({"checkpoints": list(map(_checkpoint, weights[offset : offset + limit])), "cursor": cursor})
@@ -104,7 +104,7 @@ class SavedRoutes:
         self._catalog.set_public(path, request.method == "POST", caller)
 
     async def weights_info(self, caller: Asking, body: PathBody) -> JsonReply:
-        """Tells which base a path belongs to, and of an adapter what it is."""
+        """Returns the base of a path, and the description of its adapter."""
         _, saved = self._catalog.find(body.tinker_path, caller=caller)
         run = self._catalog.run(saved.model_id)
         layers = set(run.lora["targets"]) if run.lora else set()
@@ -125,7 +125,7 @@ class SavedRoutes:
         return JsonReply({"tinker_path": await asyncio.to_thread(self._catalog.copy, *arguments)})
 
     async def usage(self, caller: Asking, project_id: str | None = None) -> JsonReply:
-        """Tells how much is saved in each project. It costs nothing."""
+        """Returns the saved bytes of each project. They cost nothing."""
         sizes: dict[str, list[int]] = defaultdict(list)
         for run in self._catalog.runs(caller):
             sizes[self._project(run)] += [weights.size for weights in self._catalog.saved(run.model_id)]
@@ -163,7 +163,7 @@ class SavedRoutes:
 
 
 def lora_of(run: SavedRun) -> dict[str, object]:
-    """Returns what the client is told of a model's adapter."""
+    """Returns the client's fields about a model's adapter."""
     if run.lora:
         return {"is_lora": True, "lora_rank": run.lora["rank"]}
     return {"is_lora": False}

@@ -41,7 +41,7 @@ class TinkerOffer:
 
     @property
     def listed(self) -> tuple[str, ...]:
-        """The names that clients are told when they ask for all models."""
+        """The names in the list of all models."""
         return (self.base_model, *self.options.names)
 
     @property
@@ -57,7 +57,7 @@ class TinkerOffer:
         return f"this server trains adapters up to rank {lora.rank} for {', '.join(lora.target_modules)}{without}"
 
     def serves(self, base_model: str | None) -> bool:
-        """Tells whether `base_model` is a name of that model."""
+        """Returns whether `base_model` is a name of that model."""
         return base_model in self.served.names
 
     def room(self, prompt: ModelInput, stop: Sequence[int]) -> int:

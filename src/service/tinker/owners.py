@@ -1,4 +1,4 @@
-"""Names who asks: all that was made with a key belongs to the key's owner."""
+"""Identifies callers: everything made with a key belongs to the key's owner."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Caller:
     """They have an admin key."""
 
     def may(self, owner: str) -> bool:
-        """Tells whether something of an owner is theirs to see and to change."""
+        """Returns whether the caller may see and change something of an owner."""
         return self.sees_all or (owner == self.owner and owner != "")
 
 

@@ -1,4 +1,4 @@
-"""The promises of the protocol's state, and those whom they belong to: sessions, and their models and samplers."""
+"""The promises of the protocol's state, and their owners: sessions, and their models and samplers."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class PromiseBook(Contents):
         self.sessions[session_id] = session
 
     def tell(self, session: ClientSession, **fields: Any) -> None:
-        """Notes more of what a client says of its session."""
+        """Adds to a client's description of its session."""
         self._change(session, metadata={**session.metadata, **fields})
 
     def session(self, session_id: str, caller: Caller = SERVER) -> ClientSession:

@@ -13,7 +13,7 @@ Category = Literal["user", "server"]
 
 
 class UnknownId(RequestRefused):
-    """An id that was never given out, or not to the one who asks."""
+    """An id that was never issued, or not to this caller."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, status=404)

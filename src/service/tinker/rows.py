@@ -98,7 +98,7 @@ def step_key(request_id: str) -> str:
 
 @dataclass(eq=False)
 class Contents:
-    """All that a store has of clients, by their ids, in the order in which it was made."""
+    """The contents of a store by ids of clients, in the order of their creation."""
 
     sessions: dict[str, ClientSession] = field(default_factory=dict)
     models: dict[str, ClientModel] = field(default_factory=dict)

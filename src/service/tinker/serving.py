@@ -1,12 +1,11 @@
-"""The server without HTTP: it accepts what clients ask for, lets the trainer and the replicas do it, and answers.
+"""The server without HTTP: it accepts clients' requests, passes them to the trainer and the replicas, and answers.
 
 A request is in the store before it is accepted. All of this runs in one event loop, where nothing waits for a room:
 verbs are called in threads.
 
-Rooms come and go. `run` works with one trainer and one sampler until one of them is lost, and raises that; clients are
-told meanwhile that their results are not there yet. The next call gives each model what it had
-(`service.tinker.history`) and continues with what has no outcome. What a server that was killed had accepted is in its
-store.
+Rooms come and go. `run` works with one trainer and one sampler until one of them is lost, and raises that; meanwhile
+the server answers that results are not there yet. The next call restores each model (`service.tinker.history`) and
+continues with requests without an outcome. The store has the requests that a killed server had accepted.
 """
 
 from __future__ import annotations
@@ -90,8 +89,8 @@ class TinkerServer:
         """How many requests to train were done."""
 
     def begin(self) -> str:
-        """Opens the store, and continues with what it has. Returns what became of what an earlier server has left; "":
-        it has left nothing. Raises StorageFailed."""
+        """Opens the store, and continues with its contents. Returns a message on the rest of an earlier server; "":
+        there is none. Raises StorageFailed."""
         lost = self._store.open()
         self.state.write = partial(write, self._store)
         self.state.load(self._store.rows(), self.now())
@@ -140,7 +139,7 @@ class TinkerServer:
     async def completions(
         self, sampler: ClientSampler, clone: int, cursor: int, retrieved: list[str], timeout_s: float | None
     ) -> tuple[list[Promise], int]:
-        """Returns what was sampled after `cursor`; waits for it, at most `timeout_s`."""
+        """Returns the samples done after `cursor`; waits for one, at most `timeout_s`."""
         until = self.now() + min(HOLD_S if timeout_s is None else timeout_s, HOLD_S)
         while True:
             finished, after = self.state.completions(sampler, clone, cursor, retrieved)
@@ -155,7 +154,7 @@ class TinkerServer:
                 await asyncio.wait_for(event.wait(), seconds)
 
     def release(self) -> None:
-        """Answers all who wait with what there is: the server ends."""
+        """Answers all waiting calls with the present results, because the server ends."""
         self._closing = True
         self._changed(*self._waiting)
 
@@ -171,7 +170,7 @@ class TinkerServer:
     # ---- rooms
 
     async def run(self, worker: TrainingWorker, sampler: SamplerVerbs) -> None:
-        """Does what clients ask for with these rooms. Raises TriremeError: RoomFailed when they are lost."""
+        """Runs clients' requests with these rooms. Raises TriremeError: RoomFailed when they are lost."""
         self._worker = worker
         self._sampler = sampler
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -189,7 +188,7 @@ class TinkerServer:
                 task.cancel()
 
     async def _restore(self) -> None:
-        """Gives trainer and replicas what they had. Raises TriremeError."""
+        """Restores the states of trainer and replicas. Raises TriremeError."""
         base = await asyncio.to_thread(self._worker.begin)
         self._shelf = WeightShelf({BASE: base})
         if self.offer.slots:

@@ -1,4 +1,4 @@
-"""The routes of sessions: lists, searches, what their clients say of them, and their end."""
+"""The routes of sessions: lists, searches, their clients' descriptions, and their end."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class SessionListRoutes:
         return JsonReply({"training_run_ids": session.models, "sampler_ids": session.samplers, **shown})
 
     async def finish(self, caller: Asking, session_id: str, body: FinishBody | None = None) -> None:
-        """Ends a session. What its client said first of the reason is kept."""
+        """Ends a session. Keeps the first reason that its client gave."""
         session = self._state.session(session_id, caller)
         request = body or FinishBody()
         if not session.end_reason:

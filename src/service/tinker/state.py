@@ -67,7 +67,7 @@ class ProtocolState(PromiseBook):
         self.turns = self.make_turns()
 
     def load(self, rows: Iterable[Row], now: float) -> None:
-        """Has all that is in `rows`, at the time `now`. Raises StorageFailed."""
+        """Loads everything in `rows`, at the time `now`. Raises StorageFailed."""
         self.read(rows, now)
         for model in self.models.values():
             if model.failure:  # what the trainer worked on then was not finished
@@ -79,14 +79,14 @@ class ProtocolState(PromiseBook):
     # ---- sessions
 
     def finish(self, session: ClientSession, now: float, reason: str, category: Category = "user") -> None:
-        """Ends a session, and fails what its models wait for."""
+        """Ends a session, and fails the pending promises of its models."""
         for model_id in session.models:
             self.end_model(self.models[model_id], f"its session has ended: {reason}", category)
         self._change(session, end_reason=reason, ended_s=now)
 
     def finish_all(self, now: float) -> None:
-        """Ends all sessions and their samplers, as the machine was started again: clients may have been told more than
-        is known here."""
+        """Ends all sessions and their samplers, because the machine was started again: clients may have later results
+        than the store."""
         for session in self.sessions.values():
             self.finish(session, now, MACHINE, "server")
         for promise in list(self.promises.values()):
@@ -137,8 +137,8 @@ class ProtocolState(PromiseBook):
                     break
 
     def _end_beyond(self, now: float) -> None:
-        """Refuses adapters that have waited for PLACE_S while their session has others: its client may wait for them to
-        be created before it lets those go."""
+        """Refuses adapters that have waited for PLACE_S while their session has others: its client may wait for the new
+        ones before it ends the old ones."""
         for model in list(self._line):
             names = [holder.model_id for holder in self.holders if holder.session_id == model.session_id]
             if model.waited("a place" if names else "", now) > PLACE_S and names:
@@ -159,7 +159,7 @@ class ProtocolState(PromiseBook):
                 )
 
     def end_model(self, model: ClientModel, reason: str, category: Category = "user") -> None:
-        """Ends a model: it cannot be trained any more. What the trainer works on is finished."""
+        """Ends a model: it cannot be trained any longer. The trainer finishes its present work."""
         if model.failure:
             return
         failure = Failure(f"the model {model.model_id} cannot be trained any more: {reason}", category)
@@ -184,7 +184,7 @@ class ProtocolState(PromiseBook):
         return [key(request_id) for request_id in requests for key in (work_key, step_key)]
 
     def queued(self, promise: Promise) -> str:
-        """Tells which models have the places for which a promise waits; "": it waits for none."""
+        """Returns which models have the places for which a promise waits; "": it waits for none."""
         model = self.models.get(promise.owner_id)
         if model is None or model in self.holders:
             return ""
@@ -248,8 +248,8 @@ class ProtocolState(PromiseBook):
         return model, promise
 
     def line_up(self) -> None:
-        """Gives places at the trainer to the models that had them, and lets those wait that were not created yet: after
-        the records of this state were read, and when the trainer was lost."""
+        """Gives places at the trainer to the models that had them, and lets models wait that were not created yet:
+        after the records of this state were read, and when the trainer was lost."""
         self.running = None
         living = [model for model in self.models.values() if not model.failure]
         self._line = deque(model for model in living if model.next_seq == 0)
@@ -335,8 +335,8 @@ class ProtocolState(PromiseBook):
         self.turns.finish(promise)
 
     def sample_again(self, available: Collection[str], failure: Failure) -> None:
-        """Lets all samples without an outcome wait anew, as no replica works on them any more. Samples from weights
-        that are not `available` fail."""
+        """Queues all samples without an outcome again, because no replica works on them any longer. Samples from
+        weights that are not `available` fail."""
         self.turns = self.make_turns()
         for promise in list(self.promises.values()):
             if promise.outcome is None and (sampler := self.samplers.get(promise.owner_id)):
@@ -348,8 +348,8 @@ class ProtocolState(PromiseBook):
     def completions(
         self, sampler: ClientSampler, clone: int, cursor: int, retrieved: Collection[str]
     ) -> tuple[list[Promise], int]:
-        """Returns the samples of a clone that were done after `cursor`, and the cursor behind them. Those before it are
-        not listed again, and results of those in `retrieved` are dropped."""
+        """Returns the samples of a clone that were done after `cursor`, and the cursor after them. Earlier samples are
+        not listed again, and results of samples in `retrieved` are dropped."""
         promises = [self.promises.get(request_id) for request_id in retrieved]
         self.retire(
             [promise for promise in promises if promise and promise.outcome and promise.owner_id == sampler.sampler_id]

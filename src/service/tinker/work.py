@@ -1,4 +1,4 @@
-"""The trainer does for clients, one request after the other, what they ask for: by its verbs."""
+"""Runs clients' requests on the trainer, one after the other, by its verbs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Gradient:
 
 
 class NotRestored(Exception):
-    """The trainer was lost, and what it had done for a model could not be done again."""
+    """The trainer was lost, and its steps for a model could not be repeated."""
 
 
 class TrainingWorker:
@@ -99,7 +99,7 @@ class TrainingWorker:
         return list(self._gradients)
 
     def forget(self, model_id: str) -> None:
-        """Frees what a model that has ended has taken."""
+        """Frees the resources of an ended model."""
         if self._gradients.pop(model_id, None) and self.lora:
             self._trainer.drop_adapter(model_id)
 
@@ -108,7 +108,7 @@ class TrainingWorker:
         self._closed = True
 
     def commit(self, model_id: str, directory: Path) -> None:
-        """Saves in a new directory what the trainer holds of a model: without adapters of the one that it worked for
+        """Saves the trainer's state of a model in a new directory; without adapters, of the model that it worked for
         last. Raises TriremeError."""
         self._use(model_id)
         self._trainer.save_state(directory).wait(self._save_s)
@@ -118,7 +118,7 @@ class TrainingWorker:
             self._trainer.use_adapter(model_id)
 
     def load_commit(self, model_id: str, directory: Path) -> None:
-        """Makes a model again from what `commit` has saved. Raises NotRestored, TriremeError."""
+        """Restores a model from `commit`. Raises NotRestored, TriremeError."""
         try:
             spec = recorded_spec(model_id, self._catalog.run(model_id).lora, self.lora)
         except RequestRefused as error:
@@ -127,8 +127,8 @@ class TrainingWorker:
         self._load(model_id, directory)
 
     def again(self, model_id: str, work: Work, error: str, caller: Caller) -> PublishedWeights | None:
-        """Does again what was done before, after a commit or the other steps since then. `error`: why it failed then.
-        Returns weights that are available to samplers again. Raises RoomFailed, NotRestored."""
+        """Repeats an earlier step, after a commit or the other steps since then. `error`: why it failed then. Returns
+        weights that are available to samplers again. Raises RoomFailed, NotRestored."""
         if error:  # it must not succeed now: the client was told that it failed
             self._gradients[model_id].failed = error
             return None
@@ -147,7 +147,7 @@ class TrainingWorker:
         return self._publish()
 
     def run(self, model_id: str, work: Work, caller: Caller, request: str = "") -> Result:
-        """Does what a client asked for. `request`: its id."""
+        """Runs a client's request. `request`: its id."""
         try:
             if not isinstance(work, NewModelBody):
                 self._use(model_id)
@@ -247,7 +247,7 @@ class TrainingWorker:
         return directory, saved, run
 
     def _load_weights(self, model_id: str, work: LoadWeightsBody, caller: Caller) -> Payload:
-        """Has a model take a state of such an adapter as it has."""
+        """Makes a model load a state of an equal adapter."""
         directory, _, run = self._source(work.path, caller, "weights")
         current = recorded_spec(model_id, self._catalog.run(model_id).lora, self.lora)
         saved = recorded_spec(work.path, run.lora, self.lora)
@@ -331,7 +331,7 @@ def _loss(data: Sequence[Datum], output: ForwardBackwardOutput) -> dict[str, flo
 
 
 def failure_of(error: Exception) -> Failure:
-    """Returns what a client is told of an error."""
+    """Returns the client's form of an error."""
     match error:
         case RoomFailed():
             return Failure(f"rooms were lost twice while they worked on this request: {error}", "server")
