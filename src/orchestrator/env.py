@@ -34,6 +34,7 @@ from trireme.core.agents import AgentAccess
 from trireme.core.errors import BadInput, TriremeError
 from trireme.core.own_packages import search
 from trireme.core.refusals import Refusal
+from trireme.core.tokenizer import Tokenizer
 from trireme.renderers import Renderer, make_renderer
 
 P = ParamSpec("P")
@@ -271,7 +272,7 @@ class EnvContext:
     the state of a process's random generators is not saved.
     """
 
-    tokenizer: Any
+    tokenizer: Tokenizer
     """A `transformers` tokenizer."""
     seed: int
     group_size: int
@@ -289,7 +290,7 @@ class EnvContext:
         return make_renderer(tokenizer=self.tokenizer, **self.rendering.model_dump())
 
 
-def load_datasets(config: Config, tokenizer: Any) -> tuple[list[RLDataset], list[RLDataset]]:
+def load_datasets(config: Config, tokenizer: Tokenizer) -> tuple[list[RLDataset], list[RLDataset]]:
     """Makes the training datasets of a run, and the evaluation datasets if it evaluates. Raises BadInput."""
     start = config.model.start or config.model.name
     held_out = EnvContext(tokenizer, config.seed, config.eval.samples, "eval", config.renderer, start)

@@ -23,6 +23,7 @@ from service.requests import Finish, RequestRefused, ServedModels, TurnRequest
 from service.sessions.prompts import PROMPT, asked_before, match_ids, prompt_ids, text_behind
 from service.sessions.tree import ROOT, Match, SampledAnswer, SessionTree, TurnGiven
 from trireme.core.sampler import SampledPart, SequenceSampler
+from trireme.core.tokenizer import Tokenizer
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, WeightIdentity
 from trireme.renderers import Message, Renderer
 
@@ -72,7 +73,7 @@ class TurnAnswering:
     """
 
     def __init__(
-        self, sampler: SequenceSampler, models: ServedModels, tokenizer: Any, renderer: Renderer, places: Places
+        self, sampler: SequenceSampler, models: ServedModels, tokenizer: Tokenizer, renderer: Renderer, places: Places
     ) -> None:
         self.models = models
         self.tokenizer = tokenizer

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from service.requests import Delta, RequestRefused, ServiceAnswer
 from trireme.core.sampler import SampledPart
 from trireme.core.stop_strings import first_of
+from trireme.core.tokenizer import Tokenizer
 from trireme.renderers import Renderer, ToolCall, ToolSpec
 from trireme.renderers.base import TextRenderer
 from trireme.renderers.qwen_tags import CALL, THINK, THINK_END
@@ -38,7 +38,7 @@ class Reading:
 class TextReader:
     """Reads an answer as plain text. Special tokens are no part of it."""
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
         self._tokenizer = tokenizer
         self._stop = stop
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from orchestrator.env import Continuation, Env, EnvGroup, EnvGroupBuilder, StepResult, StopCondition
 from orchestrator.envs.text import Answer, GeneratedDataset, end_of_sequence
+from trireme.core.tokenizer import Tokenizer
 
 DIGITS = "0123456789"
 PROMPT = "Guess 0-9\n"
@@ -37,7 +38,7 @@ def hint(secret: str, guess: str) -> str:
 class GuessEnv(Env):
     """One game; `prompt` and `hints` are tokens."""
 
-    tokenizer: Any
+    tokenizer: Tokenizer
     secret: str
     max_turns: int
     prompt: Sequence[int]

@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, partial
 from operator import eq
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from orchestrator.env import Env, EnvContext, EnvGroup, EnvGroupBuilder, RLDataset, StepResult, StopCondition
+from trireme.core.tokenizer import Tokenizer
 
 HELD_OUT_EVERY = 8
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
@@ -70,7 +71,7 @@ class GeneratedDataset(RLDataset):
 
 
 @cache
-def token_text(tokenizer: Any, token: int) -> str:
+def token_text(tokenizer: Tokenizer, token: int) -> str:
     """Returns the text of one sampled id; for an id without a token (models pad their vocabulary) an unknown sign."""
     if token < len(tokenizer):
         return tokenizer.decode([token])
@@ -78,7 +79,7 @@ def token_text(tokenizer: Any, token: int) -> str:
 
 
 @cache
-def end_of_sequence(tokenizer: Any) -> int:
+def end_of_sequence(tokenizer: Tokenizer) -> int:
     """Returns the id of the end of sequence. Raises ValueError for a tokenizer without one."""
     if tokenizer.eos_token_id is None:
         raise ValueError("the model's tokenizer has no end-of-sequence token, which ends an answer")
@@ -95,7 +96,7 @@ class Answer:
     """False without an end of sequence: the answer was cut by its length."""
 
     @classmethod
-    def read(cls, tokenizer: Any, tokens: Sequence[int]) -> Answer:
+    def read(cls, tokenizer: Tokenizer, tokens: Sequence[int]) -> Answer:
         """Reads an answer that was sampled as `tokens`, token by token: for tokenizers in which the text of a token
         does not depend on its neighbours."""
         tokens = list(tokens)
@@ -128,7 +129,7 @@ def by_position(target: str, answer: Answer) -> tuple[float, float]:
 class QuestionEnv(Env):
     """One answer to one question. Its `prompt` is tokens."""
 
-    tokenizer: Any
+    tokenizer: Tokenizer
     question: Question
     prompt: Sequence[int]
     grade: Grader

@@ -40,6 +40,7 @@ from service.dialects.wire import (
 )
 from service.reading import UNFINISHED
 from service.requests import Delta, RequestRefused, ServiceAnswer, TurnRequest
+from trireme.core.tokenizer import Tokenizer
 from trireme.core.types import SamplingParams
 from trireme.renderers import Message
 
@@ -222,14 +223,14 @@ class ChatRequest(OpenAIBody):
 
     # ---- answers
 
-    def whole(self, answers: Sequence[ServiceAnswer], tokenizer: Any) -> dict[str, Any]:
+    def whole(self, answers: Sequence[ServiceAnswer], tokenizer: Tokenizer) -> dict[str, Any]:
         choices = [self._choice(answer, tokenizer) for answer in answers]
         body = {**self.head("chatcmpl-", "chat.completion"), "choices": choices, "usage": self.usage(answers)}
         if self.return_token_ids:
             body["prompt_token_ids"] = answers[0].prompt.tolist()
         return body
 
-    def _choice(self, answer: ServiceAnswer, tokenizer: Any) -> dict[str, Any]:
+    def _choice(self, answer: ServiceAnswer, tokenizer: Tokenizer) -> dict[str, Any]:
         calls = _calls(answer)
         message: dict[str, Any] = {"role": "assistant", "content": answer.content or (None if calls else "")}
         if answer.thinking:
@@ -242,7 +243,7 @@ class ChatRequest(OpenAIBody):
         head = {"index": answer.choice, "finish_reason": answer.finish, "logprobs": None}
         return {**head, "message": message, **tokens}
 
-    def _tokens(self, piece: Delta | ServiceAnswer, tokenizer: Any) -> dict[str, Any]:
+    def _tokens(self, piece: Delta | ServiceAnswer, tokenizer: Tokenizer) -> dict[str, Any]:
         """Returns the fields about an answer's tokens that the client asked for."""
         fields: dict[str, Any] = {}
         if self.logprobs:
@@ -251,7 +252,7 @@ class ChatRequest(OpenAIBody):
             fields["token_ids"] = list(piece.tokens)
         return fields
 
-    async def events(self, pieces: AsyncIterator[Delta], tokenizer: Any) -> AsyncIterator[str]:
+    async def events(self, pieces: AsyncIterator[Delta], tokenizer: Tokenizer) -> AsyncIterator[str]:
         begun: set[int] = set()
 
         def choice(piece: Delta, delta: dict[str, Any], **fields: Any) -> dict[str, Any]:
@@ -287,7 +288,7 @@ def _calls(answer: ServiceAnswer) -> list[dict[str, Any]]:
     ]
 
 
-def _logprobs(tokenizer: Any, piece: Delta | ServiceAnswer) -> dict[str, Any]:
+def _logprobs(tokenizer: Tokenizer, piece: Delta | ServiceAnswer) -> dict[str, Any]:
     rows = []
     for token, logprob in zip(piece.tokens, piece.logprobs, strict=True):
         text = str(tokenizer.decode([token]))

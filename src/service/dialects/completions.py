@@ -13,6 +13,7 @@ from pydantic import Field
 from service.dialects.chat import OpenAIBody
 from service.dialects.wire import Many, TokenId
 from service.requests import Delta, ServiceAnswer, TurnRequest
+from trireme.core.tokenizer import Tokenizer
 
 DEFAULT_TOKENS = 16
 """As OpenAI's, when `max_tokens` is left out."""
@@ -46,12 +47,12 @@ class CompletionRequest(OpenAIBody):
 
     # ---- answers
 
-    def whole(self, answers: Sequence[ServiceAnswer], tokenizer: Any) -> dict[str, Any]:
+    def whole(self, answers: Sequence[ServiceAnswer], tokenizer: Tokenizer) -> dict[str, Any]:
         choices = [self._choice(answer, answer, 0, tokenizer) for answer in answers]
         return {**self.head("cmpl-", "text_completion"), "choices": choices, "usage": self.usage(answers)}
 
     def _choice(
-        self, piece: Delta | ServiceAnswer, answer: ServiceAnswer | None, offset: int, tokenizer: Any
+        self, piece: Delta | ServiceAnswer, answer: ServiceAnswer | None, offset: int, tokenizer: Tokenizer
     ) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": piece.choice, "text": piece.content, "logprobs": None}
         choice["finish_reason"] = answer.finish if answer else None
@@ -63,7 +64,7 @@ class CompletionRequest(OpenAIBody):
             choice |= self.ids_of(answer)
         return choice
 
-    async def events(self, pieces: AsyncIterator[Delta], tokenizer: Any) -> AsyncIterator[str]:
+    async def events(self, pieces: AsyncIterator[Delta], tokenizer: Tokenizer) -> AsyncIterator[str]:
         offsets: Counter[int] = Counter()
 
         def choices(piece: Delta) -> Iterator[dict[str, Any]]:
@@ -78,7 +79,7 @@ class CompletionRequest(OpenAIBody):
             yield text
 
 
-def _logprobs(tokenizer: Any, piece: Delta | ServiceAnswer, offset: int) -> dict[str, Any]:
+def _logprobs(tokenizer: Tokenizer, piece: Delta | ServiceAnswer, offset: int) -> dict[str, Any]:
     texts = [str(tokenizer.decode([token])) for token in piece.tokens]
     *offsets, _end = accumulate(map(len, texts), initial=offset)
     return {

@@ -24,6 +24,7 @@ from service.dialects.wire import (
     tool_answer,
 )
 from service.requests import Delta, RequestRefused, ServiceAnswer, TurnRequest
+from trireme.core.tokenizer import Tokenizer
 from trireme.renderers import Message, ToolCall, ToolSpec
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -151,7 +152,7 @@ class MessagesRequest(SampledBody):
 
     # ---- answers
 
-    def whole(self, answers: Sequence[ServiceAnswer], tokenizer: Any) -> dict[str, Any]:
+    def whole(self, answers: Sequence[ServiceAnswer], tokenizer: Tokenizer) -> dict[str, Any]:
         (answer,) = answers
         blocks: list[dict[str, Any]] = []
         if answer.thinking:
@@ -165,7 +166,7 @@ class MessagesRequest(SampledBody):
         head = {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": self.model, "content": []}
         return {**head, "stop_reason": None, "stop_sequence": None}
 
-    async def events(self, pieces: AsyncIterator[Delta], tokenizer: Any) -> AsyncIterator[str]:
+    async def events(self, pieces: AsyncIterator[Delta], tokenizer: Tokenizer) -> AsyncIterator[str]:
         blocks = _Blocks()
         begun = False
         async for piece in pieces:

@@ -28,6 +28,7 @@ from service.dialects.wire import (
     tool_answer,
 )
 from service.requests import Delta, ServiceAnswer, TurnRequest
+from trireme.core.tokenizer import Tokenizer
 from trireme.renderers import Message, ToolCall
 
 
@@ -145,7 +146,7 @@ class ResponseRequest(SampledBody):
 
     # ---- answers
 
-    def whole(self, answers: Sequence[ServiceAnswer], tokenizer: Any) -> dict[str, Any]:
+    def whole(self, answers: Sequence[ServiceAnswer], tokenizer: Tokenizer) -> dict[str, Any]:
         (answer,) = answers
         items = _Items()
         items.add(answer)
@@ -178,7 +179,7 @@ class ResponseRequest(SampledBody):
             "usage": None,
         }
 
-    async def events(self, pieces: AsyncIterator[Delta], tokenizer: Any) -> AsyncIterator[str]:
+    async def events(self, pieces: AsyncIterator[Delta], tokenizer: Tokenizer) -> AsyncIterator[str]:
         head = self._head()
         items = _Items()
         yield items.event("response.created", response=head)

@@ -20,6 +20,7 @@ from pydantic import (
 from service.requests import Delta, RequestRefused, ServiceAnswer, TurnRequest
 from trireme.core.finite_json import to_json
 from trireme.core.sampling_bounds import BOUNDS, LONGEST_STOP, MOST_ANSWERS, MOST_STOP_IDS, MOST_STOPS
+from trireme.core.tokenizer import Tokenizer
 from trireme.core.types import SamplingParams, VersionSpan
 from trireme.renderers import Message, ToolCall, ToolSpec
 from trireme.renderers.qwen_tags import read_json
@@ -97,11 +98,11 @@ class SampledBody(Body):
         """Returns the prompts to answer. Raises RequestRefused."""
 
     @abstractmethod
-    def whole(self, answers: Sequence[ServiceAnswer], tokenizer: Any) -> dict[str, Any]:
+    def whole(self, answers: Sequence[ServiceAnswer], tokenizer: Tokenizer) -> dict[str, Any]:
         """Returns the body of the whole answer."""
 
     @abstractmethod
-    def events(self, pieces: AsyncIterator[Delta], tokenizer: Any) -> AsyncIterator[str]:
+    def events(self, pieces: AsyncIterator[Delta], tokenizer: Tokenizer) -> AsyncIterator[str]:
         """Yields the answer as server-sent events."""
 
 

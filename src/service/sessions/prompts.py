@@ -15,19 +15,19 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from service.sessions.tree import ROOT, Match, SessionTree
+from trireme.core.tokenizer import Tokenizer
 
 PROMPT = "prompt"
 """The role of the message for such a prompt in the chains of a tree. No dialect has it."""
 Ids = npt.NDArray[np.int32]
 
 
-def asked_before(tree: SessionTree, text: str, options: str, tokenizer: Any) -> Ids | None:
+def asked_before(tree: SessionTree, text: str, options: str, tokenizer: Tokenizer) -> Ids | None:
     """Returns the tokens of a prompt of this text that was answered, and asked for, as a retry asks for it; None where
     there is none. The session may have grown since, so that the text would find another place now."""
     for prompt, behind in _text_prompts(tree, text, tokenizer):
@@ -36,7 +36,7 @@ def asked_before(tree: SessionTree, text: str, options: str, tokenizer: Any) -> 
     return None
 
 
-def prompt_ids(tree: SessionTree, text: str, tokenizer: Any) -> Ids:
+def prompt_ids(tree: SessionTree, text: str, tokenizer: Tokenizer) -> Ids:
     """Returns the tokens of a prompt: the session's tokens for its beginning, if that has any of its answers, and the
     tokenizer's for the rest."""
     longest = 0
@@ -93,7 +93,7 @@ def is_prompt(tree: SessionTree, node: int) -> bool:
     return tree.nodes[node].message is None and message is not None and message["role"] == PROMPT
 
 
-def text_behind(tree: SessionTree, match: Match, text: str | None, ids: Ids, tokenizer: Any) -> str:
+def text_behind(tree: SessionTree, match: Match, text: str | None, ids: Ids, tokenizer: Tokenizer) -> str:
     """Returns the text of a prompt after the answer that it continues, as its client wrote it. For a prompt of token
     ids, or one that continues a conversation, it is the text of the tokens."""
     before = ""
@@ -111,7 +111,7 @@ def text_behind(tree: SessionTree, match: Match, text: str | None, ids: Ids, tok
     return text[len(before) :]
 
 
-def _text_prompts(tree: SessionTree, text: str, tokenizer: Any) -> Iterator[tuple[int, str]]:
+def _text_prompts(tree: SessionTree, text: str, tokenizer: Tokenizer) -> Iterator[tuple[int, str]]:
     """Yields each prompt up to which the session has the beginning of a text, with the rest of the text."""
     open_ends = [(node, text) for node in _beginnings(tree)]
     while open_ends:
@@ -127,7 +127,7 @@ def _text_prompts(tree: SessionTree, text: str, tokenizer: Any) -> Iterator[tupl
                 open_ends += [(child, behind[len(answer_text) :]) for child in tree.nodes[answer].children]
 
 
-def _beginning(tokens: Ids, answer_text: str, text: str, tokenizer: Any) -> tuple[int, int]:
+def _beginning(tokens: Ids, answer_text: str, text: str, tokenizer: Tokenizer) -> tuple[int, int]:
     """Returns how many tokens, and how many letters, of an answer that reads `answer_text` a text begins with."""
     if text.startswith(answer_text):
         return len(tokens), len(answer_text)
@@ -151,13 +151,13 @@ def _answers(tree: SessionTree, prompt: int) -> list[int]:
     return [child for child in tree.nodes[prompt].children if tree.nodes[child].message is not None]
 
 
-def _answer_text(tree: SessionTree, answer: int, tokenizer: Any) -> str:
+def _answer_text(tree: SessionTree, answer: int, tokenizer: Tokenizer) -> str:
     if answer not in tree.texts:
         tree.texts[answer] = _text(tokenizer, tree.tokens(answer))
     return tree.texts[answer]
 
 
-def _text(tokenizer: Any, tokens: Ids) -> str:
+def _text(tokenizer: Tokenizer, tokens: Ids) -> str:
     if len(tokens):
         return str(tokenizer.decode(tokens.tolist(), skip_special_tokens=False))
     return ""

@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -32,7 +31,7 @@ from trireme.config import Config
 from trireme.config.load import load
 from trireme.config.model_facts import ModelFacts
 from trireme.core.errors import EXIT_INTERRUPTED, EXIT_OK, BadInput, TriremeError
-from trireme.core.tokenizer import encode_text, load_tokenizer
+from trireme.core.tokenizer import Tokenizer, encode_text, load_tokenizer
 from trireme.core.types import SampledSequence, SampleRequest, StopReason, VersionSpan, WeightIdentity
 from trireme.launch.environments import try_first_problem
 from trireme.launch.service import sessions_factory
@@ -46,7 +45,7 @@ TYPED = WeightIdentity(0, 0, "typed")
 class Answers:
     """Answers instead of a policy. `read` returns the next line; "" or None at the end."""
 
-    def __init__(self, tokenizer: Any, read: Callable[[], str | None]) -> None:
+    def __init__(self, tokenizer: Tokenizer, read: Callable[[], str | None]) -> None:
         self._tokenizer = tokenizer
         self._read = read
         self.times_s: list[float] = []
@@ -123,7 +122,7 @@ async def _try(config: Config, options: argparse.Namespace) -> None:
     print(f"reward {trajectory.reward + reward:g}{_listed(metrics)}")
 
 
-def report(trajectory: Trajectory, times_s: Sequence[float], tokenizer: Any) -> Iterator[str]:
+def report(trajectory: Trajectory, times_s: Sequence[float], tokenizer: Tokenizer) -> Iterator[str]:
     """Yields the result of each turn, for a person: tokens with their mask in the loss, reward, metrics, and the time
     that the environment took. `times_s`: when each answer was requested and returned, in turn, and the end."""
     end = 0

@@ -10,9 +10,12 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 from trireme.core.refusals import Refusal, refuse
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 TOKENIZER_ADVICE = "copy them from the model that it was made from, or name that one: --model.tokenizer DIRECTORY"
 HOLD_NO_TOKENIZER = (
@@ -20,11 +23,13 @@ HOLD_NO_TOKENIZER = (
     *("LICENSE*", "USE_POLICY*", "manifest.json"),
 )
 """Files of a model's directory in which no tokenizer can be."""
+Tokenizer: TypeAlias = "PreTrainedTokenizerBase"
+"""A tokenizer of transformers, whose import takes seconds."""
 Decode = Callable[[Sequence[int]], str]
 """Turns token ids into text."""
 
 
-def load_tokenizer(name: str) -> Any:
+def load_tokenizer(name: str) -> Tokenizer:
     """Opens the `transformers` tokenizer in a directory, or of that name on the hub. Raises BadInput if it cannot be
     opened without code of its own, or has no vocabulary: for some models transformers makes such a one where files are
     missing."""
@@ -54,7 +59,7 @@ def one_text_at_a_time() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
-def encode_text(tokenizer: Any, text: str) -> list[int]:
+def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
     """Returns the tokens of `text` alone, as the tokenizer's own `encode` without special tokens does. For a tokenizer
     of a file `tokenizer.json` it takes a third less time, since the place of each token in the text is not computed."""
     from transformers import PreTrainedTokenizerFast

@@ -12,13 +12,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from trireme.core.stop_strings import first_of
-from trireme.core.tokenizer import encode_text
+from trireme.core.tokenizer import Tokenizer, encode_text
 from trireme.renderers.history import last_query, without_thinking
 from trireme.renderers.qwen_tags import THINK, THINK_END, parse_text
 from trireme.renderers.types import Message, Renderer, ToolSpec, TrainOn
@@ -58,7 +57,7 @@ class TextRenderer(Renderer):
     stop_strings: tuple[str, ...] = ()
     """Strings that end the assistant's message, in addition to the stop tokens."""
 
-    def __init__(self, tokenizer: Any, stop: Sequence[int], strip: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[int], strip: bool) -> None:
         self._tokenizer = tokenizer
         self._stop = tuple(dict.fromkeys(stop))
         self._strip = strip

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from trireme.core.errors import BadInput
 from trireme.core.extras import require
 from trireme.core.finite_json import to_json
+from trireme.core.tokenizer import Tokenizer
 from trireme.renderers.base import PROBE, PROBE_TOOL, trained_messages
 from trireme.renderers.qwen_tags import read_json, tool_schema
 from trireme.renderers.types import Message, Renderer, ToolCall, ToolSpec, TrainOn
@@ -39,7 +40,7 @@ class PackageRenderer(Renderer):
     the format's tokens, and for settings that the format does not know.
     """
 
-    def __init__(self, tokenizer: Any, strip: bool, enable_thinking: bool | None = None, *, name: str) -> None:
+    def __init__(self, tokenizer: Tokenizer, strip: bool, enable_thinking: bool | None = None, *, name: str) -> None:
         self._settings = tokenizer, strip, enable_thinking
         self.name = name
         self._tokenizer = tokenizer
@@ -160,7 +161,7 @@ class PackageRenderer(Renderer):
         return message, self.finished(tokens) and parsed.reasoning_complete is not False
 
 
-def suitable(tokenizer: Any, strip: bool, enable_thinking: bool | None = None) -> PackageRenderer:
+def suitable(tokenizer: Tokenizer, strip: bool, enable_thinking: bool | None = None) -> PackageRenderer:
     """Returns the package's renderer for a model: the one that the package names for it, else the first one that agrees
     with the tokenizer's chat template. Raises BadInput if there is none."""
     if tokenizer.chat_template is None and Path(tokenizer.name_or_path).is_dir():
@@ -180,7 +181,7 @@ def suitable(tokenizer: Any, strip: bool, enable_thinking: bool | None = None) -
     raise BadInput(f"the package {PACKAGE} has no format for {tokenizer.name_or_path or 'this tokenizer'}")
 
 
-def _writes_template(renderer: PackageRenderer, tokenizer: Any, enable_thinking: bool | None) -> bool:
+def _writes_template(renderer: PackageRenderer, tokenizer: Tokenizer, enable_thinking: bool | None) -> bool:
     """Returns True if the renderer's tokens of the probe equal the chat template's, wherever that has any."""
     if enable_thinking is None:
         options = {}
@@ -207,7 +208,7 @@ def _writes_template(renderer: PackageRenderer, tokenizer: Any, enable_thinking:
     return compared > 0
 
 
-def _open(tokenizer: Any, strip: bool, enable_thinking: bool | None, name: str) -> Any:
+def _open(tokenizer: Tokenizer, strip: bool, enable_thinking: bool | None, name: str) -> Any:
     """Makes the package's own renderer. Raises BadInput."""
     package = require(PACKAGE, extra=PACKAGE, what_for=f"renderer.name = {PACKAGE}:{name}")
     try:

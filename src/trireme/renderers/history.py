@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import Any
 
+from trireme.core.tokenizer import Tokenizer
 from trireme.renderers.qwen_tags import THINK_END, TOOL_RESPONSE, TOOL_RESPONSE_END
 from trireme.renderers.types import Message
 
@@ -23,7 +23,9 @@ def last_query(messages: Sequence[Message]) -> int:
     return len(messages) - 1
 
 
-def without_thinking(tokenizer: Any, tokens: Sequence[int], end_token: int | None, opened_by_prompt: bool) -> list[int]:
+def without_thinking(
+    tokenizer: Tokenizer, tokens: Sequence[int], end_token: int | None, opened_by_prompt: bool
+) -> list[int]:
     """Returns sampled tokens from the end of their thinking on; the closing tag stays where the prompt opened it.
     `end_token` is the tag as one token, where the tokenizer has it.
 

@@ -12,6 +12,7 @@ from itertools import product
 from typing import Any
 
 from trireme.core.errors import BadInput
+from trireme.core.tokenizer import Tokenizer
 from trireme.renderers import external, kinds
 from trireme.renderers.base import PROBE, PROBE_TOOL
 from trireme.renderers.types import Renderer
@@ -21,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 def make_renderer(
     name: str,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     *,
     strip_thinking_from_history: bool = True,
     enable_thinking: bool | None = None,
@@ -70,7 +71,7 @@ def _class_of(name: str) -> Callable[..., Renderer]:
     return renderer_class
 
 
-def _suitable(tokenizer: Any, strip: bool, enable_thinking: bool | None) -> Renderer:
+def _suitable(tokenizer: Tokenizer, strip: bool, enable_thinking: bool | None) -> Renderer:
     """Returns the renderer for `auto`, and logs its name where the choice is not obvious."""
     if tokenizer.chat_template is None:
         fallback = "role_colon"
@@ -91,7 +92,7 @@ def _suitable(tokenizer: Any, strip: bool, enable_thinking: bool | None) -> Rend
     return renderer
 
 
-def _writes_alike(name: str, tokenizer: Any, enable_thinking: bool | None) -> bool:
+def _writes_alike(name: str, tokenizer: Tokenizer, enable_thinking: bool | None) -> bool:
     """Returns True if the renderer `name` writes the probe as the chat template does."""
     try:
         both: list[Any] = [_class_of(kind)(tokenizer, True, enable_thinking) for kind in ("chat_template", name)]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trireme.core.errors import BadInput
+from trireme.core.tokenizer import Tokenizer
 from trireme.renderers.base import MARK, TextRenderer
 from trireme.renderers.qwen_tags import CALL, THINK, THINK_END, thinking_block, tool_schema
 from trireme.renderers.types import Message, ToolSpec
@@ -26,7 +27,7 @@ class ChatTemplateRenderer(TextRenderer):
     that does not use `enable_thinking` where it is set.
     """
 
-    def __init__(self, tokenizer: Any, strip: bool, enable_thinking: bool | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, strip: bool, enable_thinking: bool | None = None) -> None:
         template = tokenizer.chat_template
         if not isinstance(template, str):
             raise BadInput(

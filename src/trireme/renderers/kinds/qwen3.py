@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from trireme.core.errors import BadInput
+from trireme.core.tokenizer import Tokenizer
 from trireme.renderers.base import TextRenderer
 from trireme.renderers.history import last_query
 from trireme.renderers.qwen_tags import (
@@ -27,7 +27,7 @@ END_OF_TEXT = "<|endoftext|>"
 class Qwen3Renderer(TextRenderer):
     """Writes Qwen3's format. Raises BadInput for a tokenizer that lacks one of its tokens."""
 
-    def __init__(self, tokenizer: Any, strip: bool, enable_thinking: bool | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, strip: bool, enable_thinking: bool | None = None) -> None:
         vocabulary = tokenizer.get_added_vocab()
         missing = [token for token in (START, END) if token not in vocabulary]
         if missing:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import Any
 
 from trireme.core.errors import BadInput
 from trireme.core.stop_strings import first_of
+from trireme.core.tokenizer import Tokenizer
 from trireme.renderers.base import TextRenderer
 from trireme.renderers.qwen_tags import describe_tools, thinking_block, with_tool_calls
 from trireme.renderers.types import Message, ToolSpec
@@ -27,7 +27,7 @@ class RoleColonRenderer(TextRenderer):
 
     stop_strings = tuple(f"\n\n{speaker}:" for speaker in OTHER_SPEAKERS)
 
-    def __init__(self, tokenizer: Any, strip: bool, enable_thinking: bool | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, strip: bool, enable_thinking: bool | None = None) -> None:
         if enable_thinking is not None:
             raise BadInput(
                 f"renderer.enable_thinking = {str(enable_thinking).lower()} with role_colon, which has no such switch; "
