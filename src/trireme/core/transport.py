@@ -20,8 +20,8 @@ map: the bytes arrive once, and vLLM's loaders keep each rank's part.
 
 *Memory.* A sender has two buckets in addition to the buckets that it keeps for later receivers. A receiver holds a
 whole version in host memory, in addition to the loaded one: it could load each bucket as it arrives only while its
-requests stand still, and they continue until all has arrived and is checked. The plan counts that version
-(`trireme.plan.rl`).
+requests stand still, and they continue until all has arrived and is checked. The plan counts what `TransportKind`
+says.
 
 *A delta* is an encoding on any source: its entries hold indices and values, and the manifest names its base, an
 identity that the receiver must hold; else the receiver asks for the dense form.
@@ -42,9 +42,25 @@ from trireme.core.weights import Layout
 if TYPE_CHECKING:
     from torch import Tensor
 
-TRANSPORTS = {name: f"trireme.transports.{name}" for name in ("object_store", "broadcast")}
-"""Modules that implement `Transport`, by the name that `inference.transport` chooses; imported when used."""
 
+@dataclass(frozen=True)
+class TransportKind:
+    """A transport as the configuration and the plan see it, which do not import its module."""
+
+    module: str
+    """Implements `Transport`; imported when used."""
+    stored: bool
+    """True: versions lie in Ray's object store, whole on each machine with a replica. False: each rank of the trainer
+    keeps its share of them in its own memory."""
+    received: bool
+    """True: a replica receives a version into memory of its own. False: it maps that of the sender."""
+
+
+TRANSPORTS = {
+    "object_store": TransportKind("trireme.transports.object_store", stored=True, received=False),
+    "broadcast": TransportKind("trireme.transports.broadcast", stored=False, received=True),
+}
+"""Transports by the name that `inference.transport` chooses."""
 
 READY_PART = 10
 """The part of an offer's time in which replicas say that they are ready."""
@@ -190,4 +206,4 @@ class Transport(Protocol):
 
 def load_transport(name: str) -> Transport:
     """Imports the transport `name`, a key of `TRANSPORTS`."""
-    return cast(Transport, importlib.import_module(TRANSPORTS[name]))
+    return cast(Transport, importlib.import_module(TRANSPORTS[name].module))

@@ -23,8 +23,8 @@ ASSUMED_GPU = Gpu(80 * GIB, 80 * GIB)
 HOST_OF_CUDA_GIB = 2.5
 """Host memory of a process that uses CUDA, without tensors. It is an allowance: nothing was measured on a GPU."""
 VERSIONS = "two versions of the weights"
-"""The newest and the one before it, in Ray's object store (transport object_store): all of them on each machine with a
-replica, which maps them; elsewhere the shares of the trainer's ranks."""
+"""The newest and the one before it, in Ray's object store: all of them on each machine with a replica, which maps them;
+elsewhere the shares of the trainer's ranks."""
 SAMPLER_WEIGHTS = "weights for samplers"
 """Weights of the base and of `service.tinker.snapshots` samplers, which `trireme serve` keeps next to these versions.
 """

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from trireme.config.model_facts import ModelFacts
 from trireme.config.schema import CommonConfig
+from trireme.core.transport import TRANSPORTS, TransportKind
 from trireme.plan.needs import Need
 from trireme.process.environ import Resources
 
@@ -63,6 +64,11 @@ class Part(ABC):
         if self.facts:
             return self.facts.trained_parameters(self.config.trainer.lora) * self.dtype_bytes
         return 0
+
+    @property
+    def transport(self) -> TransportKind:
+        """How published weights travel, and who has their bytes."""
+        return TRANSPORTS[self.config.transport]
 
     @property
     def may_share_gpu(self) -> bool:

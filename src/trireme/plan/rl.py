@@ -29,8 +29,7 @@ QUEUE_BYTES = 10 * (24 * 2**20 + 2)
 pages of them, so that ranks that have started leave as much free for the next ones."""
 
 ARRIVING = "arriving weights"
-"""A version that is received while another is loaded, in memory that the ranks of the replica map. (Versions that come
-through Ray's store are mapped from there.)"""
+"""A version that is received while another is loaded, in memory that the ranks of the replica map."""
 FORWARD_PASSES = 3
 """Arithmetic of training on a token, in forward passes: the backward pass is two."""
 DEAR_SHARE = 2.0
@@ -90,14 +89,8 @@ class InferencePart(Part):
         if self.facts is None:
             return None
         weights = self._weight_bytes
-        if self.config.transport == "object_store":
-            arriving = {}
-        else:
-            arriving = {ARRIVING: self.published_bytes}
-        if self.config.transport == "broadcast":
-            shared = {}
-        else:
-            shared = {VERSIONS: KEPT_VERSIONS * self.published_bytes}
+        arriving = {ARRIVING: self.published_bytes} if self.transport.received else {}
+        shared = {VERSIONS: KEPT_VERSIONS * self.published_bytes} if self.transport.stored else {}
         queues = QUEUE_BYTES if self.ranks > 1 else 0
         if self.on_gpus:
             cuda = (1 + self.ranks) * int(HOST_OF_CUDA_GIB * GIB)  # the actor, and each process of its engine

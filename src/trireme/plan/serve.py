@@ -39,9 +39,9 @@ class ServedTrainerPart(TrainerPart):
         if self.config.trainer.lora.on:
             needs = [replace(need, host={**need.host, WAITING_ADAPTERS: self._waiting}) for need in needs]
         share = sets_of_weights(self.config) * -(-self.published_bytes // self.config.trainer.processes)
-        if self.config.transport == "broadcast":
-            return [replace(need, host={**need.host, SAMPLER_WEIGHTS: share}) for need in needs]
-        return [replace(need, parts={**need.parts, SAMPLER_WEIGHTS: share}) for need in needs]
+        if self.transport.stored:
+            return [replace(need, parts={**need.parts, SAMPLER_WEIGHTS: share}) for need in needs]
+        return [replace(need, host={**need.host, SAMPLER_WEIGHTS: share}) for need in needs]
 
     @property
     def _waiting(self) -> int:
@@ -61,7 +61,7 @@ class ServedInferencePart(InferencePart):
     def needs(self) -> list[Need] | None:
         """The memory of each replica."""
         needs = super().needs
-        if needs is None or self.config.transport == "broadcast":
+        if needs is None or not self.transport.stored:
             return needs
         weights = sets_of_weights(self.config) * self.published_bytes
         return [replace(need, shared={**need.shared, SAMPLER_WEIGHTS: weights}) for need in needs]

@@ -31,7 +31,7 @@ from trireme.plan.part import Part
 
 COPIES = "copies for commits"
 SHARES = "shares of two versions of the weights"
-"""Where no store has them (transport broadcast), each rank keeps those buckets of both that belong to it."""
+"""Where no store has them, each rank keeps those buckets of both that belong to it."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,8 @@ class TrainerPart(Part):
             gpu = {**of_tensors, **GPU_ALLOWANCES}
         host |= {COPIES: self._copies, "buckets on their way": min(BUCKETS_BYTES, self.published_bytes)}
         share = KEPT_VERSIONS * -(-self.published_bytes // self.config.trainer.processes)
-        broadcasts = self.config.transport == "broadcast"
-        host |= {SHARES: share} if broadcasts else {}
-        parts = {} if broadcasts else {VERSIONS: share}
+        parts = {VERSIONS: share} if self.transport.stored else {}
+        host |= {} if parts else {SHARES: share}
         first = Need({**host, "loading": self._loading(host)}, gpu, parts=parts)
         return [first, *[Need(host, gpu, parts=parts)] * (self.config.trainer.processes - 1)]
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from trireme.core.errors import TriremeError, WeightsRefused
-from trireme.core.transport import TRANSPORTS, Receiver, Sender, join_parts, load_transport
+from trireme.core.transport import TRANSPORTS, Receiver, Sender, TransportKind, join_parts, load_transport
 from trireme.core.types import WeightIdentity
 from trireme.core.weights import EXACT, Canary, PublishedWeights, WeightsManifest, check_received, weights_digest
 from trireme.transports.packing import Packer, fill, hash_tensor, lay_out, tensor_of
@@ -44,7 +44,7 @@ def join(parts_R: Sequence[dict[int, str]]) -> tuple[str, ...]:
 
 @pytest.fixture
 def file_transport(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
-    monkeypatch.setitem(TRANSPORTS, "file", __name__)
+    monkeypatch.setitem(TRANSPORTS, "file", TransportKind(__name__, stored=False, received=False))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return "file"
 
@@ -160,7 +160,7 @@ def test_a_sender_whose_store_was_full_sends_the_next_version() -> None:
 def test_the_configuration_accepts_the_names_in_the_table_and_no_others() -> None:
     code = """
 from trireme.core.transport import TRANSPORTS
-TRANSPORTS["file"] = "some.module"
+TRANSPORTS["file"] = TRANSPORTS["broadcast"]
 from pydantic import ValidationError
 from trireme.config.schema import InferenceConfig
 sampling = {"max_tokens": 1}

@@ -8,6 +8,7 @@ from plan_support import cluster, inference, machines, plan, text_of, trainer
 
 from trireme.config import installed
 from trireme.core.errors import BadInput
+from trireme.core.transport import TRANSPORTS, TransportKind
 from trireme.plan.base import Plan
 from trireme.plan.memory import GIB, gpu_room
 from trireme.plan.needs import BUCKETS_BYTES, GPU_TOLERANCE, HOST_TOLERANCE
@@ -93,8 +94,8 @@ class TestPublishedWeights:
 
     BYTES = 2 * BILLIONS_8.num_parameters
 
-    def by_broadcast(self, given: Plan) -> Plan:
-        inference = given.config.inference.model_copy(update={"transport": "broadcast"})
+    def by(self, given: Plan, transport: str = "broadcast") -> Plan:
+        inference = given.config.inference.model_copy(update={"transport": transport})
         return replace(given, config=given.config.model_copy(update={"inference": inference}))
 
     def test_a_store_has_them_once_a_machine(self) -> None:
@@ -112,23 +113,29 @@ class TestPublishedWeights:
         assert alone.machines[0].actors["trainer shard 2"].parts == {"two versions of the weights": 2 * third}
 
     def test_a_broadcast_needs_no_store(self) -> None:
-        (machine,) = self.by_broadcast(large(host=100 * GIB)).machines
+        (machine,) = self.by(large(host=100 * GIB)).machines
         assert "two versions of the weights" not in machine.host
         assert machine.host["shares of two versions of the weights"] == 2 * self.BYTES, "of 8 ranks together"
         assert machine.host["arriving weights"] == 8 * self.BYTES, "each replica receives them, ranks map them"
         assert machine.store_warning == ""
         several = large(shards=1, replicas=1, inference={"tensor_parallel": 4})
-        assert self.by_broadcast(several).machines[0].host["arriving weights"] == self.BYTES
+        assert self.by(several).machines[0].host["arriving weights"] == self.BYTES
+
+    def test_a_transport_says_who_has_the_bytes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(TRANSPORTS, "mapped", TransportKind("no module", stored=False, received=False))
+        (machine,) = self.by(large(host=100 * GIB), "mapped").machines
+        assert machine.host["shares of two versions of the weights"] == 2 * self.BYTES
+        assert not {"two versions of the weights", "arriving weights"} & set(machine.host)
 
     def test_adapters_are_all_that_travels(self) -> None:
-        (machine,) = self.by_broadcast(large(trainer={"lora": {"rank": 8}})).machines
+        (machine,) = self.by(large(trainer={"lora": {"rank": 8}})).machines
         trained = 8 * sum(BILLIONS_8.linear_widths[name] for name in ("q_proj", "down_proj"))
         assert machine.host["arriving weights"] == 8 * 2 * trained
         assert machine.host["shares of two versions of the weights"] == 2 * 2 * trained
 
     def test_each_rank_has_two_buckets_on_their_way(self) -> None:
         assert BUCKETS_BYTES == BUFFERS * BUCKET_BYTES
-        for given in (large(), self.by_broadcast(large())):
+        for given in (large(), self.by(large())):
             assert given.machines[0].host["buckets on their way"] == 8 * BUCKETS_BYTES
         assert plan(shards=1).machines[0].host["buckets on their way"] == 4 * FACTS.num_parameters, "all of a small one"
 
