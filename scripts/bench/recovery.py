@@ -250,7 +250,7 @@ def start_shards(config: Any, log_dir: Path, commit: Path | None) -> float:
 
     assert commit is not None
     started = time.monotonic()
-    group = TrainerHandle.start(config, [{"num_cpus": 1}] * config.trainer.processes, log_dir)
+    group = TrainerHandle.start(config, [{"num_cpus": 1}] * config.trainer.mesh.processes, log_dir)
     return until_ready(group, started, lambda: group.load_state(commit / "trainer", Manifest.read(commit).identities))
 
 

@@ -83,7 +83,7 @@ class ShardActor:
         else:
             store = self._open_store(*address)
         transport = load_transport(self._config.transport)
-        processes = self._config.trainer.processes
+        processes = self._config.trainer.mesh.processes
         self._sender = transport.make_sender(self._rank, processes, self._config.cluster.port_range)
         self._shard = Shard(self._config, self._rank, store, self._sender, self._attempt, self._replica_share)
 

@@ -100,7 +100,7 @@ class TrainerHandle:
     ) -> TrainerHandle:
         """Creates one actor per entry of `options_R`, options of Ray actors for each rank of the mesh. Returns before
         they are ready, see `ready_refs`."""
-        if len(options_R) != config.trainer.processes:
+        if len(options_R) != config.trainer.mesh.processes:
             raise ValueError(f"the mesh {config.trainer.mesh} needs options for each process, got {len(options_R)}")
         actor = ray.remote(concurrency_groups={"watch": 1, "save": 2, "give": GIVERS})(ShardActor)
         # Half a GPU means that a replica has the other half (`trireme.plan.base.Plan.shares_gpu`).

@@ -1,12 +1,7 @@
 """The device mesh: the processes that train together, the device and the part of each. Only this module counts ranks.
 
-`CommonTrainer.mesh` gives the size of each dimension, outermost first:
-
-    replicate   copies of the model (HSDP)
-    shard       processes over which FSDP2 spreads each copy
-
-Ranks that differ in a dimension of DATA_PARALLEL compute different datums. A dimension of size 1 is left out of the
-mesh, so it needs no process groups.
+Its dimensions are those of `trireme.config.trainer.MeshSizes`. One of size 1 is left out, so it needs no process
+groups.
 """
 
 from __future__ import annotations
@@ -21,40 +16,37 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trireme.config import CommonConfig
+from trireme.config.trainer import DATA_PARALLEL
 from trireme.core.errors import BadInput
 from trireme.plan.memory import gpu_room, host_room
 from trireme.process.machine import this_machine
 
-REPLICATE = "replicate"
 SHARD = "shard"
-DATA_PARALLEL = (REPLICATE, SHARD)
 
 
 class Mesh:
     """The place of this process among all trainer processes. Constructing it joins the process group: collective."""
 
     def __init__(self, config: CommonConfig, rank: int, store: dist.Store, device: torch.device) -> None:
+        whole = config.trainer.mesh
         self.rank = rank
-        self.size = config.trainer.processes
+        self.size = whole.processes
         self.device = device
         self.is_first = rank == 0  # reads models, publishes weights and has the results of collectives
         backend = "nccl" if device.type == "cuda" else "gloo"
         # While ranks start, one may read the model for long; `limit_collectives` ends that.
         timeout = timedelta(seconds=max(config.timeouts.start_s, config.timeouts.collective_s))
         dist.init_process_group(backend, store=store, rank=rank, world_size=self.size, timeout=timeout)
-        sizes = {name: n for name, n in config.trainer.mesh.items() if n > 1 or name == SHARD}
-        mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        self._mesh = mesh
-        dp = tuple(name for name in DATA_PARALLEL if name in sizes)
-        self.fsdp: DeviceMesh = mesh if len(dp) == len(sizes) else mesh[dp]
-        self.dp_size = self.fsdp.size()
+        sizes = {name: n for name, n in whole._asdict().items() if n > 1 or name == SHARD}
+        self.fsdp: DeviceMesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        self.dp_size = whole.data_parallel
         self.dp_rank = 0
-        for name in dp:
-            self.dp_rank = self.dp_rank * sizes[name] + mesh.get_local_rank(name)
+        for name in (name for name in DATA_PARALLEL if name in sizes):
+            self.dp_rank = self.dp_rank * sizes[name] + self.fsdp.get_local_rank(name)
 
     def limit_collectives(self, timeout_s: float) -> None:
         """From now on a collective of training fails on a rank that has waited `timeout_s` seconds for the others."""
-        for group in {dist.group.WORLD, *self._mesh.get_all_groups()}:
+        for group in {dist.group.WORLD, *self.fsdp.get_all_groups()}:
             # torch has no public way to change a limit; the groups of mesh dimensions else keep torch's own, 10 minutes
             # for NCCL and 30 for gloo, whatever the whole group was given.
             distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)

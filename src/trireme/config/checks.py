@@ -58,7 +58,7 @@ def _counts(config: CommonConfig) -> Iterator[Refusal]:
     """Refuses numbers that no cluster has, before a plan lists each process and a trial builds each problem."""
     processes = f"{MOST_PROCESSES:,} processes"
     rollouts = f"{MOST_ROLLOUTS:,} rollouts of a step"
-    limits = [("trainer.shards * trainer.replicate", config.trainer.processes, MOST_PROCESSES, processes)]
+    limits = [("trainer.shards * trainer.replicate", config.trainer.mesh.processes, MOST_PROCESSES, processes)]
     if isinstance(config, Config):
         ranks = config.inference.replicas * config.inference.tensor_parallel
         step = config.orchestrator.batch_size * config.largest_group

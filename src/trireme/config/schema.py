@@ -265,7 +265,7 @@ class Config(CommonConfig):
             return whole // parts, whole // parts
         if self.deterministic:  # which groups have finished depends on speed
             return whole, whole
-        for_all_shards = ceil(ROLLOUTS_OF_A_SHARD * self.trainer.processes / self.smallest_group)
+        for_all_shards = ceil(ROLLOUTS_OF_A_SHARD * self.trainer.mesh.data_parallel / self.smallest_group)
         return min(max(ceil(whole / MOST_MINIBATCHES), for_all_shards), whole), whole
 
     @property

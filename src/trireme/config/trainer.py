@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import AliasChoices, Field, PositiveFloat, PositiveInt
 
@@ -15,6 +15,8 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 UNEMBED = ("lm_head",)
 LINEAR = (*ATTENTION, *MLP, *UNEMBED)
 """Names of the linear layers of a decoder that can have a LoRA adapter."""
+DATA_PARALLEL = ("replicate", "shard")
+"""The dimensions of the trainer's mesh in which processes compute different datums."""
 
 
 class OptimConfig(Section):
@@ -88,6 +90,30 @@ class LoraConfig(Section):
         )
 
 
+class MeshSizes(NamedTuple):
+    """Sizes of the trainer's device mesh by dimension, outermost first."""
+
+    replicate: int
+    """Copies of the model (HSDP)."""
+    shard: int
+    """Processes over which FSDP2 spreads each copy."""
+
+    @property
+    def processes(self) -> int:
+        """All processes of the trainer."""
+        return math.prod(self)
+
+    @property
+    def data_parallel(self) -> int:
+        """Processes that compute different datums."""
+        return math.prod(getattr(self, name) for name in DATA_PARALLEL)
+
+    @property
+    def parts(self) -> int:
+        """Processes that hold the parts of one copy of the model and of its state."""
+        return self.shard
+
+
 class CommonTrainer(Section):
     """The keys of `trainer` that every kind of training has."""
 
@@ -147,14 +173,8 @@ class CommonTrainer(Section):
         return self.compile is True or (self.compile == "auto" and on_gpus and not self.lora.on)
 
     @property
-    def mesh(self) -> dict[str, int]:
-        """Sizes of the trainer's device mesh by dimension, outermost first; `trainer.mesh` explains them."""
-        return {"replicate": self.replicate, "shard": self.shards}
-
-    @property
-    def processes(self) -> int:
-        """Number of trainer processes."""
-        return math.prod(self.mesh.values())
+    def mesh(self) -> MeshSizes:
+        return MeshSizes(self.replicate, self.shards)
 
 
 class TrainerConfig(CommonTrainer):

@@ -112,7 +112,7 @@ class RlRun(TrainingRun):
             self.inference.router_factory(replicas.source),
             self.places["orchestrator"][0],
             run.logs,
-            RankAssignment(config.trainer.processes, self.facts.attention_length),
+            RankAssignment(config.trainer.mesh.data_parallel, self.facts.attention_length),
             sessions_factory(config, self.facts),
         )
 

@@ -50,7 +50,7 @@ def gpu_room(free_bytes: int, memory_bytes: int, replica_share: float = 0.0) -> 
 def host_room(memory_bytes: int, config: CommonConfig) -> int:
     """Returns the bytes that a shard on CPUs may fill of a host of `memory_bytes`. They follow from the size of the
     machine, not from its free memory at the moment, so each attempt of a run decides alike."""
-    return int(HOST_SHARE * memory_bytes) // (config.trainer.processes + config.num_replicas)
+    return int(HOST_SHARE * memory_bytes) // (config.trainer.mesh.processes + config.num_replicas)
 
 
 def chunk_logits(free_bytes: int | None) -> int:
@@ -134,7 +134,7 @@ class ModelMemory:
         `state_bytes` of the whole model. What the state leaves of the room is first for activations, as computing
         layers twice costs more than gathering them again, then for the whole model or at least all weights."""
         offloaded = self.on_gpus and options.offload == "cpu"
-        state = state_bytes // options.shards
+        state = state_bytes // options.mesh.parts
         logits = self.logits(tokens)
         freed = self.kept
         free = room - int(SHARD_BASE_GIB * GIB) - logits - freed - (0 if offloaded else state)

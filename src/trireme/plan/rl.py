@@ -193,7 +193,7 @@ class InferencePart(Part):
         config, limit = self.config, self.config.seq_limit(self.facts)
         if self.recomputed_tokens is None or limit is None:
             return None
-        trained = config.batch_size * config.largest_group * limit / config.trainer.processes
+        trained = config.batch_size * config.largest_group * limit / config.trainer.mesh.processes
         return self.recomputed_tokens / config.inference.replicas / (FORWARD_PASSES * trained)
 
     @property

@@ -38,7 +38,7 @@ class ServedTrainerPart(TrainerPart):
             return None
         if self.config.trainer.lora.on:
             needs = [replace(need, host={**need.host, WAITING_ADAPTERS: self._waiting}) for need in needs]
-        share = sets_of_weights(self.config) * -(-self.published_bytes // self.config.trainer.processes)
+        share = sets_of_weights(self.config) * -(-self.published_bytes // self.config.trainer.mesh.processes)
         if self.transport.stored:
             return [replace(need, parts={**need.parts, SAMPLER_WEIGHTS: share}) for need in needs]
         return [replace(need, host={**need.host, SAMPLER_WEIGHTS: share}) for need in needs]
@@ -49,7 +49,7 @@ class ServedTrainerPart(TrainerPart):
         is in the model."""
         assert self.facts is not None, "there are needs"
         trainer = self.config.trainer
-        values = self.facts.trained_parameters(trainer.lora) // trainer.shards
+        values = self.facts.trained_parameters(trainer.lora) // trainer.mesh.parts
         return self.config.service.models * 4 * DTYPE_BYTES[trainer.master_dtype] * values
 
 

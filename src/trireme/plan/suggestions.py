@@ -72,8 +72,9 @@ def _changes(plan: Plan) -> Iterator[tuple[Sections, str]]:
         ranks = max((count for count in plan.facts.rank_counts if count <= most), default=0)
         if ranks > inference.tensor_parallel:
             yield {"inference": {"tensor_parallel": ranks}}, "GPUs that are there"
-    if idle >= trainer.shards:
-        yield {"trainer": {"shards": trainer.shards * (1 + idle // trainer.shards)}}, "GPUs that are there"
+    times = idle // trainer.mesh.processes
+    if times:
+        yield {"trainer": {"shards": trainer.shards * (1 + times)}}, "GPUs that are there"
     if plan.on_gpus and trainer.offload != "cpu":
         yield {"trainer": {"offload": "cpu"}}, "copies over PCIe in every pass, updates by the CPU"
     if not trainer.lora.on and plan.facts and plan.facts.linear_widths:

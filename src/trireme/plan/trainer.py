@@ -43,11 +43,11 @@ class TrainerPart(Part):
 
     @property
     def actors(self) -> list[str]:
-        return [f"trainer shard {rank}" for rank in range(self.config.trainer.processes)]
+        return [f"trainer shard {rank}" for rank in range(self.config.trainer.mesh.processes)]
 
     @property
     def blocks(self) -> list[int]:
-        shards = self.config.trainer.processes
+        shards = self.config.trainer.mesh.processes
         block = self.config.trainer.gpus_per_node or 1
         return [min(block, shards - first) for first in range(0, shards, block)]
 
@@ -77,18 +77,18 @@ class TrainerPart(Part):
             host = {"processes": int(HOST_OF_CUDA_GIB * GIB), **held}
             gpu = {**of_tensors, **GPU_ALLOWANCES}
         host |= {COPIES: self._copies, "buckets on their way": min(BUCKETS_BYTES, self.published_bytes)}
-        share = KEPT_VERSIONS * -(-self.published_bytes // self.config.trainer.processes)
+        share = KEPT_VERSIONS * -(-self.published_bytes // self.config.trainer.mesh.processes)
         parts = {VERSIONS: share} if self.transport.stored else {}
         host |= {} if parts else {SHARES: share}
         first = Need({**host, "loading": self._loading(host)}, gpu, parts=parts)
-        return [first, *[Need(host, gpu, parts=parts)] * (self.config.trainer.processes - 1)]
+        return [first, *[Need(host, gpu, parts=parts)] * (self.config.trainer.mesh.processes - 1)]
 
     @property
     def _copies(self) -> int:
         """Bytes of a shard's copies of weights and moments, from which commits are written (`trainer.snapshot`)."""
         assert self.facts is not None
         trained = self.facts.trained_parameters(self.config.trainer.lora)
-        return 3 * DTYPE_BYTES[self.config.trainer.master_dtype] * trained // self.config.trainer.shards
+        return 3 * DTYPE_BYTES[self.config.trainer.master_dtype] * trained // self.config.trainer.mesh.parts
 
     def _loading(self, host: Mapping[str, int]) -> int:
         """Bytes that shard 0 holds of the model's files while it loads, beyond what takes their place later: copies for
@@ -151,7 +151,7 @@ class TrainerPart(Part):
             "compiled layers": options.compiles(on_gpus=self.on_gpus),
             f"master weights in {options.master_dtype}": options.master_dtype != "float32",
         }
-        text = f"{count(options.shards, 'FSDP2 shard')}{copies}: {count(options.processes, 'actor')}"
+        text = f"{count(options.shards, 'FSDP2 shard')}{copies}: {count(options.mesh.processes, 'actor')}"
         return ", ".join([text, *(name for name, is_so in chosen.items() if is_so)])
 
     def _adapters_text(self) -> str:

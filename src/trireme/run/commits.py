@@ -260,7 +260,7 @@ class Commits:
             parent=self._parent,
             attempt=self._run.start.attempt,
             identities=draft.identities,
-            shards=self._config.trainer.processes,
+            shards=self._config.trainer.mesh.processes,
             replicas=self._config.num_replicas,
             fixed=self._fixed,
             config_hash=hashlib.blake2b(to_json(resolved, sort_keys=True).encode(), digest_size=8).hexdigest(),

@@ -178,6 +178,10 @@ class TestRefusals:
         assert "cheapest first: --trainer.shards 7 (GPUs that are there); or --trainer.offload cpu" in text
         assert text.count("; or ") == 2, "three suggestions"
 
+    def test_a_shard_that_is_suggested_is_one_for_each_copy_of_the_model(self) -> None:
+        with pytest.raises(BadInput, match=r"--trainer.shards 3 \(GPUs that are there\)"):
+            large(shards=1, replicas=1, gpus=8, trainer={"replicate": 2}).check_resources()
+
     def test_the_suggestions_fit_and_the_plan_does_not(self) -> None:
         given = large(shards=1, replicas=1, gpus=8)
         assert given.shortages(hopeless=True)

@@ -58,9 +58,16 @@ def test_a_collective_fails_on_the_rank_that_waits_in_vain(shards, copies):
     assert run_ranks(2, waits_for_the_other, shards, copies)[0] in (1, 2)
 
 
-def test_the_configuration_counts_processes_by_dimension():
-    trainer = make_config("m", trainer__shards=3, trainer__replicate=2).trainer
-    assert (trainer.mesh, trainer.processes) == ({"replicate": 2, "shard": 3}, 6)
+def test_the_configuration_counts_processes_by_dimension(monkeypatch):
+    """Those that compute different datums apart from all: a dimension may be one whose processes share a datum."""
+    config = make_config("m", trainer__shards=3, trainer__replicate=2)
+    sizes = config.trainer.mesh
+    assert (sizes, sizes.processes, sizes.data_parallel, sizes.parts) == ((2, 3), 6, 6, 3)
+    alike = config.model_copy(update={"orchestrator": config.orchestrator.model_copy(update={"batch_size": 40})})
+    least, _ = alike.groups_per_minibatch
+    monkeypatch.setattr("trireme.config.trainer.DATA_PARALLEL", ("replicate",))
+    assert (sizes.processes, sizes.data_parallel) == (6, 2)
+    assert alike.groups_per_minibatch[0] < least
 
 
 def test_only_the_mesh_counts_ranks():
