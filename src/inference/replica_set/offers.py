@@ -3,7 +3,7 @@
     trainer --Offer--> replica set --offer--> replicas that are asked --ready--> it --Session--> trainer, which sends
 
 *Who is asked.* Members that serve and have taken all weights that they were to take. The trainer publishes a version
-before it waits for the update to the one before (`trireme.train.rl_loop.train_step`), so that some members may still
+before it waits for the update to the one before (`trireme.train.phases.overlap`), so that some members may still
 load that one. They are not asked, and fetch the new bytes afterwards, as all replicas do with Ray's object store. So no
 replica receives a version while it holds bytes that it has still to load, and a replica never has bytes of more than
 one version. Nothing here waits for an update: the trainer gathers and sends while replicas are updated, as it does

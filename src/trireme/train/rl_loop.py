@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 
 from trireme.config import Config
-from trireme.core.types import StepSummary
-from trireme.core.weights import PublishedWeights
 from trireme.run.metrics import Journal
 from trireme.train.kl_penalty import KlPenalty
+from trireme.train.phases import Step, overlap, update_replicas
 from trireme.train.steps import Attempt, Rooms, StepRecord
 
 
@@ -27,7 +25,10 @@ def train(config: Config, rooms: Rooms, attempt: Attempt, journal: Journal) -> N
     for step in attempt.steps():
         record = StepRecord(step)
         with record.clock("step", step=step):
-            weights, released = train_step(config, rooms, penalty, attempt, record)
+            weights = overlap(Step(config, rooms, penalty, attempt, record))
+            released = rooms.orchestrator.release(step)
+            with record.clock("checkpoint_stall"):
+                attempt.commits.at_boundary(step + 1, weights)
         row = {
             **attempt.position(step),
             **released.metrics,
@@ -44,50 +45,6 @@ def train(config: Config, rooms: Rooms, attempt: Attempt, journal: Journal) -> N
         }
         journal.write(row, {"groups": released.trained}, released.records)
         attempt.end_step(row)
-
-
-def train_step(
-    config: Config, rooms: Rooms, penalty: KlPenalty, attempt: Attempt, record: StepRecord
-) -> tuple[PublishedWeights, StepSummary]:
-    """Trains on one batch, and gives the new weights to the replicas, which sample the next batches meanwhile."""
-    trainer = rooms.trainer
-    orchestrator = rooms.orchestrator
-    step = record.step
-    clock = record.clock
-    adam = attempt.adam_params(step)
-    for substep in range(config.trainer.num_substeps):
-        on_tick = attempt.check if substep == 0 else attempt.check_rooms  # later substeps cannot be given up
-        arriving = clock.timed("wait_for_batch", orchestrator.minibatches(step, substep, on_tick))
-        for minibatch in penalty(arriving):
-            with clock("forward_backward"):
-                output = trainer.forward_backward(
-                    minibatch.batch, config.loss_fn, config.trainer.loss_fn_config, minibatch.provenance
-                )
-            record.add(output, minibatch.divisor, minibatch.problems_D)
-        attempt.commits.leave_boundary()
-        with clock("optim"):
-            record.update(attempt.guard, partial(trainer.optim_step, adam))
-    with clock("publish"):
-        weights = trainer.publish_weights(step + 1)
-    penalty.end_step(step + 1)
-    with clock("update_replicas"):  # waits for the update before; this one continues during the next step
-        update_replicas(rooms, attempt, weights)
-    released = orchestrator.release(step)
-    with clock("checkpoint_stall"):
-        attempt.commits.at_boundary(step + 1, weights)
-    return weights, released
-
-
-def update_replicas(rooms: Rooms, attempt: Attempt, weights: PublishedWeights) -> None:
-    """Begins to bring the replicas to `weights` once the version before them, and its evaluation, have ended."""
-
-    def on_tick() -> None:
-        attempt.check_rooms()
-        if attempt.stop.requested():
-            rooms.orchestrator.give_up_evaluation()
-
-    rooms.orchestrator.end_version(on_tick)
-    rooms.orchestrator.begin_version(weights.identity.version, rooms.update(weights), on_tick)
 
 
 def rates(seconds: Mapping[str, float], rollouts: Mapping[str, float]) -> dict[str, float]:

@@ -15,7 +15,8 @@ from trireme.core.types import ForwardBackwardOutput, OptimStepResponse, WeightI
 from trireme.process.signals import Stop
 from trireme.supervision.roster import Roster
 from trireme.train.guards import RefusedSteps
-from trireme.train.rl_loop import train, update_replicas
+from trireme.train.phases import update_replicas
+from trireme.train.rl_loop import train
 from trireme.train.steps import Attempt, Rooms
 
 RELEASED = {"perf/tokens": 4.0, "perf/rollouts": 2.0, "perf/inference_idle_s": 0.0}
