@@ -101,7 +101,7 @@ class TrainerHandle:
         """Creates one actor per entry of `options_R`, options of Ray actors for each rank of the mesh. Returns before
         they are ready, see `ready_refs`."""
         if len(options_R) != config.trainer.mesh.processes:
-            raise ValueError(f"the mesh {config.trainer.mesh} needs options for each process, got {len(options_R)}")
+            raise ValueError(f"{config.trainer.mesh} needs options for each process, got {len(options_R)}")
         actor = ray.remote(concurrency_groups={"watch": 1, "save": 2, "give": GIVERS})(ShardActor)
         # Half a GPU means that a replica has the other half (`trireme.plan.base.Plan.shares_gpu`).
         shares_R = [config.replica_gpu_share if 0 < o.get("num_gpus", 0) < 1 else 0.0 for o in options_R]

@@ -18,7 +18,7 @@ from trireme.core.transport import Session
 
 
 def test_options_for_another_number_of_processes_are_refused():
-    with pytest.raises(ValueError, match=r"mesh .*'shard': 2.* got 2"):
+    with pytest.raises(ValueError, match=r"MeshSizes.*shard=2.* got 2"):
         TrainerHandle.start(make_config("m", trainer__shards=2, trainer__replicate=2), [{}, {}], None)
 
 
