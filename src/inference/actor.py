@@ -121,7 +121,7 @@ class ReplicaActor:
         self._watched: list[int] = []  # descriptors of the ranks' processes
         self.base: str | None = None
         """Digest of the model's files, where an adapter is trained."""
-        self.broadcasts = Broadcasts(load_transport(config.transport).make_receiver(), self._receive_broadcast)
+        self.broadcasts = Broadcasts(load_transport(config.transport), self._receive_broadcast)
         self.updating = asyncio.Lock()  # held during an update
         self._desk = Desk(self.sample, self._failure)
         self._aborts: set[asyncio.Future[None]] = set()

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from inference.mapping import Region, regions_of
 from trireme.core.errors import RoomFailed
-from trireme.core.transport import Offer, Receiver
+from trireme.core.transport import Offer, Transport
 
 GRACE_S = 1.0
 """How much longer than the trainer a replica waits: its offer came a little later."""
@@ -76,10 +76,10 @@ class _Incoming:
 
 class Broadcasts:
     """The newest version that is broadcast to this replica. `start` makes the engine's rank 0 receive an offer, and
-    write messages with the given number to a pipe with the given path. `receiver` fetches versions on demand."""
+    write messages with the given number to a pipe with the given path. `transport` fetches versions on demand."""
 
-    def __init__(self, receiver: Receiver, start: Callable[[Offer, int, str], Awaitable[Any]]) -> None:
-        self._receiver = receiver
+    def __init__(self, transport: Transport, start: Callable[[Offer, int, str], Awaitable[Any]]) -> None:
+        self._transport = transport
         self._start = start
         self._incoming: _Incoming | None = None
         self._pipe: tuple[int, int] | None = None
@@ -127,7 +127,7 @@ class Broadcasts:
             refusal = "another version was offered"
         if session:
             log.warning("inference replica %d takes version %d on demand: %s", number, source.version, refusal)
-        buckets = await self._receiver.open(source)
+        buckets = await self._transport.open(source)
         mapped = await asyncio.to_thread(regions_of, buckets, [os.getpid(), os.getppid()])  # the parent: the raylet
         if mapped is not None:
             yield Arrived(mapped, buckets)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from ipaddress import ip_address
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -21,6 +21,9 @@ from service.ports import ADMISSION
 from service.requests import RequestRefused, count_of
 from service.routes import Caller, caller_of, in_session, name_of
 from trireme.config.service import ServiceConfig
+
+if TYPE_CHECKING:
+    from service.metrics import ServiceMetrics
 
 FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
 """A proxy on this machine says with these that the caller is elsewhere."""
@@ -90,12 +93,6 @@ class Rates:
         self._full_at[name] = full_at
 
 
-class RequestCounter(Protocol):
-    """Counts requests (`service.metrics`)."""
-
-    def request(self, route: str, status: int, seconds: float) -> None: ...
-
-
 class RequestGuard:
     """Middleware (ASGI) in front of the app."""
 
@@ -104,7 +101,7 @@ class RequestGuard:
         app: ASGIApp,
         keys: ServiceKeys,
         limits: Limits,
-        metrics: RequestCounter | None,
+        metrics: ServiceMetrics | None,
         caller_of: Callable[[str, str], Caller] = caller_of,
     ) -> None:
         """`caller_of`: returns who may call a method and a path."""

@@ -128,7 +128,7 @@ class ShardActor:
         transport = load_transport(self._config.transport)
         try:
             with trace.span("save_weights", "saving weights"):
-                opening = transport.make_receiver().open(published.source)
+                opening = transport.open(published.source)
                 buckets = asyncio.run(waits.get_async(opening, owner=who, timeout_s=timeout_s))
                 manifest = published.manifest
                 return self._shard.save_weights(path, manifest.entries, buckets, manifest.adapter)

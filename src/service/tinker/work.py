@@ -29,7 +29,6 @@ from service.tinker.catalog import Catalog, SavedKind, SavedRun, SavedWeights, p
 from service.tinker.codec import ForwardBackwardCall, encode_output
 from service.tinker.owners import Caller
 from service.tinker.promises import Failure, Outcome, Success
-from service.tinker.verbs import TrainerVerbs
 from trireme.config.trainer import LoraConfig
 from trireme.core.datum import Datum
 from trireme.core.errors import RoomFailed, StorageFailed, TriremeError
@@ -37,6 +36,7 @@ from trireme.core.types import ForwardBackwardOutput
 from trireme.core.weights import AdapterSpec, PublishedWeights
 from trireme.process.faults import fault_point
 from trireme.run.commits import PendingFiles
+from trireme.train.steps import Trainer
 
 Payload = dict[str, object]
 Result = tuple[Outcome, PublishedWeights | None]
@@ -63,7 +63,7 @@ class TrainingWorker:
 
     def __init__(
         self,
-        trainer: TrainerVerbs,
+        trainer: Trainer,
         catalog: Catalog,
         bases: Sequence[str],
         base_state: Path,

@@ -1,6 +1,6 @@
 """The seam between *what* is published (`trireme.core.weights.WeightsManifest`) and *how* it travels: the transports.
 
-    trainer ranks --Sender.send(layout, units, session)--> parts --Transport.join--> source --Receiver.open--> buckets
+    trainer ranks --Sender.send(layout, units, session)--> parts --Transport.join--> source --Transport.open--> buckets
 
 The layout (`trireme.core.weights.Layout`) says where each tensor lies in which bucket. It is the same for every version
 of a run, and every rank knows it before anything is gathered. Bucket b belongs to rank b mod R: the buckets of a rank
@@ -177,24 +177,18 @@ class Sender(Protocol):
         the layout and live until the next unit."""
 
 
-class Receiver(Protocol):
-    """The other end, in a replica or where a commit is written."""
-
-    async def open(self, source: Any) -> Sequence[npt.NDArray[np.uint8]]:
-        """Returns the buckets, uint8 arrays that may be read-only, when all their bytes are here. Raises when they
-        cannot be had, for example because the sender is dead."""
-
-
 class Transport(Protocol):
-    """A module that makes both ends."""
+    """A module that has both ends."""
 
     def make_sender(self, rank: int, size: int, ports: Sequence[int] = ()) -> Sender:
         """Makes the end of rank `rank` of `size`, which listens at one of `ports` (`cluster.ports`) if it listens."""
 
-    def make_receiver(self) -> Receiver: ...
-
     def join(self, parts_R: Sequence[Any]) -> Any:
         """Returns the source, from the results of `send` of all ranks."""
+
+    async def open(self, source: Any) -> Sequence[npt.NDArray[np.uint8]]:
+        """Returns the buckets, uint8 arrays that may be read-only, when all their bytes are here: in a replica, or
+        where a commit is written. Raises when they cannot be had, for example because the sender is dead."""
 
     def lease(self, source: Any) -> None:
         """Keeps the bytes until `release`, whatever is published meanwhile: a commit that is written alongside training

@@ -20,13 +20,14 @@ from service.tinker.listening import TinkerListener
 from service.tinker.offer import TinkerOffer
 from service.tinker.rows import FORMAT
 from service.tinker.serving import TinkerServer
-from service.tinker.verbs import SamplerVerbs, TrainerVerbs
+from service.tinker.verbs import SamplerVerbs
 from service.tinker.work import TrainingWorker
 from trireme.config import Config
 from trireme.config.model_facts import ModelFacts
 from trireme.core.errors import BadInput, RoomFailed
 from trireme.process import signals
 from trireme.supervision.restarts import Restarts
+from trireme.train.steps import Trainer
 
 RUNS = "runs"
 STORE = "store"
@@ -46,7 +47,7 @@ def serve_clients(
     config: Config,
     names: Sequence[str],
     facts: ModelFacts,
-    rooms: Callable[[], AbstractContextManager[tuple[TrainerVerbs, SamplerVerbs]]],
+    rooms: Callable[[], AbstractContextManager[tuple[Trainer, SamplerVerbs]]],
     keys: list[ServiceKey],
     directory: Path,
     say: Callable[[str], None],

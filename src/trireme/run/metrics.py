@@ -22,6 +22,7 @@ from trireme.core.redaction import redact_values
 from trireme.core.refusals import Refusal
 from trireme.process import trace
 from trireme.process.faults import fault_point
+from trireme.run.commits import Commits
 from trireme.run.rollout_records import TABLE_COLUMNS, table_rows, write_records
 from trireme.supervision.roster import Incident, Roster
 
@@ -80,16 +81,6 @@ class Clock:
             yield item
 
 
-class RowGuard(Protocol):
-    """Looks after the directory in which rows are written (`run.commits`)."""
-
-    def check_owner(self) -> None:
-        """Raises LockLost if another driver has taken it over."""
-
-    def make_room(self) -> None:
-        """Deletes unneeded files. Raises StorageFailed."""
-
-
 class Journal:
     """Writes each step of the run in `root`: its row to metrics.jsonl, `out` and the trackers, its problems to
     trained.jsonl, and the records of some rollouts. Close it at the end, as `closing` does."""
@@ -100,20 +91,20 @@ class Journal:
         line: Callable[[Mapping[str, Any]], str],
         out: TextIO,
         trackers: Sequence[Tracker],
-        guard: RowGuard,
+        commits: Commits,
     ) -> None:
         self._root = root
         self._line = line
         self._out = out
         self._trackers = trackers
-        self._guard = guard
+        self._commits = commits
         self._files = {name: path_in(root, name).open("ab", buffering=0) for name in (METRICS, TRAINED)}
 
     def write(self, row: Mapping[str, Any], trained: Mapping[str, Any], records: Sequence[str] = ()) -> None:
         """Writes the metrics in `row`, and in `trained` the `groups` or `examples` that the step trained on. Each line
         is with the operating system when this returns. Raises LockLost, and StorageFailed when there is no room even
         after old commits were deleted."""
-        self._guard.check_owner()
+        self._commits.check_owner()
         self._with_room(partial(self._append, TRAINED, {"step": row["step"], "attempt": row["attempt"], **trained}))
         self._with_room(partial(write_records, self._root / ROLLOUTS, row["step"], records))
         self._with_room(partial(self._append, METRICS, row))
@@ -141,7 +132,7 @@ class Journal:
                 write()
             return
         except DiskFull:
-            self._guard.make_room()
+            self._commits.make_room()
         try:
             with storage_errors(self._root):
                 write()

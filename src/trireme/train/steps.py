@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import isnan, nan
+from pathlib import Path
 from statistics import mean
 from typing import Any, Protocol
 
@@ -14,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trireme.config import CommonConfig
-from trireme.core.batch import Batch, Summary
+from trireme.core.batch import Batch, Data, Summary
 from trireme.core.types import (
     AdamParams,
     ForwardBackwardOutput,
@@ -22,9 +23,10 @@ from trireme.core.types import (
     OptimStepResponse,
     Provenance,
     StepSummary,
+    WeightIdentity,
     Which,
 )
-from trireme.core.weights import PublishedWeights
+from trireme.core.weights import AdapterSpec, PublishedWeights
 from trireme.process.signals import Stop
 from trireme.run.commits import Commits, StatefulTrainer
 from trireme.run.metrics import Clock, reduce_metrics
@@ -33,17 +35,17 @@ from trireme.train.guards import RefusedSteps
 
 
 class Trainer(StatefulTrainer, Protocol):
-    """The verbs of the trainer (`trainer.handle`)."""
+    """The verbs of the trainer (`trainer.handle`). Every verb waits, and raises TriremeError."""
 
     def forward_backward(
         self,
-        data: Batch,
+        data: Data,
         loss_fn: str,
         loss_fn_config: Mapping[str, float] | None = None,
         provenance: Provenance | None = None,
     ) -> ForwardBackwardOutput: ...
 
-    def forward(self, data: Batch, which: Which = "policy") -> ForwardBackwardOutput: ...
+    def forward(self, data: Data, which: Which = "policy") -> ForwardBackwardOutput: ...
 
     def forward_summarized(
         self, data: Batch, which: Which, name: str, summarize: Summary
@@ -52,6 +54,18 @@ class Trainer(StatefulTrainer, Protocol):
     def optim_step(self, adam_params: AdamParams, normalizer: float = 1.0) -> OptimStepResponse: ...
 
     def update_reference(self) -> None: ...
+
+    def drop_gradients(self) -> None: ...
+
+    def reset_optimizer(self) -> None: ...
+
+    def load_state(self, path: Path, identities: Sequence[WeightIdentity]) -> str: ...
+
+    def add_adapter(self, name: str, spec: AdapterSpec, start: Path | None = None) -> None: ...
+
+    def use_adapter(self, name: str) -> None: ...
+
+    def drop_adapter(self, name: str) -> None: ...
 
 
 class Orchestrator(Protocol):

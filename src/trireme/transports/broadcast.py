@@ -17,7 +17,7 @@ import numpy.typing as npt
 import ray
 from ray.exceptions import RayError
 
-from trireme.core.transport import Receiver, Sender, Session
+from trireme.core.transport import Sender, Session
 from trireme.process import waits
 
 AT_ONCE = 4
@@ -53,26 +53,6 @@ class Source:
     """Handles of the actors that keep them: bucket b is the share of actor b mod R."""
 
 
-class OnDemand:
-    """Implements `trireme.core.transport.Receiver`: takes bucket by bucket from the trainer's memory. The arrays are
-    read-only."""
-
-    async def open(self, source: Source) -> list[npt.NDArray[np.uint8]]:
-        turns = asyncio.Semaphore(AT_ONCE)
-
-        async def take(number: int) -> npt.NDArray[np.uint8]:
-            rank = number % len(source.holders_R)
-            async with turns:
-                try:
-                    bucket: npt.NDArray[np.uint8] = await source.holders_R[rank].bucket.remote(source.version, number)
-                except RayError as error:
-                    who = f"trainer shard {rank}, asked for bucket {number} of version {source.version}"
-                    raise waits.failure(error, who, None) from error
-                return bucket
-
-        return list(await asyncio.gather(*map(take, range(source.buckets))))
-
-
 def make_sender(rank: int, size: int, ports: Sequence[int] = ()) -> Sender:
     """Makes the sender of an actor, which gives its buckets to others."""
     from trireme.transports.sending import BroadcastSender  # imports torch, which receivers do not need
@@ -82,13 +62,26 @@ def make_sender(rank: int, size: int, ports: Sequence[int] = ()) -> Sender:
     return BroadcastSender(rank, size, host, holder, ports)
 
 
-def make_receiver() -> Receiver:
-    return OnDemand()
-
-
 def join(parts_R: Sequence[KeptPart]) -> Source:
     first = parts_R[0]
     return Source(first.version, first.session, first.buckets, tuple(part.holder for part in parts_R))
+
+
+async def open(source: Source) -> list[npt.NDArray[np.uint8]]:
+    """Takes bucket by bucket from the trainer's memory; the arrays are read-only."""
+    turns = asyncio.Semaphore(AT_ONCE)
+
+    async def take(number: int) -> npt.NDArray[np.uint8]:
+        rank = number % len(source.holders_R)
+        async with turns:
+            try:
+                bucket: npt.NDArray[np.uint8] = await source.holders_R[rank].bucket.remote(source.version, number)
+            except RayError as error:
+                who = f"trainer shard {rank}, asked for bucket {number} of version {source.version}"
+                raise waits.failure(error, who, None) from error
+            return bucket
+
+    return list(await asyncio.gather(*map(take, range(source.buckets))))
 
 
 def lease(source: Source) -> None:

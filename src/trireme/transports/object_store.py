@@ -14,14 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import ray
 
-from trireme.core.transport import Receiver, Sender, join_parts
-
-
-class ObjectStoreReceiver:
-    """Implements `trireme.core.transport.Receiver`; the arrays are read-only views of the node's object store."""
-
-    async def open(self, source: Sequence[Any]) -> list[npt.NDArray[np.uint8]]:
-        return list(await asyncio.gather(*source))
+from trireme.core.transport import Sender, join_parts
 
 
 def make_sender(rank: int, size: int, ports: Sequence[int] = ()) -> Sender:
@@ -30,12 +23,13 @@ def make_sender(rank: int, size: int, ports: Sequence[int] = ()) -> Sender:
     return Packer(ray.put, rank, size)
 
 
-def make_receiver() -> Receiver:
-    return ObjectStoreReceiver()
-
-
 def join(parts_R: Sequence[Any]) -> tuple[Any, ...]:
     return join_parts(parts_R)
+
+
+async def open(source: Sequence[Any]) -> list[npt.NDArray[np.uint8]]:
+    """Returns read-only views of the node's object store."""
+    return list(await asyncio.gather(*source))
 
 
 def lease(source: Any) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from trireme.core.errors import TriremeError, WeightsRefused
-from trireme.core.transport import TRANSPORTS, Receiver, Sender, TransportKind, join_parts, load_transport
+from trireme.core.transport import TRANSPORTS, Sender, TransportKind, join_parts, load_transport
 from trireme.core.types import WeightIdentity
 from trireme.core.weights import EXACT, Canary, PublishedWeights, WeightsManifest, check_received, weights_digest
 from trireme.transports.packing import Packer, fill, hash_tensor, lay_out, tensor_of
@@ -25,21 +25,16 @@ def to_file(bucket: npt.NDArray[np.uint8]) -> str:
     return file.name
 
 
-class FileReceiver:
-    async def open(self, source: Sequence[str]) -> list[npt.NDArray[np.uint8]]:
-        return [np.fromfile(path, np.uint8) for path in source]
-
-
 def make_sender(rank: int, size: int, ports: Sequence[int] = ()) -> Sender:
     return Packer(to_file, rank, size)
 
 
-def make_receiver() -> Receiver:
-    return FileReceiver()
-
-
 def join(parts_R: Sequence[dict[int, str]]) -> tuple[str, ...]:
     return join_parts(parts_R)
+
+
+async def open(source: Sequence[str]) -> list[npt.NDArray[np.uint8]]:
+    return [np.fromfile(path, np.uint8) for path in source]
 
 
 @pytest.fixture
@@ -70,7 +65,7 @@ def test_tensors_arrive_through_a_transport_that_copies_through_files(file_trans
     units = layers()
     weights = published(file_transport, units)
     assert all(Path(path).is_file() for path in weights.source)
-    buckets = asyncio.run(load_transport(file_transport).make_receiver().open(weights.source))
+    buckets = asyncio.run(load_transport(file_transport).open(weights.source))
     check_received(weights.manifest, buckets)
     arrived = {entry.name: tensor_of(entry, buckets) for entry in weights.manifest.entries}
     sent = dict(pair for unit in units for pair in unit)
@@ -80,7 +75,7 @@ def test_tensors_arrive_through_a_transport_that_copies_through_files(file_trans
 
 def test_bytes_that_a_transport_changes_are_refused(file_transport: str) -> None:
     weights = published(file_transport, layers())
-    buckets = asyncio.run(load_transport(file_transport).make_receiver().open(weights.source))
+    buckets = asyncio.run(load_transport(file_transport).open(weights.source))
     buckets[0][weights.manifest.entries[1].offset] ^= 1
     with pytest.raises(WeightsRefused, match=r"layers\.0\.self_attn\.k_proj\.weight of version 0 arrived with hash"):
         check_received(weights.manifest, buckets)
@@ -88,7 +83,7 @@ def test_bytes_that_a_transport_changes_are_refused(file_transport: str) -> None
 
 def test_known_sums_stand_for_the_bytes_at_their_place_alone(file_transport: str) -> None:
     weights = published(file_transport, layers())
-    buckets = asyncio.run(load_transport(file_transport).make_receiver().open(weights.source))
+    buckets = asyncio.run(load_transport(file_transport).open(weights.source))
     first, second, *_ = weights.manifest.entries
     check_received(weights.manifest, buckets, {first.place: first.hash})
     with pytest.raises(WeightsRefused, match=rf"{first.name} of version 0 arrived with hash {second.hash}"):
