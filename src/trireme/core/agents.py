@@ -10,7 +10,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from trireme.core.types import SampledSequence, StopReason, VersionSpan
+from trireme.core.sampler import SampledPart
+from trireme.core.types import SampledSequence, StopReason
 
 SampleTurn = Callable[..., Awaitable[SampledSequence]]
 """Samples a request, and calls an OnProgress meanwhile, if it gets one too."""
@@ -30,7 +31,7 @@ class AgentAccess:
     """The name of the model to ask for."""
 
 
-class AgentTurn(Protocol):
+class AgentTurn(SampledPart, Protocol):
     """One answer with its prompt, branch by branch."""
 
     @property
@@ -44,18 +45,6 @@ class AgentTurn(Protocol):
     @property
     def answer(self) -> int:
         """The number of the answer in its session: later answers have larger ones."""
-
-    @property
-    def tokens(self) -> npt.NDArray[np.int32]:
-        """The tokens of the answer, [T]."""
-
-    @property
-    def logprobs(self) -> npt.NDArray[np.float32]:
-        """The log-probabilities of these tokens, [T]."""
-
-    @property
-    def spans(self) -> tuple[VersionSpan, ...]:
-        """The weights that sampled each part of the answer."""
 
     @property
     def stop_reason(self) -> StopReason: ...

@@ -47,7 +47,7 @@ class Heartbeat:
 
 
 class SampledPart(Protocol):
-    """The tokens of a sequence that a replica has sampled so far."""
+    """The T tokens of a sequence that were sampled so far, and the weights that sampled each part of them."""
 
     @property
     def tokens(self) -> npt.NDArray[np.int32]: ...

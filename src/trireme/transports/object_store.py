@@ -23,8 +23,7 @@ def make_sender(rank: int, size: int, ports: Sequence[int] = ()) -> Sender:
     return Packer(ray.put, rank, size)
 
 
-def join(parts_R: Sequence[Any]) -> tuple[Any, ...]:
-    return join_parts(parts_R)
+join = join_parts
 
 
 async def open(source: Sequence[Any]) -> list[npt.NDArray[np.uint8]]:
