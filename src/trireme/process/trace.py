@@ -8,7 +8,7 @@
     busy = trace.Busy("sampling"); with busy: from the first that comes until the last that goes
 
 Each process calls `start` once, next to where it opens its log; until then, and with `trace.max_mb` = 0, a span costs a
-function call. Events are put into a queue; a thread writes the queue ten times a second, so a process that is killed
+function call. Events are put into a queue; a thread writes the queue twice a second, so a process that is killed
 loses less than a second. Every event is a whole line of a JSON array that is never closed, as the format allows: the
 file can be read at any time.
 
@@ -34,7 +34,7 @@ from typing import Any, BinaryIO
 
 from trireme.core.finite_json import to_json
 
-WRITE_EVERY_S = 0.1
+WRITE_EVERY_S = 0.5
 CLOSE_S = 5.0
 SHORTEST_NS = 1_000_000
 """Shortest overlapping span that is recorded: a rollout has many, most of them very short."""
