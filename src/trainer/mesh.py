@@ -16,7 +16,6 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trireme.config import CommonConfig
-from trireme.config.trainer import DATA_PARALLEL
 from trireme.core.errors import BadInput
 from trireme.plan.memory import gpu_room, host_room
 from trireme.process.machine import this_machine
@@ -40,9 +39,7 @@ class Mesh:
         sizes = {name: n for name, n in whole._asdict().items() if n > 1 or name == SHARD}
         self.fsdp: DeviceMesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         self.dp_size = whole.data_parallel
-        self.dp_rank = 0
-        for name in (name for name in DATA_PARALLEL if name in sizes):
-            self.dp_rank = self.dp_rank * sizes[name] + self.fsdp.get_local_rank(name)
+        self.dp_rank = rank // (self.size // self.dp_size)
 
     def limit_collectives(self, timeout_s: float) -> None:
         """From now on a collective of training fails on a rank that has waited `timeout_s` seconds for the others."""

@@ -15,8 +15,6 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 UNEMBED = ("lm_head",)
 LINEAR = (*ATTENTION, *MLP, *UNEMBED)
 """Names of the linear layers of a decoder that can have a LoRA adapter."""
-DATA_PARALLEL = ("replicate", "shard")
-"""The dimensions of the trainer's mesh in which processes compute different datums."""
 
 
 class OptimConfig(Section):
@@ -91,7 +89,8 @@ class LoraConfig(Section):
 
 
 class MeshSizes(NamedTuple):
-    """Sizes of the trainer's device mesh by dimension, outermost first."""
+    """Sizes of the trainer's device mesh by dimension, outermost first. Processes that share datums differ
+    in inner dimensions alone."""
 
     replicate: int
     """Copies of the model (HSDP)."""
@@ -106,7 +105,7 @@ class MeshSizes(NamedTuple):
     @property
     def data_parallel(self) -> int:
         """Processes that compute different datums."""
-        return math.prod(getattr(self, name) for name in DATA_PARALLEL)
+        return self.replicate * self.shard
 
     @property
     def parts(self) -> int:

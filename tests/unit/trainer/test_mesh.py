@@ -11,6 +11,7 @@ from trainer_support import make_config
 
 from trainer import mesh
 from trainer.mesh import Mesh
+from trireme.config.trainer import MeshSizes
 
 
 def describe(rank, world_size, store, shards, copies):
@@ -65,7 +66,7 @@ def test_the_configuration_counts_processes_by_dimension(monkeypatch):
     assert (sizes, sizes.processes, sizes.data_parallel, sizes.parts) == ((2, 3), 6, 6, 3)
     alike = config.model_copy(update={"orchestrator": config.orchestrator.model_copy(update={"batch_size": 40})})
     least, _ = alike.groups_per_minibatch
-    monkeypatch.setattr("trireme.config.trainer.DATA_PARALLEL", ("replicate",))
+    monkeypatch.setattr(MeshSizes, "data_parallel", property(lambda sizes: sizes.replicate))
     assert (sizes.processes, sizes.data_parallel) == (6, 2)
     assert alike.groups_per_minibatch[0] < least
 
