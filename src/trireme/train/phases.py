@@ -29,24 +29,23 @@ class Step:
     def sample(self, substep: int) -> Iterator[Minibatch]:
         """Yields the minibatches of a substep as they are sampled. The replicas do not wait for this call."""
         on_tick = self.attempt.check if substep == 0 else self.attempt.check_rooms  # later ones cannot be given up
-        arriving = self.rooms.orchestrator.minibatches(self.record.step, substep, on_tick)
-        return self.record.clock.timed("wait_for_batch", arriving)
+        return self.record.clock.timed(
+            "wait_for_batch", self.rooms.orchestrator.minibatches(self.record.step, substep, on_tick)
+        )
 
     def train(self, minibatches: Iterator[Minibatch]) -> None:
         """Updates the weights by the minibatches of a substep."""
         trainer = self.rooms.trainer
         record = self.record
-        parameters = self.config.trainer.loss_fn_config
         for minibatch in self.penalty(minibatches):
             with record.clock("forward_backward"):
                 output = trainer.forward_backward(
-                    minibatch.batch, self.config.loss_fn, parameters, minibatch.provenance
+                    minibatch.batch, self.config.loss_fn, self.config.trainer.loss_fn_config, minibatch.provenance
                 )
             record.add(output, minibatch.divisor, minibatch.problems_D)
         self.attempt.commits.leave_boundary()
         with record.clock("optim"):
-            adam = self.attempt.adam_params(record.step)
-            record.update(self.attempt.guard, partial(trainer.optim_step, adam))
+            record.update(self.attempt.guard, partial(trainer.optim_step, self.attempt.adam_params(record.step)))
 
     def publish(self) -> PublishedWeights:
         """Makes the new weights available to the replicas."""
