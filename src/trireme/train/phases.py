@@ -1,6 +1,6 @@
 """The phases of a step of `rl`, and the order in which they take place.
 
-`Step` says what each phase does, a function below it when. `overlap` is the only order so far.
+`StepPhases` says what each phase does, a function below it when. `overlap` is the only order so far.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trireme.train.steps import Attempt, Rooms, StepRecord
 
 
 @dataclass(frozen=True)
-class Step:
+class StepPhases:
     """The phases of one step, which trains on one batch."""
 
     config: Config
@@ -56,7 +56,7 @@ class Step:
         return weights
 
 
-def overlap(step: Step) -> PublishedWeights:
+def overlap(step: StepPhases) -> PublishedWeights:
     """Trains on what the replicas have sampled while they sample on, and returns the new weights. The update of the
     replicas to these continues during the next step."""
     for substep in range(step.config.trainer.num_substeps):

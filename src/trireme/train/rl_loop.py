@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from trireme.config import Config
 from trireme.run.metrics import Journal
 from trireme.train.kl_penalty import KlPenalty
-from trireme.train.phases import Step, overlap, update_replicas
+from trireme.train.phases import StepPhases, overlap, update_replicas
 from trireme.train.steps import Attempt, Rooms, StepRecord
 
 
@@ -25,7 +25,7 @@ def train(config: Config, rooms: Rooms, attempt: Attempt, journal: Journal) -> N
     for step in attempt.steps():
         record = StepRecord(step)
         with record.clock("step", step=step):
-            weights = overlap(Step(config, rooms, penalty, attempt, record))
+            weights = overlap(StepPhases(config, rooms, penalty, attempt, record))
             released = rooms.orchestrator.release(step)
             with record.clock("checkpoint_stall"):
                 attempt.commits.at_boundary(step + 1, weights)
