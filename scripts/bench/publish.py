@@ -193,7 +193,7 @@ def offer_by(shards: TrainerHandle, router: Any) -> None:
     def offering(offer: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(router.source.offer(offer), loop).result(DEADLINE_S)
 
-    shards.offer_by(offering, DEADLINE_S)
+    shards._offering = offering
 
 
 def all_cpu_s() -> float:

@@ -38,13 +38,22 @@ from inference.handover import NOTHING, Progress
 from inference.in_flight import EngineRequest, HeldAdapter, InFlight
 from inference.loaded import LoadedProof
 from inference.messages import Reply
+from inference.once import OnceForEach
 from inference.session import Arrived, Broadcasts
 from inference.stalls import StallClock, cpu_seconds
 from inference.wrong_answers import wrong_answer
 from trireme.config import Config
 from trireme.core.base_digest import base_digest
 from trireme.core.deadline import LearnedDeadline
-from trireme.core.errors import BadInput, BadRequest, RoomFailed, TriremeError, WeightsRefused
+from trireme.core.errors import (
+    BadInput,
+    BadRequest,
+    ReplicaBehind,
+    RoomFailed,
+    TriremeError,
+    WeightsRefused,
+    as_failure,
+)
 from trireme.core.sampler import Heartbeat, ReplicaStats
 from trireme.core.transport import Offer, load_transport
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, WeightIdentity
@@ -137,6 +146,7 @@ class ReplicaActor:
         """Sets the state of an engine without requests and weights."""
         self.sampling = trace.Busy("sampling")
         self.identity: WeightIdentity | None = None
+        self._updates = OnceForEach[UpdateReport]()
         self.adapter: LoRARequest | None = None  # named by requests once an adapter has been taken
         self.adapters: dict[str, HeldAdapter] = {}
         self._adapter_number = 1  # of the newest adapter; 1 is the policy's
@@ -333,6 +343,9 @@ class ReplicaActor:
             self._raise_if_broken()
             if self.identity is None:
                 raise RoomFailed(f"{self.name} was asked to sample before any weights were published to it")
+            floor = request.attempt, request.floor or 0
+            if (self.identity.attempt, self.identity.version) < floor:
+                raise ReplicaBehind(f"{self.name} has weights {self.identity}, below the floor {floor} of a request")
             # With `keep_kv` a conversation keeps its prefix over updates: keys and values may be as old as its first
             # token, but no older. Others begin with the newest weights; elsewhere an update drops all prefixes. One
             # that moves to a replica with older weights takes their name: no prefix may be older than its name says.
@@ -453,9 +466,13 @@ class ReplicaActor:
         self.sampling.pause()
 
     async def load_weights(self, published: PublishedWeights) -> UpdateReport:
-        """Loads `published` while requests are in flight. Raises RoomFailed when the bytes cannot be fetched because
-        their sender is dead; then nothing has changed. Other failures raise WeightsRefused or RoomFailed, break this
-        replica and end its requests: no token of unproved weights leaves it."""
+        """Loads `published` while requests are in flight. A call for the weights that it loaded last, or is loading,
+        returns the same report. Raises RoomFailed when the bytes cannot be fetched because their sender is dead; then
+        nothing has changed. Other failures raise WeightsRefused or RoomFailed, break this replica and end its requests:
+        no token of unproved weights leaves it."""
+        return await self._updates.run(published.identity, partial(self._load_weights, published))
+
+    async def _load_weights(self, published: PublishedWeights) -> UpdateReport:
         started = time.monotonic()
         step = partial(self._step, deadline=started + self.config.timeouts.update_s)
         async with self._received(published, step), self.pausing:
@@ -796,12 +813,6 @@ class ReplicaActor:
 async def answer_of(collector: RequestOutputCollector) -> RequestOutput:
     """Waits for vLLM's final answer to a request for tokens (pooling models give another kind of answer)."""
     return cast("RequestOutput", await collector.get())
-
-
-def as_failure(who: str, error: BaseException) -> TriremeError:
-    if isinstance(error, TriremeError):
-        return error
-    return RoomFailed(f"{who}: {type(error).__name__}: {error}")
 
 
 def refusal(error: BaseException) -> TriremeError:

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from inference.handover import NOTHING, Outcome
 from inference.messages import Reply, unpack_requests
-from trireme.core.errors import RoomFailed, TriremeError
+from trireme.core.errors import TriremeError, as_failure
 from trireme.core.types import SampleRequest
 
 GATHER_S = 0.005
@@ -138,11 +138,7 @@ class Desk:
         try:
             await self._sample(requests, give)
         except Exception as error:
-            if isinstance(error, TriremeError):
-                failure = error
-            else:
-                failure = RoomFailed(f"{type(error).__name__}: {error}")
-            outbox.fail(failure)
+            outbox.fail(as_failure("a replica", error))
             for name in list(pending):
                 give(name, NOTHING)
 

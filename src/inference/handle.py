@@ -210,17 +210,17 @@ class InferenceHandle:
         clients = {index: self.client(index) for index in self.indices}
         return ReplicaSet(clients, fixed=self.config.deterministic, update_s=self.config.timeouts.update_s)
 
-    def router_factory(self, source: TableSource) -> Callable[[], Router]:
+    def router_factory(self, source: TableSource, attempt: int = 0) -> Callable[[], Router]:
         """Returns a function that makes the router of a replica set, in the process that will use it; picklable if
-        `source` is."""
+        `source` is. `attempt`: that of the floors of requests."""
         facts = ModelFacts.of(self.config, required=False)
         return partial(
             Router,
             source,
             fixed=self.config.deterministic,
             one_version=self.config.inference.on_update == "drain",
-            patience_s=source.patience_s,
             vocab_size=facts.vocab_size if facts else None,
+            attempt=attempt,
         )
 
     def chat_router_factory(self) -> Callable[[], Router]:
@@ -229,7 +229,6 @@ class InferenceHandle:
         facts = ModelFacts.of(self.config, required=False)
         return partial(
             Router,
-            patience_s=self.config.patience_s,
             vocab_size=facts.vocab_size if facts else None,
             progress_s=CHAT_PROGRESS_S,
             reports=False,

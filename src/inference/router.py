@@ -22,9 +22,10 @@ import numpy as np
 from inference.handover import Handover, Outcome, Progress
 from inference.replica_set.client import ReplicaCalls, ReplicaClient
 from inference.replica_set.table import Generation, NewestTable, Number, ReplicaRow, Table, check_issued
-from trireme.core.errors import BadRequest, ProvenanceError, RoomFailed, TriremeError
+from trireme.core.errors import BadRequest, ProvenanceError, ReplicaBehind, RoomFailed, TriremeError
 from trireme.core.sampler import OnProgress, ReplicaStats
 from trireme.core.types import SampledSequence, SampleRequest, WeightIdentity
+from trireme.core.weights import UpdateReport
 
 ROUTES_KEPT = 65536
 MOST_LOSSES = 2
@@ -42,9 +43,6 @@ log = logging.getLogger(__name__)
 
 class TableSource(Protocol):
     """A replica set as routers see it: itself, or `inference.replica_set.handle.RemoteSet` in another process."""
-
-    patience_s: float
-    """How long to wait for a replica to join when none is left."""
 
     def listen(self, take: Callable[[Table], object]) -> None:
         """Calls `take` with the newest table, and with later ones as they come."""
@@ -162,7 +160,8 @@ class Router:
 
     A replica that fails is used no more, and reported to the replica set. Another one finishes its requests from the
     tokens that they have (`inference.handover`), but for those that had a replica that was lost before. When none is
-    left, requests wait for one to join.
+    left, requests wait for one to join. A replica that refuses a request because it is below its floor is used by no
+    request before a newer table comes.
 
     In deterministic mode routes are forgotten whenever nothing is in flight: requests that are then made in one turn of
     the event loop go where their own order says, whatever came before or in an earlier process.
@@ -174,29 +173,30 @@ class Router:
         *,
         fixed: bool = False,
         one_version: bool = False,
-        patience_s: float = 0.0,
         vocab_size: int | None = None,
         progress_s: float | None = None,
         reports: bool = True,
+        attempt: int = 0,
     ) -> None:
         """`source`: the replica set; None: `follow` is called later, maybe several times.
         `fixed`: deterministic mode; a lost replica's failure is raised.
         `one_version`: no sequence has tokens of two versions; a lost one is sampled again from its prompt.
-        `patience_s`: how long to wait for a replica to join when none is left.
         `vocab_size`: of the model (None: not known). A replica whose answers have other tokens, or log-probabilities
         that are not finite, several times in a row, has failed.
         `progress_s`: seconds between two questions what requests have whose answers are read (None: PROGRESS_S).
         `reports`: False: another router uses the same replicas, and its failures count. One that fails this router is
         tried again after a while, and may name any weights. Requests may come before a run has published weights, and
         wait for them.
+        `attempt`: that of the floors of requests.
         """
-        self._newest = NewestTable(patience_s)
+        self._newest = NewestTable()
         self._targets: dict[int, Target] = {}
         self._fixed = fixed
         self._one_version = one_version
         self._reports = reports
         self._vocab_size = vocab_size
         self._progress_s = progress_s
+        self._attempt = attempt
         self._routes: OrderedDict[str, Target] = OrderedDict()
         self._queued: defaultdict[Target, list[RoutedRequest]] = defaultdict(list)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -211,12 +211,15 @@ class Router:
         """Reads the tables of `source` from now on."""
         self.source = source
         source.listen(self.take)
+        for target in list(self._targets.values()):
+            if (gone := target.calls.gone) and self._reports:  # the set before may have died before it heard of this
+                source.report(target.index, target.row.generation, gone)
 
     def on_change(self, call: Callable[[dict[int, int]], object]) -> None:
         self._on_change = call
 
     def acknowledged(self) -> dict[int, int]:
-        """Returns `versions` by the newest table that has come."""
+        """Returns {replica: version} for replicas that have acknowledged one and are not behind."""
         rows = {index: target.row for index, target in self._targets.items() if not target.calls.gone}
         return {
             index: row.acknowledged for index, row in rows.items() if row.acknowledged is not None and not row.behind
@@ -231,9 +234,12 @@ class Router:
             if found:
                 return found
 
-    async def versions(self) -> dict[int, int]:
-        self.take(await self.source.table((0, 0), 0.0))
-        return self.acknowledged()
+    async def updated(self, identity: WeightIdentity) -> Sequence[UpdateReport]:
+        table = await self._newest.wait_until(lambda table: bool(table.update and table.update.identity == identity))
+        assert table.update
+        if table.update.failure:
+            raise table.update.failure
+        return table.update.reports
 
     # ------------------------------------------------------------------------------------------------------ sampling
 
@@ -247,8 +253,14 @@ class Router:
         while True:
             while not self._any_serves:
                 await self._wait_for_serving()
+            target = self._route(request.route_key)
             try:
-                return handover.complete(await self._sample_on(self._route(request.route_key), handover))
+                return handover.complete(await self._sample_on(target, handover))
+            except ReplicaBehind as behind:  # the table that names it is late: nothing is lost
+                log.info("%s; a newer table is awaited", behind)
+                target.serves = False
+                with suppress(TriremeError):
+                    await self._take_newest()
             except HandoverNeeded as needed:
                 if self._fixed:
                     raise needed.reason from None
@@ -301,7 +313,8 @@ class Router:
 
     def _on_the_wire(self, request: SampleRequest) -> SampleRequest:
         """Returns the request under a unique id: a replica may be asked for it again, also by another process."""
-        return replace(request, request_id=f"{request.request_id}@{self._name}-{next(self._numbers)}")
+        name = f"{request.request_id}@{self._name}-{next(self._numbers)}"
+        return replace(request, request_id=name, attempt=self._attempt)
 
     def _route(self, key: str) -> Target:
         if self._fixed and not any(target.requests for target in self._targets.values()):
@@ -349,7 +362,7 @@ class Router:
             return
         identities = [span.identity for span in outcome.spans]
         if not all(identity in target.issued for identity in identities):  # the table may be late
-            self.take(await self.source.table((0, 0), 0.0))
+            await self._take_newest()
             check_issued(f"{target.client.name} sampled tokens from", identities, target.issued)
 
     def _hand_out(self, target: Target, routed: RoutedRequest, outcome: Outcome) -> None:
@@ -416,9 +429,12 @@ class Router:
             self._targets[index] = target
             target.take(row)
         for target in before.values():
-            self._leave(target, table.departed.get(target.row.generation))
+            self._leave(target, table.reason(target.index, target.row.generation))
         self._changed.set()
         self._on_change(self.acknowledged())
+
+    async def _take_newest(self) -> None:
+        self.take(await self.source.table((0, 0), 0.0))
 
     def _leave(self, target: Target, reason: TriremeError | None) -> None:
         """Gives up a replica that a table lacks. Without a reason it lives, in another replica set: what it samples is

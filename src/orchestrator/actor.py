@@ -25,7 +25,7 @@ from trireme.core.agents import AgentSessions
 from trireme.core.batch import Assign, StoredBatch
 from trireme.core.sampler import Heartbeat, Sampler
 from trireme.core.tokenizer import load_tokenizer
-from trireme.core.types import Minibatch, StepSummary
+from trireme.core.types import Minibatch, StepSummary, WeightIdentity
 from trireme.process import signals, trace
 from trireme.process.collector import spare_collector
 from trireme.process.environ import redirect_output
@@ -82,13 +82,13 @@ class OrchestratorActor:
     async def end_version(self) -> None:
         await self._pipeline.end_version()
 
-    async def begin_version(self, version: int, update: list[Any]) -> None:
-        """Begins a version, with a reference to the reports of the replicas' `update` to it."""
-        from trireme.process.waits import get_async  # here, because code that only builds a pipeline needs no Ray
+    async def begin_version(self, identity: WeightIdentity) -> None:
+        """Begins the version of weights to which the replica set updates."""
+        await self._pipeline.begin_version(identity.version, self._pipeline.sampler.updated(identity))
 
-        limit_s = self._config.update_deadline_s
-        reports = get_async(update[0], owner=f"replica set (the update to version {version})", timeout_s=limit_s)
-        await self._pipeline.begin_version(version, reports)
+    async def follow(self, source: Any) -> None:
+        """Samples from now on with the replicas of `source`, a new incarnation of the replica set."""
+        self._pipeline.sampler.follow(source)
 
     async def next_minibatch(self, step: int, substep: int) -> Minibatch:
         return await self._pipeline.next_minibatch(step, substep)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from orchestrator.admission import Permit
@@ -218,7 +218,7 @@ class GroupRunner:
         with trace.overlapping("make_env", "environment", problem=group.problem):
             env = await envs.make(key.sample)
 
-        sample = _Turns(self, group.index, envs, key, deadline, tokens).sample
+        sample = _Turns(self, group, envs, key, deadline, tokens).sample
         if isinstance(env, AgentEnv):
             return await play_session(env, sample, key, self.limits, self.sampling, self._seed)
         return await run_rollout(env, sample, key, self.limits, self.sampling, self._seed, progress)
@@ -313,8 +313,7 @@ class _Turns:
     """Samples the answers of one try of a rollout."""
 
     runner: GroupRunner
-    index: int
-    """Of the group."""
+    group: Group
     envs: GroupEnvs
     key: RolloutKey
     deadline: asyncio.Timeout
@@ -326,12 +325,12 @@ class _Turns:
         environment that has ignored its cancellation."""
         self.envs.check()
         runner, limit_s = self.runner, self.runner.config.inference.answer_s
-        await runner.pace.before_sample(self.index, self.key.sample, self.deadline)
+        await runner.pace.before_sample(self.group.index, self.key.sample, self.deadline)
         self.tokens.request()
         try:
             with TaskOwner(None):
                 async with asyncio.timeout(limit_s) as waiting:
-                    sampled = await runner.sample(request, *on_progress)
+                    sampled = await runner.sample(replace(request, floor=self.group.floor), *on_progress)
         except TimeoutError:
             if not waiting.expired():
                 raise

@@ -18,7 +18,7 @@ from trireme.core.agents import AgentSessions
 from trireme.core.batch import Assign
 from trireme.core.errors import TriremeError
 from trireme.core.sampler import Sampler
-from trireme.core.types import Minibatch, StepSummary
+from trireme.core.types import Minibatch, StepSummary, WeightIdentity
 from trireme.process import waits
 
 ANSWER_S = 30.0
@@ -68,11 +68,15 @@ class OrchestratorHandle:
         `on_tick` is called about once a second, and may raise."""
         self._await_update(self._actor.end_version.remote(), on_tick)
 
-    def begin_version(self, version: int, update: Any, on_tick: Callable[[], None] = lambda: None) -> None:
-        """Samples groups of the next version once the replicas have it; `update` is a reference to their reports. The
-        first and the last update of a run, and all of a synchronous one, end before this returns; so does the
-        evaluation of the last version. `on_tick`: see `end_version`."""
-        self._await_update(self._actor.begin_version.remote(version, [update]), on_tick)
+    def begin_version(self, identity: WeightIdentity, on_tick: Callable[[], None] = lambda: None) -> None:
+        """Samples groups of the next version, of weights `identity`, once the replicas have it. The first and the last
+        update of a run, and all of a synchronous one, end before this returns; so does the evaluation of the last
+        version. `on_tick`: see `end_version`."""
+        self._await_update(self._actor.begin_version.remote(identity), on_tick)
+
+    def follow(self, source: Any) -> None:
+        """Has it sample with the replicas of `source`, a new incarnation of the replica set, without waiting."""
+        self._actor.follow.remote(source)
 
     def give_up_evaluation(self) -> None:
         """Ends a running evaluation, without waiting; it is due again after a resume."""

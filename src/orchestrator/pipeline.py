@@ -295,7 +295,6 @@ class Pipeline:
         started = now()
         reports = await update
         self._meter.note_update(version, reports, now() - started)
-        self._replicas_changed(await self.sampler.versions())
         self._ledger.acknowledge(self._acknowledged)
         self.evaluator.begin(version, self._background.spawn)
 

@@ -70,7 +70,6 @@ class ServiceActor:
         self._trains = trains
         self._directory = sessions
         self._history = RunHistory(starts)
-        self._source: Any = None
         self._tasks: list[asyncio.Task[Any]] = []
         self._started = asyncio.Event()
 
@@ -143,9 +142,6 @@ class ServiceActor:
     async def follow(self, source: Any) -> None:
         """Samples from now on with the replicas of a replica set, which the run's attempt begins."""
         await self._started.wait()
-        if self._source:
-            self._source.close()
-        self._source = source
         self._sampler.follow(source)
 
     async def attempt_begins(self, attempt: int, version: int) -> None:

@@ -6,6 +6,7 @@ start.
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -77,7 +78,12 @@ class TrainerHandle:
         ready_R: Sequence[Any],
         log_dir: Path | None,
         attempt: int = 1,
+        offer: Callable[[Offer], Session] | None = None,
+        offered_s: float = math.inf,
     ) -> None:
+        """`offer`: has replicas asked to take part when a version is sent by a transport that has sessions. Sending is
+        given up after `offered_s` seconds, or SENDING_SHARE of the time of a collective. Without it, or without a
+        replica that is ready, they fetch the bytes when they want them."""
         self._timeouts = config.timeouts
         self._actors_R = actors_R
         self._ready_R = ready_R
@@ -89,14 +95,20 @@ class TrainerHandle:
         self._transport = load_transport(config.transport)
         self._attempt = attempt
         self._terms_R: list[Any] = []  # of offers, by each shard
-        self._offering: Callable[[Offer], Session] | None = None
-        self._offered_s = 0.0
+        self._offering = offer
+        self._offered_s = min(offered_s, SENDING_SHARE * self._timeouts.collective_s)
         self._assign: Assign | None = None
         self._adapter = ""  # the one in use
 
     @classmethod
     def start(
-        cls, config: CommonConfig, options_R: Sequence[Mapping[str, Any]], log_dir: Path | None, attempt: int = 1
+        cls,
+        config: CommonConfig,
+        options_R: Sequence[Mapping[str, Any]],
+        log_dir: Path | None,
+        attempt: int = 1,
+        offer: Callable[[Offer], Session] | None = None,
+        offered_s: float = math.inf,
     ) -> TrainerHandle:
         """Creates one actor per entry of `options_R`, options of Ray actors for each rank of the mesh. Returns before
         they are ready, see `ready_refs`."""
@@ -110,7 +122,8 @@ class TrainerHandle:
             for rank, (options, share) in enumerate(zip(options_R, shares_R, strict=True))
         ]
         address = actors_R[0].rendezvous.remote()
-        return cls(config, actors_R, [shard.setup.remote(address) for shard in actors_R], log_dir, attempt)
+        ready_R = [shard.setup.remote(address) for shard in actors_R]
+        return cls(config, actors_R, ready_R, log_dir, attempt, offer, offered_s)
 
     def ready_refs(self) -> tuple[list[Any], list[str]]:
         """Returns references that resolve when the shards are ready, and the shards' names."""
@@ -236,13 +249,6 @@ class TrainerHandle:
         published_R = self._call("publish_weights", version, session)
         parts_R = [published.source for published in published_R]
         return replace(published_R[0], source=self._transport.join(parts_R))
-
-    def offer_by(self, offering: Callable[[Offer], Session], within_s: float) -> None:
-        """Sets the function `offering`, which asks replicas to take part when a transport with sessions sends a
-        version. Sending ends after `within_s` seconds, or SENDING_SHARE of the time of a collective. Without it, or
-        without a ready replica, replicas fetch the bytes on demand."""
-        self._offering = offering
-        self._offered_s = min(within_s, SENDING_SHARE * self._timeouts.collective_s)
 
     def _session(self, version: int) -> Session | None:
         """Returns the replicas that are ready for `version`; None if it is not to be sent to them."""

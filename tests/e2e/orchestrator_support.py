@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import ray
 
 from orchestrator.env import Env, EnvContext, EnvGroupBuilder, RLDataset, StepResult, StopCondition
 from orchestrator.handle import OrchestratorHandle
@@ -24,8 +23,7 @@ def _identity(version: int) -> WeightIdentity:
 def update(handle: OrchestratorHandle, version: int, on_tick: Callable[[], None] = lambda: None) -> None:
     """Begins a version as a driver does, with the report of one replica."""
     handle.end_version(on_tick)
-    report = UpdateReport(0, _identity(version), Drift(0.0, 0.0), 10 * version, 0.0)
-    handle.begin_version(version, ray.put([report]), on_tick)
+    handle.begin_version(_identity(version), on_tick)
 
 
 class NamedSampler:
@@ -41,13 +39,13 @@ class NamedSampler:
         spans = (VersionSpan(_identity(self.version), 0, 1),)
         return SampledSequence(np.asarray([token], np.int32), np.asarray([-2.0], np.float32), "stop", spans)
 
-    async def versions(self) -> dict[int, int]:
-        """Is called when an update has ended: the next version is there."""
-        self.version += 1
-        return {0: self.version}
+    async def updated(self, identity: WeightIdentity) -> list[UpdateReport]:
+        self.version = identity.version
+        self.changed({0: self.version})
+        return [UpdateReport(0, identity, Drift(0.0, 0.0), 10 * self.version, 0.0)]
 
     def on_change(self, call: Callable[[dict[int, int]], object]) -> None:
-        """No replica comes or goes."""
+        self.changed = call
 
     async def stats(self) -> dict[int, ReplicaStats]:
         return {0: ReplicaStats(running=0, waiting=0, kv_used=0.0, preemptions=0)}

@@ -30,6 +30,7 @@ from inference_support import (
     start_pair,
     start_rooms,
 )
+from replica_support import joined, losses
 from run_support import shm_left_since
 
 from inference.client import SamplingClient
@@ -479,8 +480,7 @@ def test_what_a_lost_replica_has_begun_is_finished_by_the_other(
         answers = await asyncio.gather(*running)
         assert (await update).identity.version == before.version + 1
         assert router.acknowledged() == {1: before.version + 1}
-        index, reason = await router.source.next_failure()
-        assert (index, reason) == (0, "inference replica 0: its engine process died")
+        assert await losses(router.source) == {0: "inference replica 0: its engine process died"}
         return answers
 
     asked = asked_of(room, monkeypatch)
@@ -497,7 +497,7 @@ def test_what_a_lost_replica_has_begun_is_finished_by_the_other(
         pids = get(group.heartbeat_ref(0), owner="the successor", timeout_s=60).pids
         assert pids == (actor, successor.engine_pid), "the same actor has another engine"
         assert successor.engine_pid != room.engine_pid
-        await router.source.join(0, group.client(0))
+        await joined(router.source, 0, group.client(0))
         assert router.acknowledged() == {0: newest, 1: newest}
         running = begin(room, [request(f"drained {i}", prompt, 900, seed=i) for i, prompt in enumerate(prompts)])
         await asyncio.gather(*(some_tokens_later(room, f"probe drained {i}") for i in range(2)))  # one on each
@@ -509,7 +509,7 @@ def test_what_a_lost_replica_has_begun_is_finished_by_the_other(
     assert check_continued(room, 900, prompts, asyncio.run(is_drained()), asked)
 
     async def actor_dies() -> list[Any]:
-        await router.source.join(1, group.client(1))
+        await joined(router.source, 1, group.client(1))
         running = begin(room, [request(f"actor {i}", prompt, 900, seed=i) for i, prompt in enumerate(prompts)])
         await asyncio.gather(*(some_tokens_later(room, f"probe actor {i}") for i in range(2)))
         await asyncio.sleep(0.3)

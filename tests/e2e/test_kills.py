@@ -74,12 +74,15 @@ def test_a_deterministic_run_that_lost_one_of_two_replicas_equals_one_that_lost_
     ids=str,
 )
 def test_replicas_outlive_what_uses_them(tmp_path: Path, cell: Cell) -> None:
+    """The successor of a replica set takes its place while the run goes on."""
     ended = run_cell(tmp_path, cell)
     assert_whole(ended)
-    assert {row["attempt"] for row in ended.rows} == {1, 2}
+    attempts = {1, 2} if cell.victim == "orchestrator" else {1}
+    assert {row["attempt"] for row in ended.rows} == attempts
     status = Status.read(ended.root)
     assert status is not None
     assert [part.restarts for part in status.parts if part.room == "inference"] == [0, 0]
+    assert [part.restarts for part in status.parts if part.room == "replica_set"] == [1]
 
 
 LAST = {

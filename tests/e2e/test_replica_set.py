@@ -29,6 +29,9 @@ from trireme.process import waits
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 WAIT_S = 60.0
+SLOW_S = 5.0
+SLOW_VERSION = 4
+"""A set has a successor in less. This version is taken so slowly."""
 
 
 class Replica(IdleReplica):
@@ -40,11 +43,15 @@ class Replica(IdleReplica):
     async def sample(self, requests: list[SampleRequest]) -> AsyncIterator[tuple[int, Outcome]]:
         if self.fails:
             raise RoomFailed(f"{self.name} died")
+        if requests[0].request_id.startswith("slow"):
+            await asyncio.sleep(SLOW_S)
         for number, _ in enumerate(requests):
             spans = (VersionSpan(weights(3).identity, 0, 1),)
             yield number, SampledSequence(np.full(1, self.index, np.int32), np.zeros(1, np.float32), "stop", spans)
 
     async def load_weights(self, published: PublishedWeights) -> UpdateReport:
+        if published.identity.version == SLOW_VERSION:
+            await asyncio.sleep(SLOW_S)
         return UpdateReport(self.index, published.identity, Drift(0.0, 0.0), 0, 0.0)
 
 
@@ -100,13 +107,15 @@ def test_a_router_samples_with_the_replicas_of_the_newest_table(start: Callable[
     async def run() -> None:
         (pid,) = (await answer(actor.heartbeat.remote())).pids
         router = Router(replicas.source)
-        await answer(actor.join.remote(0, Replica(0, fails=True)))
-        await answer(actor.join.remote(1, Replica(1)))
-        reports = await answer(actor.update.remote(weights(3)))
+        for index in range(2):
+            await answer(actor.join.remote(index, Replica(index, fails=index == 0)))
+        replicas.update(weights(3))
+        reports = await asyncio.wait_for(router.updated(weights(3).identity), WAIT_S)
         assert [report.replica for report in reports] == [0, 1]
-        assert await router.versions() == {0: 3, 1: 3}, "its table is that of the update"
+        assert router.acknowledged() == {0: 3, 1: 3}, "its table is that of the update"
         assert [await sampled_by(router, name) for name in ("a", "b")] == [1, 1]
-        assert await answer(actor.next_failure.remote()) == (0, "replica 0 died")
+        table = await answer(actor.table.remote((0, 0), 0.0))
+        assert str(table.departed[0].reason) == "replica 0 died"
         await answer(actor.join.remote(0, Replica(0)))
         await answer(actor.leave.remote(1, "it is dead"))
         while set(router.acknowledged()) != {0}:  # noqa: ASYNC110  its table comes
@@ -116,7 +125,44 @@ def test_a_router_samples_with_the_replicas_of_the_newest_table(start: Callable[
         await asyncio.sleep(1.0)
         assert await sampled_by(router, "d") == 0, "the last table stays"
         with pytest.raises(RoomFailed, match=r"replica set .* died"):
-            await router.versions()
+            await replicas.source.table((0, 0), 0.0)
+
+    asyncio.run(run())
+
+
+def test_requests_outlive_the_set_and_the_next_incarnation_knows_the_weights(
+    start: Callable[[], ReplicaSetHandle],
+) -> None:
+    """It is killed twice: with 64 requests in flight, and in the middle of an update."""
+    replicas = start()
+
+    async def killed(generations: dict[int, tuple[int, int]]) -> None:
+        (pid,) = (await answer(replicas.actor.heartbeat.remote())).pids
+        os.kill(pid, signal.SIGKILL)
+        await answer(replicas.begin_again({index: Replica(index) for index in generations}, generations))
+
+    async def run() -> None:
+        router, generations = Router(replicas.source), {0: (0, 1), 1: (0, 2)}
+        replicas.followers.append(router.follow)
+        for index, generation in generations.items():
+            await answer(replicas.actor.join.remote(index, Replica(index), generation))
+        replicas.update(weights(3))
+        await asyncio.wait_for(router.updated(weights(3).identity), WAIT_S)
+        running = [asyncio.create_task(sampled_by(router, f"slow {number}")) for number in range(64)]
+        await asyncio.sleep(0.5)
+        targets = dict(router._targets)
+        await killed(generations)
+        assert {await each for each in running} == {0, 1}
+        assert router._targets == targets, "the requests went on where they were"
+        while router.acknowledged() != {0: 3, 1: 3}:  # noqa: ASYNC110  the update is repeated
+            await asyncio.sleep(0.01)
+        replicas.update(weights(SLOW_VERSION))
+        await asyncio.sleep(0.5)
+        await killed(generations)
+        reports = await asyncio.wait_for(router.updated(weights(SLOW_VERSION).identity), WAIT_S)
+        assert [report.replica for report in reports] == [0, 1]
+        assert router.acknowledged() == {0: SLOW_VERSION, 1: SLOW_VERSION}
+        assert replicas.incarnation == 3
 
     asyncio.run(run())
 

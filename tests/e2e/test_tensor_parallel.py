@@ -14,7 +14,7 @@ import psutil
 import pytest
 from chaos_support import CHAOS, Cell, assert_whole, run_cell
 from inference_support import START_S, Room, make_config, prompt_of, random_model, request
-from replica_support import router_of
+from replica_support import joined, losses, next_loss, router_of
 from resume_support import rows_of
 from run_support import shm_left_since
 
@@ -83,7 +83,7 @@ async def update(room: Room) -> None:
 
 async def check_updates_in_flight(room: Room) -> None:
     """Answers over three versions, of which each has weights of its own, agree with the models of their tokens."""
-    await room.router.source.join(0, room.group.client(0))
+    await joined(room.router.source, 0, room.group.client(0))
     await update(room)
     running = await sample(room, "long", 3, 120)
     await update(room)
@@ -103,8 +103,8 @@ def test_ranks_take_updates_in_flight_die_together_and_leave_nothing(ray_cluster
             await check_updates_in_flight(room)
             (running,) = await sample(room, "lost", 1, 900)
             os.kill(lost[-1], signal.SIGKILL)
-            index, reason = await room.router.source.next_failure()
-            assert (index, reason.split("; ")[0]) == (0, died)
+            assert await next_loss(room.router.source) == 0
+            assert (await losses(room.router.source))[0].split("; ")[0] == died
             assert not running.done(), "it waits for a successor"
             running.cancel()
 
@@ -126,7 +126,7 @@ def test_ranks_end_with_a_killed_engine_and_with_a_killed_actor(ray_cluster: str
         assert not set(successor) & set(lost)
 
         async def its_successor_serves() -> None:
-            await room.router.source.join(0, room.group.client(0))
+            await joined(room.router.source, 0, room.group.client(0))
             await update(room)
             answer = await room.router.sample(request("later", prompt_of(9), 20))
             assert room.difference(prompt_of(9), answer) < TOLERANCE

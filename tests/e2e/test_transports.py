@@ -24,6 +24,7 @@ import psutil
 import pytest
 from inference_support import START_S, prompt_of, random_model, request
 from ray import cloudpickle
+from replica_support import joined
 from run_support import shm_left_since, taken
 from trainer_support import make_batch
 
@@ -91,7 +92,7 @@ class Rooms:
         self.once.mkdir()
         random_model(*FAMILIES.get(row.model, FAMILIES["untied"]), seed=0).save_pretrained(directory / "model")
         config = config_of(row, directory / "model")
-        self.trainer = TrainerHandle.start(config, [{"num_cpus": 0.5}] * row.shards, self.logs)
+        self.trainer = TrainerHandle.start(config, [{"num_cpus": 0.5}] * row.shards, self.logs, 1, self._offer, SENT_S)
         started.callback(self.trainer.stop)
         await_start(self.trainer)
         self.doors = listening(self.in_shards(pid_of))
@@ -123,14 +124,8 @@ class Rooms:
 
     async def run(self, updates: int, *, joins_at: int | None = None) -> None:
         """Trains and publishes, and replaces what is lost; then a shard dies in the middle of a version."""
-        self.router, loop = self.replicas.router_factory(self.replicas.replica_set())(), asyncio.get_running_loop()
-
-        def offering(offer: Offer) -> Session:
-            if not self.offers:
-                return Session(offer.attempt, 0, {})
-            return asyncio.run_coroutine_threadsafe(self.router.source.offer(offer), loop).result(2 * SENT_S)
-
-        self.trainer.offer_by(offering, SENT_S)
+        self.router = self.replicas.router_factory(self.replicas.replica_set())()
+        self.loop = asyncio.get_running_loop()
         for version in range(updates):
             await self._train(version)
             await self._publish(version)
@@ -162,6 +157,11 @@ class Rooms:
             self.replicas.replace(LOST)
             await self._join(LOST, "the successor")
 
+    def _offer(self, offer: Offer) -> Session:
+        if not self.offers:
+            return Session(offer.attempt, 0, {})
+        return asyncio.run_coroutine_threadsafe(self.router.source.offer(offer), self.loop).result(2 * SENT_S)
+
     async def _send(self, version: int) -> PublishedWeights:
         """Publishes a version by a broadcast. Where a machine stands still for seconds, all replicas are late for an
         offer, and nothing is sent; then it is offered once more."""
@@ -174,7 +174,7 @@ class Rooms:
 
     async def _join(self, index: int, who: str) -> None:
         await asyncio.to_thread(get, self.replicas.ready_ref(index), owner=who, timeout_s=START_S)
-        await self.router.source.join(index, self.replicas.client(index))
+        await joined(self.router.source, index, self.replicas.client(index))
 
     async def _lose_a_shard(self, version: int) -> None:
         """Kills the last shard while it gathers and sends. The replicas keep the version that they have, and sample."""

@@ -38,7 +38,7 @@ from unittest import mock
 import numpy as np
 import numpy.typing as npt
 import virtual_time
-from replica_support import router_of
+from replica_support import next_loss, router_of
 
 from inference.handover import NOTHING, Progress
 from inference.handover import Outcome as SampleOutcome
@@ -660,19 +660,17 @@ class Supervision:
         await asyncio.sleep(scenario.heartbeat_s)
         reason = f"simulated replica {index} has not answered for {scenario.heartbeat_s:g} s"
         self.pipeline.sampler.source.leave(index, reason)
-        if scenario.restart_s is not None:
-            await self._join(index, scenario.restart_s)
 
     async def _join(self, index: int, after_s: float) -> None:
         await asyncio.sleep(after_s)
         replica = SimReplica(index, self.outcome.scenario, self.outcome.trainer)
         self.outcome.replicas.append(replica)
-        await self.pipeline.sampler.source.join(index, replica)
+        self.pipeline.sampler.source.join(index, replica)
 
     async def _restart(self) -> None:
         assert self.outcome.scenario.restart_s is not None
         while True:
-            index, _ = await self.pipeline.sampler.source.next_failure()
+            index = await next_loss(self.pipeline.sampler.source, self.outcome.scenario.drains_at_s)
             await self._join(index, self.outcome.scenario.restart_s)
 
 

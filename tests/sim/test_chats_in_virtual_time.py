@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from replica_support import joined
 from simulation import NO_DEADLINE_S, Outcome, Scenario, SimReplica, simulate
 from test_pipeline_in_virtual_time import check
 
@@ -57,12 +58,12 @@ class Chats:
         while any(replica._identity is None for replica in outcome.replicas):  # noqa: ASYNC110  time is virtual
             await asyncio.sleep(0.1)
         replicas = ReplicaSet({}, adopt=outcome.replicas[0]._identity, patience_s=NO_DEADLINE_S)
-        router = Router(replicas, progress_s=NO_DEADLINE_S, reports=False, patience_s=NO_DEADLINE_S)
+        router = Router(replicas, progress_s=NO_DEADLINE_S, reports=False)
         models = ServedModels(("policy",), 10**6, 10**6)
         actor = ServiceActor(config, lambda: router, models, [], True, Path(), None)
         actor._sampler, actor._places = router, Places(1, CLIENTS, NO_DEADLINE_S)
         for index, replica in enumerate(outcome.replicas):
-            await replicas.join(index, WithPlaces(replica))  # type: ignore[arg-type]
+            await joined(replicas, index, WithPlaces(replica))  # type: ignore[arg-type]
         async with asyncio.TaskGroup() as group:
             group.create_task(actor._fit_places())
             for number in range(CLIENTS):

@@ -8,21 +8,23 @@ attributed to the wrong version is seen.
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 from unittest import mock
 
 import numpy as np
 import virtual_time
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replica_support import router_of, weights
+from replica_support import in_background, joined, next_incarnation, next_loss, router_of, weights
 
 from inference.desk import Desk, Give
 from inference.handover import NOTHING, Outcome, Progress
 from inference.line import Line
 from inference.messages import Reply, pack_requests
+from inference.replica_set.table import Table
 from inference.router import MOST_LOSSES, Router
-from trireme.core.errors import BadRequest, RoomFailed, TriremeError
+from trireme.core.errors import BadRequest, ReplicaBehind, RoomFailed, TriremeError
 from trireme.core.sampler import ReplicaStats
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, VersionSpan, WeightIdentity
 from trireme.core.weights import Drift, PublishedWeights, UpdateReport
@@ -32,6 +34,7 @@ UPDATE_S = 0.5
 WATCHED_S = 2.0
 """After so long somebody sees that a replica hangs."""
 PATIENCE_S = 1000.0
+CUT_S = 5.0
 SLOW_S = 40.0
 """Longer than updates wait for a replica in these tests."""
 SHARE = 1000
@@ -70,6 +73,10 @@ class Slow:
 
     async def _begin(self, requests: list[SampleRequest], give: Give) -> None:
         for request in requests:
+            assert self.identity, "asked only once it has weights"
+            if request.floor is not None and self.identity.version < request.floor:
+                give(request.request_id, ReplicaBehind(f"{self.name} has version {self.identity.version}"))
+                continue
             task = asyncio.create_task(self._one(request, give))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -85,7 +92,7 @@ class Slow:
             if self.engine_dead or name in self.given_up:
                 give(name, progress_of(self.made.pop(name), 0))
                 return
-            assert self.identity, "asked only once it has weights"
+            assert self.identity
             made.append((len(prompt) + len(made), self.identity))
         whole = progress_of(self.made.pop(name), 0)
         give(name, SampledSequence(whole.tokens, whole.logprobs, "stop", whole.spans))
@@ -134,19 +141,61 @@ def progress_of(made: Sequence[tuple[int, WeightIdentity]], start: int) -> Progr
     return Progress(start, tokens, -tokens.astype(np.float32), tuple(spans))
 
 
+class CutOff(Router):
+    """Gets no table while it is `cut`."""
+
+    cut = False
+    missed: Table | None = None
+
+    def take(self, table: Table) -> None:
+        if not self.cut:
+            super().take(table)
+        elif self.missed is None or self.missed.number < table.number:
+            self.missed = table
+
+    def heal(self) -> None:
+        self.cut = False
+        if self.missed:
+            self.take(self.missed)
+            self.missed = None
+
+
 @dataclass
 class Fleet:
-    """Replicas, and those who watch them: what fails, or hangs for WATCHED_S, has a successor `restart_s` later."""
+    """Replicas, and those who watch them: what fails, or hangs for WATCHED_S, has a successor `restart_s` later. And
+    the sets that own them: one that dies has a successor at once."""
 
-    router: Router
+    router: CutOff
     replicas: dict[int, Slow]
     restart_s: float
     replacing: set[int] = field(default_factory=set)
+    newest: PublishedWeights | None = None
+    tables: list[Table] = field(default_factory=list)
+    """All so far."""
 
     async def watch(self) -> None:
         while True:
-            index, _ = await self.router.source.next_failure()
-            await self.replace(index)
+            with suppress(TimeoutError):  # the set may have a successor by then
+                async with asyncio.timeout(1.0):
+                    index = await next_loss(self.router.source, self.replacing)
+                    await asyncio.shield(asyncio.ensure_future(self.replace(index)))
+
+    @property
+    def floor(self) -> int:
+        """The lowest version that a replica serves with, whatever the router has heard."""
+        rows = self.tables[-1].rows.values()
+        return min((row.acknowledged for row in rows if row.serves and row.acknowledged is not None), default=0)
+
+    async def begin_set_again(self) -> None:
+        successor = await next_incarnation(self.router, self.newest, update_s=PATIENCE_S)
+        successor.listen(self.tables.append)
+
+    async def update(self, version: int) -> None:
+        """Waits until it has ended, in whichever set."""
+        self.newest = weights(version)
+        in_background(self.router.source.try_update(self.newest))
+        while not (self.tables[-1].update and self.tables[-1].update.identity == self.newest.identity):  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
 
     async def replace(self, index: int) -> None:
         """Starts successors of a replica until one has joined; does nothing if that has begun. Two at the same time
@@ -154,13 +203,13 @@ class Fleet:
         if index in self.replacing:
             return
         self.replacing.add(index)
-        joined = False
-        while not joined:
+        serves = False
+        while not serves:
             await asyncio.sleep(self.restart_s)
             successor = self.replicas[index] = Slow(index)
             with suppress(TriremeError):
-                await self.router.source.join(index, successor)
-                joined = True
+                await joined(self.router.source, index, successor)
+                serves = True
         self.replacing.discard(index)
 
     async def event(self, what: str, index: int) -> None:
@@ -169,6 +218,14 @@ class Fleet:
             replica.dead = RoomFailed(f"{replica.name} died")
         elif what == "its engine dies":
             replica.engine_dead = True
+        elif what == "the set dies":
+            await self.begin_set_again()
+        elif what == "a late table comes":
+            self.router.take(self.tables[index % len(self.tables)])
+        elif what == "the router is cut off":
+            self.router.cut = True
+            await asyncio.sleep(CUT_S)
+            self.router.heal()
         elif what == "its next update is slow":
             replica.slow_s = SLOW_S
         elif what == "leaves":
@@ -184,7 +241,10 @@ class Fleet:
 
 
 LOSSES = ["dies", "its engine dies", "hangs"]
-EVENTS = [*LOSSES, "leaves", "its next update is slow"]
+EVENTS = [
+    *(*LOSSES, "leaves", "its next update is slow"),
+    *("the set dies", "a late table comes", "the router is cut off"),
+]
 times = st.floats(0.0, 30.0, allow_nan=False)
 
 
@@ -209,9 +269,10 @@ def test_each_request_is_answered_once_and_whole(
 
     async def run() -> None:
         first = {index: Slow(index) for index in range(replicas)}
-        router = router_of(first, one_version=one_version, patience_s=PATIENCE_S, update_s=PATIENCE_S)
+        router: Any = router_of(first, kind=CutOff, one_version=one_version, patience_s=PATIENCE_S, update_s=PATIENCE_S)
         fleet = Fleet(router, dict(first), restart_s)
-        await router.source.update(weights(0))
+        router.source.listen(fleet.tables.append)
+        await fleet.update(0)
 
         async def event(at_s: float, what: str, index: int) -> None:
             await asyncio.sleep(at_s)
@@ -219,9 +280,9 @@ def test_each_request_is_answered_once_and_whole(
 
         async def ask(at_s: float, request: SampleRequest, length: int) -> None:
             await asyncio.sleep(at_s)
-            floor = min(router.acknowledged().values(), default=0)
+            floor = fleet.floor
             try:
-                answer = await router.sample(request)
+                answer = await router.sample(replace(request, floor=floor))
             except BadRequest:
                 assert lost >= MOST_LOSSES, "it was in flight at two losses, and has nothing to do with the others"
             else:
@@ -230,7 +291,7 @@ def test_each_request_is_answered_once_and_whole(
         async def update() -> None:
             for version, at_s in enumerate(sorted(updates), 1):
                 await asyncio.sleep(max(at_s - asyncio.get_running_loop().time(), 0.0))
-                await router.source.update(weights(version))
+                await fleet.update(version)
 
         background = [
             asyncio.create_task(work)

@@ -1,8 +1,8 @@
 """The one owner of a run's replicas: which there are, what each of them holds, and how all get new weights.
 
     driver, supervisor --join, leave, drain, offer, update--> ReplicaSet --load_weights, offer--> replicas
-                                                                  |
-                                                       table of all replicas, numbered
+             ^                                                    |
+             +--------------- table of all replicas, numbered ----+
                                                                   v
                                         routers (orchestrator, service, own loops) --requests--> replicas
 
@@ -13,6 +13,10 @@ Weights. An update waits for the members that serve, each for ten times as long 
 requests, and it serves (again) once it has the newest weights, however many versions that takes. The watcher of the
 processes finds out if it is dead. A member that finds the bytes of a version gone takes a newer one; if there is none
 yet, it is left behind until the next update, which waits for it.
+
+A set that is lost has a successor, a new incarnation, while the replicas work on. It begins with all of them behind:
+it does not know what they hold. None serves again before the driver, which publishes all weights, has repeated its
+newest update, and none below it.
 
 Adapters are beside the weights that updates bring. One has a name that is never used again: its values do not change,
 so nothing has to stand still while others come and go. A new version is another one.
@@ -27,16 +31,27 @@ import os
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from inference.once import OnceForEach
 from inference.replica_set.client import ReplicaCalls, ReplicaClient
 from inference.replica_set.members import Member
 from inference.replica_set.offers import Offers
-from inference.replica_set.table import Generation, NewestTable, Number, ReplicaRow, Table, check_issued
+from inference.replica_set.table import (
+    NO_VERSION,
+    Departure,
+    EndedUpdate,
+    Generation,
+    NewestTable,
+    Number,
+    ReplicaRow,
+    Table,
+    Version,
+    check_issued,
+)
 from trireme.core.deadline import LearnedDeadline
-from trireme.core.errors import RoomFailed, TriremeError, WeightsGone, WeightsRefused
+from trireme.core.errors import RoomFailed, TriremeError, WeightsGone, WeightsRefused, as_failure
 from trireme.core.sampler import Heartbeat
 from trireme.core.transport import Offer, Session
 from trireme.core.types import WeightIdentity
@@ -51,30 +66,31 @@ after the first."""
 ROUNDS = 2
 """When a member that catches up has begun to take weights so often, the next update waits for it: else updates that
 follow each other closely would keep it out for ever."""
-DEPARTED = 64
-"""Replicas of which a table says why they are gone, at most."""
 log = logging.getLogger(__name__)
 
 
 class ReplicaSet:
     """Owns the replicas (see the module).
 
-    A replica that fails is used no more: tables leave it out, and `next_failure` reports it. When none is left, updates
-    wait for one to join.
+    A replica that fails is used no more: tables leave it out, and say why. When none is left, updates wait for one to
+    join.
     """
 
     def __init__(
         self,
         replicas: Mapping[int, ReplicaClient],
         *,
+        generations: Mapping[int, Generation] | None = None,
         incarnation: int = 1,
+        lowest: Version = NO_VERSION,
         adopt: WeightIdentity | None = None,
         fixed: bool = False,
         patience_s: float = 0.0,
         update_s: float = math.inf,
     ) -> None:
-        """`replicas`: those that serve from the beginning; others join.
+        """`replicas`: those that serve from the beginning, unless weights were published before; others join.
         `incarnation`: tables of a later one are newer than all of this.
+        `lowest`: the weights that the incarnation before was to bring, if there was one.
         `adopt`: labels the weights that the replicas loaded from disk, in place of a first update.
         `fixed`: deterministic mode; an update waits as long as it takes, and raises the failure of a replica.
         `patience_s`: how long to wait for a replica to join when none is left.
@@ -82,35 +98,40 @@ class ReplicaSet:
         """
         self._incarnation = incarnation
         self._fixed = fixed
-        self.patience_s = patience_s
+        self._patience_s = patience_s
         self._listeners: list[Callable[[Table], object]] = []
-        self._newest_table = NewestTable(patience_s)
+        self._newest_table = NewestTable()
         self._by_index: dict[int, Member] = {}
         self._joined = 0
-        self._failures: dict[int, TriremeError] = {}  # of those without a successor
-        self._departed: dict[Generation, TriremeError] = {}
-        self._unreported: dict[int, str] = {}
-        self._failed = asyncio.Event()
+        self._departed: dict[int, Departure] = {}
         self._offers = Offers(lambda: self._by_index.values())
-        self._tasks: set[asyncio.Task[None]] = set()
         self._changing = asyncio.Lock()  # the weights
+        self._updates = OnceForEach[list[UpdateReport]]()
         self._bring_newest: Callable[[Member], Awaitable[Any]] | None = None
         self._newest: int | None = None  # the version that it brings
+        self._brings = NO_VERSION
+        self._lowest = lowest
+        self._ended: EndedUpdate | None = None
         self._adapters: dict[str, PublishedWeights] = {}  # that all members have beside the weights of updates
         self._deadline = LearnedDeadline(update_s)
         self._drifts: tuple[Drift, Drift] | None = None  # the worst of all replicas: at the first update, and so far
         if adopt:
             self._bring_newest = partial(self._adopt, adopt)
             self._newest = adopt.version
+            self._brings = adopt.attempt, adopt.version
         self._publish()
         for index, client in replicas.items():
-            self._add(index, client).enter()
+            member = self._add(index, client, (generations or {}).get(index))
+            if adopt is None and lowest == NO_VERSION:
+                member.enter()
 
     # ---- as an actor
 
     async def start(self, log_dir: Path | None) -> None:
-        """Sends what this process prints to its log."""
+        """Sends what this process prints to its log, and begins."""
         redirect_output(log_dir, "replica_set_0")
+        for member in self._by_index.values():
+            self._begin_to_catch_up(member)
 
     async def heartbeat(self) -> Heartbeat:
         """Shows that the event loop runs."""
@@ -135,27 +156,24 @@ class ReplicaSet:
     def _publish(self) -> None:
         number = (self._incarnation, self._newest_table.table.number[1] + 1)
         rows = {index: member.row for index, member in self._by_index.items()}
-        table = Table(number, rows, dict(self._failures), dict(self._departed))
+        table = Table(number, rows, dict(self._departed), self._ended, self._patience_s)
         self._newest_table.take(table)
         for take in self._listeners:
             take(table)
 
     # ---- members
 
-    async def join(self, index: int, client: ReplicaClient) -> None:
-        """Adds replica `index`, which is new or succeeds a lost one. Returns when it has the newest weights, or when
-        their bytes are gone and it waits for the next update.
+    def join(self, index: int, client: ReplicaClient, generation: Generation | None = None) -> None:
+        """Adds replica `index`, which is new or succeeds a lost one. A table says when it serves: it has the newest
+        weights then. No update waits for it meanwhile, and if their bytes are gone, it waits for the next update.
 
-        `client` calls the replica. No update waits for it meanwhile. Raises its failure.
+        `client` calls the replica.
         """
         self.leave(index, f"{client.name} has a successor")
-        joiner = self._add(index, client)
-        await self._wait_for(joiner, None)
-        if joiner.gone:
-            raise joiner.gone
+        self._begin_to_catch_up(self._add(index, client, generation))
 
     def leave(self, index: int, reason: str) -> None:
-        """Dismisses replica `index`, which its watcher found dead. `next_failure` does not report it."""
+        """Dismisses replica `index`, which its watcher found dead."""
         member = self._by_index.get(index)
         if member:
             self._dismiss(member, RoomFailed(reason))
@@ -175,45 +193,31 @@ class ReplicaSet:
         await self._offers.await_sent(member)
         self._dismiss(member, RoomFailed(f"{member.name} was drained"))
 
-    async def next_failure(self) -> tuple[int, str]:
-        """Waits for the next replica that failed and has no successor yet; returns its number and the reason. It is
-        used no more."""
-        while not self._unreported:
-            self._failed.clear()
-            await self._failed.wait()
-        return self._unreported.popitem()
-
     def report(self, index: int, generation: Generation, failure: TriremeError) -> None:
         """Takes note of what a replica did to a router."""
         member = self._by_index.get(index)
         if member and member.row.generation == generation:
             self._fail(member, failure)
 
-    def _add(self, index: int, client: ReplicaClient) -> Member:
+    def _add(self, index: int, client: ReplicaClient, generation: Generation | None) -> Member:
         self._joined += 1
-        row = ReplicaRow((self._incarnation, self._joined), client)
+        row = ReplicaRow(generation or (self._incarnation, self._joined), client)
         member = Member(index, row, ReplicaCalls(lambda failure: self._fail(member, failure)), self._publish)
         self._by_index = dict(sorted({**self._by_index, index: member}.items()))
         self._publish()
         return member
 
     def _fail(self, member: Member, failure: TriremeError) -> None:
-        """Dismisses `member` because of something that it did; `next_failure` reports it."""
-        if self._by_index.get(member.index) is member and not member.joining:
+        """Dismisses `member` because of something that it did."""
+        if not member.gone:
             log.error("%s. It is used no more; its requests go to other replicas.", failure)
-            self._unreported[member.index] = str(failure)
-            self._failed.set()
         self._dismiss(member, failure)
 
     def _dismiss(self, member: Member, reason: TriremeError) -> None:
         if member.gone:
             return
-        if self._by_index.get(member.index) is member:
-            del self._by_index[member.index]
-            if not member.joining:
-                self._failures[member.index] = reason
-        self._departed[member.row.generation] = reason
-        self._departed = dict(islice(self._departed.items(), max(len(self._departed) - DEPARTED, 0), None))
+        del self._by_index[member.index]
+        self._departed[member.index] = Departure(member.row.generation, reason)
         member.calls.end(reason)
         self._publish()
 
@@ -240,9 +244,28 @@ class ReplicaSet:
     async def update(self, weights: PublishedWeights) -> list[UpdateReport]:
         """Brings every member that serves to `weights`, and those that joiners have waited for long enough. One that
         fails is left out, one that takes too long is left behind, and the others finish; then, in deterministic mode, a
-        failure is raised. When none has these weights, waits for one. Returns the reports, which the newest table
-        names. Raises RoomFailed, WeightsRefused when every replica refuses them, and WeightsGone when none can have
-        their bytes any more: the next update brings newer ones."""
+        failure is raised. When none has these weights, waits for one. Returns the reports; a call for the weights of
+        the last one returns the same. Raises RoomFailed, WeightsRefused when every replica refuses them, and
+        WeightsGone when none can have their bytes any more: the next update brings newer ones."""
+        return await self._updates.run(weights.identity, partial(self._update, weights))
+
+    async def try_update(self, weights: PublishedWeights) -> None:
+        """Does `update`, for a caller that reads in a table how it has ended."""
+        with suppress(Exception):
+            await self.update(weights)
+
+    async def _update(self, weights: PublishedWeights) -> list[UpdateReport]:
+        identity = weights.identity
+        try:
+            self._ended = EndedUpdate(identity, await self._bring(weights))
+        except Exception as error:
+            self._ended = EndedUpdate(identity, failure=as_failure("the update of replicas", error))
+            raise
+        finally:
+            self._publish()
+        return list(self._ended.reports)
+
+    async def _bring(self, weights: PublishedWeights) -> list[UpdateReport]:
         self._offers.sent()
         async with self._changing:
             if self._drifts:
@@ -251,7 +274,8 @@ class ReplicaSet:
                 bounded = weights
             self._bring_newest = partial(self._load, bounded)
             self._newest = weights.identity.version
-            members = [m for m in self._by_index.values() if not m.row.behind or m.row.stranded or m.rounds >= ROUNDS]
+            self._brings = weights.identity.attempt, weights.identity.version
+            members = [m for m in self._by_index.values() if not m.row.behind or m.waits or m.rounds >= ROUNDS]
             await asyncio.gather(*map(self._await_update, members))
         failures = [failure for member in members if (failure := member.gone or member.row.stranded)]
         refused = len(failures) == len(members) and all(isinstance(failure, WeightsRefused) for failure in failures)
@@ -274,7 +298,8 @@ class ReplicaSet:
     async def _await_update(self, member: Member) -> None:
         """Waits until `member` has the newest weights or is gone, or is left behind because it takes too long."""
         limit_s = None if self._fixed else self._deadline.seconds
-        if await self._wait_for(member, limit_s):
+        _, late = await asyncio.wait({self._begin_to_catch_up(member)}, timeout=limit_s)
+        if late:
             log.warning(
                 "%s has not taken the newest weights within %.0f s, far longer than any update so far: the update does "
                 "not wait for it, and it gets no requests until it has them",
@@ -284,23 +309,19 @@ class ReplicaSet:
             member.rounds = 0
             member.change(behind=True)
 
-    async def _wait_for(self, member: Member, limit_s: float | None) -> bool:
-        """Waits until `member` is at the newest weights or gone. Returns True if neither is so after `limit_s`."""
+    def _begin_to_catch_up(self, member: Member) -> asyncio.Task[None]:
+        """Returns the task that ends when `member` is at the newest weights or gone."""
         if member.catching_up is None or member.catching_up.done():
             member.catching_up = asyncio.create_task(self._catch_up(member))
             member.calls.add(member.catching_up)
-        done, late = await asyncio.wait({member.catching_up}, timeout=limit_s)
-        for task in done:
-            if not task.cancelled():
-                task.result()
-        return bool(late)
+        return member.catching_up
 
     async def _catch_up(self, member: Member) -> None:
         """Brings `member` to the newest weights, however often they change meanwhile; then it serves. It is stranded
         if the bytes of the newest are gone."""
         brought: object = None
         gone: WeightsGone | None = None
-        with suppress(TriremeError):  # it is gone then
+        try:
             while (bring := self._bring_newest) and bring is not brought:
                 brought = bring
                 gone = None
@@ -312,11 +333,11 @@ class ReplicaSet:
             if gone:
                 log.warning("%s. It gets no requests until the next update, which brings it newer weights.", gone)
                 member.change(behind=True, stranded=gone)
-            else:
+            elif self._brings >= self._lowest:
                 await self._bring_adapters(member)
-                self._failures.pop(member.index, None)
-                self._unreported.pop(member.index, None)
                 member.enter()
+        except Exception as error:  # a TriremeError is why it is gone; nothing else would tell of another one
+            self._fail(member, as_failure(member.name, error))
 
     async def _load(self, weights: PublishedWeights, member: Member) -> None:
         async def load_and_check() -> UpdateReport:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ from typing import Any
 import ray
 
 from inference.replica_set.actor import ReplicaSet
-from inference.replica_set.table import Generation, Number, Table
+from inference.replica_set.client import ReplicaClient
+from inference.replica_set.table import NO_VERSION, Generation, Number, Table
 from trireme.config import Config
 from trireme.core.errors import RoomFailed, TriremeError
 from trireme.core.transport import Epochs, Offer, Session
 from trireme.core.types import WeightIdentity
+from trireme.core.weights import PublishedWeights
 from trireme.process import waits
 from trireme.process.ray_cluster import on_node
 
@@ -35,18 +38,11 @@ class RemoteSet:
     """Implements `inference.router.TableSource` in another process than that of the set; picklable."""
 
     actor: Any
-    patience_s: float
-    """How long to wait for a replica to join when none is left."""
-    _tasks: list[asyncio.Task[None]] | None = None
+    _reading: asyncio.Task[None] | None = None
 
     def listen(self, take: Callable[[Table], object]) -> None:
-        """Reads tables until `close`, or the set is dead: the last table stays."""
-        self._tasks = [asyncio.get_running_loop().create_task(self._read(take))]
-
-    def close(self) -> None:
-        """Reads no more tables."""
-        for task in self._tasks or ():
-            task.cancel()
+        """Reads tables until the set is dead: the last table stays until there is another source."""
+        self._reading = asyncio.get_running_loop().create_task(self._read(take))
 
     async def table(self, after: Number, wait_s: float) -> Table:
         """Returns the newest table (`ReplicaSet.table`), within `wait_s` and ANSWER_S seconds."""
@@ -74,30 +70,63 @@ class RemoteSet:
 
 
 class ReplicaSetHandle:
-    """The driver's handle. The supervisor calls `actor.join`, `leave`, `drain` and `next_failure` itself."""
+    """The driver's handle. The supervisor calls `actor.join`, `leave`, `drain` and `table` itself."""
 
     def __init__(
-        self, config: Config, log_dir: Path | None, incarnation: int = 1, adopt: WeightIdentity | None = None
+        self,
+        config: Config,
+        log_dir: Path | None,
+        incarnations: Iterator[int] | None = None,
+        adopt: WeightIdentity | None = None,
     ) -> None:
-        """Starts the actor, on this node, without waiting. `incarnation`, `adopt`: see `ReplicaSet`."""
+        """Starts the actor, on this node, without waiting. `incarnations`: their numbers, with those of earlier sets
+        that its routers have read. `adopt`: see `ReplicaSet`."""
+        self._config, self._log_dir, self._adopt = config, log_dir, adopt
+        self._incarnations = incarnations or itertools.count(1)
+        self._weights: PublishedWeights | None = None  # of the newest update
+        self._log = log_dir and log_dir / "replica_set_0.log"
+        self._epochs = Epochs()
+        self.followers: list[Callable[[RemoteSet], object]] = []
+        """Called with the source of each new incarnation."""
+        self._start({}, {})
+
+    def _start(self, clients: Mapping[int, ReplicaClient], generations: Mapping[int, Generation]) -> None:
+        config, weights = self._config, self._weights
+        self.incarnation = next(self._incarnations)
         options = {"num_cpus": 0, "scheduling_strategy": on_node(ray.get_runtime_context().get_node_id())}
         self.actor = (
             ray.remote(ReplicaSet)
             .options(**options)
             .remote(
-                {},
-                incarnation=incarnation,
-                adopt=adopt,
+                clients,
+                generations=generations,
+                incarnation=self.incarnation,
+                lowest=(weights.identity.attempt, weights.identity.version) if weights else NO_VERSION,
+                adopt=self._adopt,
                 fixed=config.deterministic,
                 patience_s=config.patience_s,
                 update_s=config.timeouts.update_s,
             )
         )
-        self._started = self.actor.start.remote(log_dir)
-        self._log = log_dir and log_dir / "replica_set_0.log"
-        self._epochs = Epochs()
-        self.source = RemoteSet(self.actor, config.patience_s)
+        self._started = self.actor.start.remote(self._log_dir)
+        self.source = RemoteSet(self.actor)
         """For routers."""
+
+    def begin_again(self, clients: Mapping[int, ReplicaClient], generations: Mapping[int, Generation]) -> Any:
+        """Starts a new incarnation in place of one that was lost, with the replicas of that one, and repeats the newest
+        update. Returns a reference that resolves once its actor is ready."""
+        ray.kill(self.actor)
+        self._start(clients, generations)
+        if self._weights:
+            self.actor.try_update.remote(self._weights)
+        for follow in self.followers:
+            follow(self.source)
+        return self._started
+
+    def update(self, weights: PublishedWeights) -> None:
+        """Begins to bring the replicas to `weights`: tables say when that has ended, of a later incarnation too."""
+        self._weights = weights  # first: another thread may begin an incarnation now
+        self.actor.try_update.remote(weights)
 
     def ready_refs(self) -> tuple[list[Any], list[str]]:
         """Returns a reference that resolves once the actor is ready, and its name."""
@@ -121,7 +150,7 @@ class ReplicaSetHandle:
             log.warning("%s; version %d is sent to no replica: they fetch it", failure, offer.version)
             answer = Session(offer.attempt, -1, {})
         # Replicas may wait in the groups of an answer that came too late: those of the next one are others.
-        self._epochs.begins((answer.epoch, answer.members))
+        self._epochs.begins((self.incarnation, answer.epoch, answer.members))
         return replace(answer, epoch=self._epochs.number)
 
     def stop(self) -> None:

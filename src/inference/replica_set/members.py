@@ -30,8 +30,6 @@ class Member:
     adapters: set[str] = field(default_factory=set)
     """The names of the adapters that it was given."""
     report: UpdateReport | None = None
-    joining: bool = True
-    """It has never served."""
     rounds: int = 0
     """How often it has begun to take weights since it served last."""
     catching_up: asyncio.Task[None] | None = None
@@ -46,6 +44,11 @@ class Member:
     @property
     def gone(self) -> TriremeError | None:
         return self.calls.gone
+
+    @property
+    def waits(self) -> bool:
+        """Nothing brings it weights before the next update."""
+        return self.catching_up is None or self.catching_up.done()
 
     @property
     def serves(self) -> bool:
@@ -63,6 +66,5 @@ class Member:
 
     def enter(self) -> None:
         """Lets it serve: it has the newest weights."""
-        self.joining = False
         self.rounds = 0
         self.change(behind=False, stranded=None)

@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from inference.replica_set.client import ReplicaClient
 from trireme.core.errors import ProvenanceError, RoomFailed, TriremeError, WeightsGone, WeightsRefused
 from trireme.core.types import WeightIdentity
+from trireme.core.weights import UpdateReport
 
 NAMED = 4
 Number = tuple[int, int]
 """Orders tables: the incarnation of the replica set that published one, and how many it published before."""
 Generation = tuple[int, int]
-"""Names one replica for ever: the incarnation of the replica set that it joined, and how many joined before."""
+"""Names one replica for ever: chosen by its owner, or the incarnation of the set that it joined and a number there."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,28 @@ class ReplicaRow:
         return not (self.behind or self.draining)
 
 
+Version = tuple[int, int]
+"""The attempt that published weights, and their version: later ones are larger."""
+NO_VERSION: Version = (0, -1)
+
+
+@dataclass(frozen=True)
+class EndedUpdate:
+    """An update that has ended."""
+
+    identity: WeightIdentity
+    reports: Sequence[UpdateReport] = ()
+    failure: TriremeError | None = None
+
+
+@dataclass(frozen=True)
+class Departure:
+    """The end of a replica in a replica set."""
+
+    generation: Generation
+    reason: TriremeError
+
+
 @dataclass(frozen=True)
 class Table:
     """All replicas at one moment."""
@@ -49,18 +72,24 @@ class Table:
     number: Number = (0, 0)
     rows: Mapping[int, ReplicaRow] = field(default_factory=dict)
     """By number of the replica, ascending: in deterministic mode their order decides where a request goes."""
-    failures: Mapping[int, TriremeError] = field(default_factory=dict)
-    """Why replicas without a successor are gone."""
-    departed: Mapping[Generation, TriremeError] = field(default_factory=dict)
-    """Why the replicas that were dismissed last are gone."""
+    departed: Mapping[int, Departure] = field(default_factory=dict)
+    """By number: the last replica of that number that is gone."""
+    update: EndedUpdate | None = None
+    """The last one."""
+    patience_s: float | None = None
+    """How long to wait for a replica to join when none is left; None: for ever."""
+
+    def reason(self, index: int, generation: Generation) -> TriremeError | None:
+        """Returns why that replica is gone; None if it is not, or another of its number went after it."""
+        departure = self.departed.get(index)
+        return departure.reason if departure and departure.generation == generation else None
 
 
 class NewestTable:
-    """The newest table that this process has. `patience_s`: how long to wait for one to join when none is left."""
+    """The newest table that this process has."""
 
-    def __init__(self, patience_s: float) -> None:
+    def __init__(self) -> None:
         self.table = Table()
-        self._patience_s = patience_s
         self._changed = asyncio.Event()
 
     def take(self, table: Table) -> bool:
@@ -71,11 +100,12 @@ class NewestTable:
         self._changed.set()
         return True
 
-    async def wait_until(self, condition: Callable[[Table], bool]) -> None:
-        """Waits for a table of which `condition` is true."""
+    async def wait_until(self, condition: Callable[[Table], bool]) -> Table:
+        """Returns the first table of which `condition` is true."""
         while not condition(self.table):
             self._changed.clear()
             await self._changed.wait()
+        return self.table
 
     async def wait_for_serving(self) -> None:
         """Returns when a replica takes requests. When there is none, waits for those that take weights, and for others
@@ -87,17 +117,18 @@ class NewestTable:
                 behind = [row for row in self.table.rows.values() if row.behind and not row.draining]
                 if behind and all(row.stranded for row in behind):
                     raise WeightsGone(f"no inference replica has the newest weights: {behind[0].stranded}")
-                async with asyncio.timeout(None if behind else self._patience_s):
+                async with asyncio.timeout(None if behind else self.table.patience_s):
                     await self._changed.wait()
             return
-        failures = self.table.failures
-        refused = failures and all(isinstance(failure, WeightsRefused) for failure in failures.values())
+        table = self.table
+        failures = [ended.reason for index, ended in sorted(table.departed.items()) if index not in table.rows]
+        refused = failures and all(isinstance(failure, WeightsRefused) for failure in failures)
         kind = WeightsRefused if refused else RoomFailed
-        if self._patience_s:
-            waited = f", and none joined within {self._patience_s:g} s"
+        if table.patience_s:
+            waited = f", and none joined within {table.patience_s:g} s"
         else:
             waited = ""
-        reasons = "; ".join(str(failures[index]) for index in sorted(failures))
+        reasons = "; ".join(map(str, failures))
         raise kind(f"no inference replica is left{waited}: {reasons or 'none has ever joined'}")
 
 

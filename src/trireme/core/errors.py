@@ -49,6 +49,10 @@ class WeightsGone(RoomFailed):
     changed, and nothing is broken."""
 
 
+class ReplicaBehind(TriremeError):
+    """A replica has older weights than a request may be sampled from. It has sampled nothing, and is not broken."""
+
+
 class ProvenanceError(TriremeError):
     """A token comes from weights that are not allowed: of unknown identity, or older than max_steps_off_policy."""
 
@@ -75,3 +79,10 @@ class DiskFull(StorageFailed):
 
 class LockLost(TriremeError):
     """Another driver has taken over the run directory; names it. Writes of this driver there are refused."""
+
+
+def as_failure(who: str, error: BaseException) -> TriremeError:
+    """Returns the error with which `who` ends after an exception."""
+    if isinstance(error, TriremeError):
+        return error
+    return RoomFailed(f"{who}: {type(error).__name__}: {error}")

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trireme.core.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity
+from trireme.core.weights import UpdateReport
 
 
 @dataclass(frozen=True)
@@ -84,16 +85,12 @@ class FollowingSampler(SequenceSampler, Protocol):
         is left."""
 
 
-class Sampler(SequenceSampler, Protocol):
+class Sampler(FollowingSampler, Protocol):
     """The inference room as the orchestrator sees it: all replicas behind one router."""
 
-    async def versions(self) -> dict[int, int]:
-        """Returns {replica: version} for live replicas that have acknowledged one; empty before the first update. After
-        an update has ended, its replicas have its version, and sample from it."""
+    async def updated(self, identity: WeightIdentity) -> Sequence[UpdateReport]:
+        """Waits until the update to `identity` has ended. Returns its reports, or raises its failure."""
 
     def on_change(self, call: Callable[[dict[int, int]], object]) -> None:
-        """Calls `call` with `versions` whenever a replica has joined, left or failed, or has acknowledged one."""
-
-    async def stats(self) -> dict[int, ReplicaStats]:
-        """Returns {replica: utilisation}. A replica that cannot answer is not used again; raises RoomFailed when none
-        is left."""
+        """Calls `call` with {replica: version}, of live ones that have acknowledged a version, whenever a replica has
+        joined, left or failed, or has acknowledged one; and at the end of an update, before `updated` returns."""

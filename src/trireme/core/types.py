@@ -123,6 +123,10 @@ class SampleRequest:
     """The name of an adapter that the replicas have in addition to the updated weights; "": the updated weights."""
     chat: bool = False
     """It is a chat alongside a run: the run's requests enter an engine before it."""
+    floor: int | None = None
+    """The lowest version that it may be sampled from; None: any. A replica refuses it below that (`ReplicaBehind`)."""
+    attempt: int = 0
+    """Set by the router: the attempt of `floor`, which weights of an earlier one are below."""
     read: bool = False
     """Set by the router: its tokens are read while they are sampled, so the engine sends them soon."""
 

@@ -5,6 +5,7 @@ When an attempt ends, an orchestrator that still lives first closes its environm
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -30,7 +31,6 @@ from trireme.launch.run import Core, TrainingRun
 from trireme.launch.service import POLICY, SESSIONS, check_port, keys_of, served_models, sessions_factory
 from trireme.launch.starting import await_ready, check_replicas, reserve_places
 from trireme.plan.base import Plan
-from trireme.process import waits
 from trireme.process.ray_cluster import PlacePool
 from trireme.run.metrics import Journal, step_line
 from trireme.run.rundir import RunDir
@@ -58,6 +58,7 @@ class RlRun(TrainingRun):
         if config.service.port is not None:
             check_port(config)
         engine_args(config, on_cpu=not plan.on_gpus)
+        self._incarnations = itertools.count(1)  # of replica sets
         self._say = Console(markup=False, highlight=False, soft_wrap=True).print
 
     def enter(self, run: RunDir) -> None:
@@ -93,23 +94,26 @@ class RlRun(TrainingRun):
 
     def start(self, run: RunDir, ending: ExitStack) -> Core:
         config = self.plan.resolved(self.config)
-        trainer = TrainerHandle.start(config, self.places["trainer"], run.logs, run.start.attempt)
-        ending.callback(trainer.stop)
-        replicas = ReplicaSetHandle(config, run.logs, run.start.attempt)
+        replicas = ReplicaSetHandle(config, run.logs, self._incarnations)
         ending.callback(replicas.stop)
+        trainer = TrainerHandle.start(
+            config, self.places["trainer"], run.logs, run.start.attempt, replicas.offer, config.timeouts.update_s
+        )
+        ending.callback(trainer.stop)
         orchestrator = self._start_orchestrator(config, replicas, run)
         ending.callback(orchestrator.stop)
-        trainer.offer_by(replicas.offer, config.timeouts.update_s)
+        replicas.followers.append(orchestrator.follow)
         if self._service:
             self._service.attempt_begins(run.start.attempt, run.start.step)
             self._service.follow(replicas.source)
+            replicas.followers.append(self._service.follow)
         rooms = trainer, replicas, orchestrator
-        return Core(trainer, {"orchestrator": orchestrator}, rooms, replicas.actor)
+        return Core(trainer, {"orchestrator": orchestrator}, rooms, replicas)
 
     def _start_orchestrator(self, config: Config, replicas: ReplicaSetHandle, run: RunDir) -> OrchestratorHandle:
         return OrchestratorHandle.start(
             config,
-            self.inference.router_factory(replicas.source),
+            self.inference.router_factory(replicas.source, run.start.attempt),
             self.places["orchestrator"][0],
             run.logs,
             RankAssignment(config.trainer.mesh.data_parallel, self.facts.attention_length),
@@ -117,12 +121,8 @@ class RlRun(TrainingRun):
         )
 
     def train(self, core: Core, attempt: Attempt, journal: Journal) -> None:
-        train(
-            self.config,
-            Rooms(core.trainer, core.other_rooms["orchestrator"], core.replica_set.update.remote),
-            attempt,
-            journal,
-        )
+        rooms = Rooms(core.trainer, core.other_rooms["orchestrator"], core.replica_set.update)
+        train(self.config, rooms, attempt, journal)
 
     def step_line(self, row: Mapping[str, Any]) -> str:
         return step_line(row, self.config.max_steps)
@@ -140,12 +140,12 @@ def evaluation_rooms(
     ending.callback(inference.stop)
     replicas = ReplicaSetHandle(config, log_dir, adopt=identity)
     ending.callback(replicas.stop)
-    factory = inference.router_factory(replicas.source)
+    factory = inference.router_factory(replicas.source, identity.attempt)
     sessions = sessions_factory(config, plan.facts)
     options = places["orchestrator"][0]
     orchestrator = OrchestratorHandle.start(config, factory, options, log_dir, sessions_factory=sessions)
     ending.callback(orchestrator.stop)
     await_ready([inference, replicas, orchestrator], plan, log_dir, progress)
-    joined = {replicas.actor.join.remote(i, inference.client(i)): inference.name(i) for i in inference.indices}
-    waits.get_all(list(joined), owners=list(joined.values()), timeout_s=config.timeouts.update_s, log=log_dir)
+    for index in inference.indices:
+        replicas.actor.join.remote(index, inference.client(index))
     return orchestrator

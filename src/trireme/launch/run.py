@@ -54,7 +54,7 @@ class Core:
     rooms: Sequence[Any]
     """Their handles."""
     replica_set: Any = None
-    """The actor that owns the replicas; it learns of each ready replica."""
+    """The handle of the actor that owns the replicas; it learns of each ready replica."""
 
 
 class TrainingRun(ABC):

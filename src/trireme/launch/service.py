@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import socket
 import time
 from collections.abc import Callable
@@ -21,13 +20,13 @@ from service.requests import ServedModels
 from trireme.config import Config
 from trireme.config.model_facts import ModelFacts
 from trireme.core.agents import AgentSessions
-from trireme.core.errors import BadInput, RoomFailed
+from trireme.core.errors import BadInput
 from trireme.core.refusals import Refusal
 from trireme.core.types import WeightIdentity
 from trireme.launch.common import StartProgress
 from trireme.launch.starting import check_replicas, reserve_places
 from trireme.plan.base import Plan
-from trireme.process import signals, waits
+from trireme.process import signals
 from trireme.process.ray_cluster import PlacePool, Progress
 from trireme.supervision.roster import Roster
 from trireme.supervision.status import ScaleRequests
@@ -128,22 +127,16 @@ def serve(
         places = PlacePool(plan.added_replica_options, ending)
         check_number = partial(check_replicas, plan)
         elastic = ElasticReplicas(config, inference, ScaleRequests(directory), places, check_number)
+        replicas = ReplicaSetHandle(config, directory, adopt=identity)
+        ending.callback(replicas.stop)
+        replicas.followers.append(service.follow)
+        service.follow(replicas.source)
         with Supervisor(config, roster, "service", elastic) as supervisor:
-            for incarnation in itertools.count(1):
-                replicas = ReplicaSetHandle(config, directory, incarnation, identity)
-                ending.callback(replicas.stop)
-                service.follow(replicas.source)
-                try:
-                    supervisor.expect(replicas)
-                    supervisor.attach(replicas, replica_set=replicas.actor)
-                    supervisor.await_replicas(directory, _ticking(supervisor, progress))
-                    say("all replicas serve; Ctrl-C ends this")
-                    _watch(supervisor, service)
-                except RoomFailed as failure:
-                    if not waits.died(failure):
-                        raise
-                    supervisor.detach(failure)  # the replica set is lost, the replicas stay
-                    supervisor.may_rebuild(failure)
+            supervisor.expect(replicas)
+            supervisor.attach(replicas, replica_set=replicas)
+            supervisor.await_replicas(directory, _ticking(supervisor, progress))
+            say("all replicas serve; Ctrl-C ends this")
+            _watch(supervisor, service)
 
 
 def _watch(supervisor: Supervisor, service: ServiceHandle) -> None:

@@ -1,9 +1,8 @@
 """The replicas of a run: which serve, which are starting, and how many are wanted.
 
-STARTING --its start ends--> READY --join--> JOINING --it has the newest weights--> SERVING --drain--> DRAINING
-    ^                          ^                |                                      |                   |
-    |                          +----------------+------- the attempt ends -------------+                   v
-    +---- lost at any time: a successor, as long as the restart budget lasts                            removed
+STARTING --its start ends, join--> CATCHING_UP <--tables say who serves--> HEALTHY --drain--> DRAINING --> removed
+    ^
+    +---- lost at any time: a successor, as long as the restart budget lasts
 
 Then it is left out, and another is started in its place after cluster.restart_window_s, as long as cluster.min_replicas
 that sample for training are left.
@@ -11,11 +10,11 @@ that sample for training are left.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum, auto
 from functools import partial
 from typing import Any, Protocol
 
@@ -29,10 +28,12 @@ from trireme.supervision.heartbeats import HeartbeatMonitor, Lost
 from trireme.supervision.roster import PartHealth, Roster
 
 SECOND_OPINION_S = 3.0
-"""Time between the replica set's report that a replica failed and its replacement. In it, a failure of trainer or
-orchestrator may turn out to be the cause."""
+"""Time between a table that says why a replica is gone and its replacement. In it, a failure of trainer or orchestrator
+may turn out to be the cause."""
 PREFIX = "inference_"
-REPORTS = "replica_set_0 (of replicas)"
+TABLES = "replica_set_0 (its table)"
+TABLE_S = 20.0
+"""Longest wait for a newer table at a time."""
 ALIVE_S = 3.0
 """Time for the actor of a lost replica to say that it lost nothing but its engine; on a busy machine an answer may take
 a second."""
@@ -75,29 +76,13 @@ class ReplicaLimits:
     """The same, called with the Ray id of the node where the replica was."""
 
 
-class ReplicaState(Enum):
-    """The state of a replica (see the module)."""
-
-    STARTING = auto()
-    READY = auto()
-    JOINING = auto()
-    SERVING = auto()
-    DRAINING = auto()
-
-
-SHOWN = {
-    ReplicaState.READY: PartHealth.CATCHING_UP,
-    ReplicaState.JOINING: PartHealth.CATCHING_UP,
-    ReplicaState.SERVING: PartHealth.HEALTHY,
-    ReplicaState.DRAINING: PartHealth.DRAINING,
-}
-
-
 @dataclass
 class _Life:
     """One replica, from the start of its process on."""
 
-    state: ReplicaState
+    generation: tuple[int, int]
+    """Its name in tables."""
+    state: PartHealth
     since: float
     """When it was started, or last found without a place."""
     successor: bool
@@ -106,8 +91,8 @@ class _Life:
     """It waits for a place in the cluster."""
     deciding_until: float = math.inf
     """Until when its actor, which is lost, may answer what it has lost."""
-    join: Any = None
-    """Its newest join; answers to joins of earlier attempts are ignored."""
+    gone_since: float = math.inf
+    """When a table said first that it is gone."""
 
 
 def _part_name(index: int) -> str:
@@ -139,7 +124,8 @@ class ReplicaManager:
         self._lives: dict[int, _Life] = {}
         self._places_next = 0.0  # when to look at places again
         self._replica_set: Any = None
-        self._reports: list[tuple[float, int, str]] = []  # (time from which to believe it, replica, reason)
+        self._table: Any = None  # its newest
+        self._numbers = itertools.count()
 
     def begin(self) -> None:
         """Waits for the starts of all replicas, which have been requested."""
@@ -154,47 +140,59 @@ class ReplicaManager:
         return None
 
     def attach(self, replica_set: Any) -> None:
-        """Passes each ready replica to the actor `replica_set` from now on."""
+        """Passes each ready replica to `replica_set`, the handle of that actor, from now on."""
         self._replica_set = replica_set
-        self._reports = []
-        self._await_report(replica_set)
-        for index in self._of(ReplicaState.READY):
-            self._join(index, replica_set)
+        for index in self._of(PartHealth.CATCHING_UP):
+            self._join(index)
+        self._await_table(replica_set.actor, (0, 0))
+
+    def begin_set_again(self) -> Any:
+        """Starts a new incarnation of the replica set with all that have joined. Returns a reference to its start."""
+        members = self._of(PartHealth.CATCHING_UP, PartHealth.HEALTHY, PartHealth.DRAINING)
+        clients = {index: self._replicas.client(index) for index in members}
+        started = self._replica_set.begin_again(clients, {index: self._lives[index].generation for index in members})
+        self._table = None
+        for index in self._of(PartHealth.DRAINING):
+            self._drain(index)
+        self._await_table(self._replica_set.actor, (0, 0))
+        return started
 
     def detach(self) -> None:
         """Ends an attempt: aborts what it asked of the replicas."""
         if self._replica_set is None:
             return
-        self._replica_set = None
-        for index in self._of(ReplicaState.JOINING, ReplicaState.SERVING):
-            self._become(index, ReplicaState.READY)
-        for index in self._of(ReplicaState.DRAINING):
+        self._replica_set = self._table = None
+        for index in self._of(PartHealth.CATCHING_UP, PartHealth.HEALTHY):
+            self._become(index, PartHealth.CATCHING_UP)
+            self._lives[index].gone_since = math.inf
+        for index in self._of(PartHealth.DRAINING):
             self._take_away(index)
         self._replicas.abort_all()
 
     def missing(self, all_of_them: bool) -> list[str]:
         """Returns the replicas that do not serve yet; none if one serves and `all_of_them` is False."""
-        if not all_of_them and self._of(ReplicaState.SERVING):
+        if not all_of_them and self._of(PartHealth.HEALTHY):
             return []
-        waited_for = self._of(ReplicaState.STARTING, ReplicaState.READY, ReplicaState.JOINING)
+        waited_for = self._of(PartHealth.STARTING, PartHealth.CATCHING_UP)
         return [f"inference replica {index}" for index in waited_for]
 
     def placeless(self) -> list[str]:
         """Returns the replicas that wait for a place in the cluster."""
-        starting = self._of(ReplicaState.STARTING)
+        starting = self._of(PartHealth.STARTING)
         return [f"inference replica {index}" for index in starting if self._lives[index].placeless]
 
     def look(self) -> None:
-        """Replaces replicas that were reported as failed long enough ago, unless Ray does not know yet if they live,
-        and ends starts that take too long."""
+        """Replaces replicas that tables have left out for long enough, unless Ray does not know yet if they live, and
+        ends starts that take too long."""
         now = time.monotonic()
-        reports = self._reports
-        self._reports = []
-        for at, index, reason in reports:
-            if at > now or self._monitor.is_unreached(_part_name(index)):
-                self._reports.append((at, index, reason))
-            elif self.serves(index):
-                self._fail(index, reason)
+        for index in self._of(PartHealth.CATCHING_UP, PartHealth.HEALTHY):
+            if reason := self._reason(index):
+                life = self._lives[index]
+                life.gone_since = min(life.gone_since, now)
+                if now - life.gone_since >= SECOND_OPINION_S and not self._monitor.is_unreached(_part_name(index)):
+                    self._fail(index, str(reason))
+        for index in filter(self._reason, self._of(PartHealth.DRAINING)):
+            self._take_away(index)
         for index in [index for index, life in self._lives.items() if life.deciding_until <= now]:
             self._monitor.drop(_part_name(index))
             self._succeed(index)
@@ -206,14 +204,14 @@ class ReplicaManager:
 
     def serves(self, index: int) -> bool:
         """Returns True if this attempt samples with replica `index`."""
-        return index in self._lives and self._lives[index].state is ReplicaState.SERVING
+        return index in self._lives and self._lives[index].state is PartHealth.HEALTHY
 
     def lost(self, index: int, failure: TriremeError, died: bool) -> None:
         """Replaces the lost replica `index`, or leaves it out. Raises the error with which its loss ends the run."""
         if self._replica_set:
-            self._monitor.wait_for(self._replica_set.leave.remote(index, str(failure)), REPORTS, lambda _outcome: None)
+            self._replica_set.actor.leave.remote(index, str(failure))
         life = self._lives[index]
-        if life.state is ReplicaState.DRAINING:
+        if life.state is PartHealth.DRAINING:
             self._take_away(index)
             return
         if isinstance(failure, BadInput):
@@ -236,7 +234,7 @@ class ReplicaManager:
             self._succeed(index)
             return
         now = time.monotonic()
-        self._lives[index] = replace(life, state=ReplicaState.STARTING, since=now, deciding_until=now + ALIVE_S)
+        self._lives[index] = replace(life, state=PartHealth.STARTING, since=now, deciding_until=now + ALIVE_S)
         self._monitor.wait_for(lost_engine, _part_name(index), partial(self._succeed, index))
 
     @property
@@ -246,12 +244,12 @@ class ReplicaManager:
 
     def added(self, wanted: int) -> int:
         """Returns how many replicas start to reach `wanted`, not counting leaving ones."""
-        return max(0, wanted - len(self._lives) + len(self._of(ReplicaState.DRAINING)))
+        return max(0, wanted - len(self._lives) + len(self._of(PartHealth.DRAINING)))
 
     def scale(self, wanted: int) -> str:
         """Changes the number of replicas to `wanted`; free places serve others. Returns a description of the
         changes."""
-        staying = [index for index, life in self._lives.items() if life.state is not ReplicaState.DRAINING]
+        staying = [index for index, life in self._lives.items() if life.state is not PartHealth.DRAINING]
         while self._left_out:
             self._places.give_back(self._left_out.pop()[1])
         for _ in range(wanted - len(staying)):
@@ -279,7 +277,7 @@ class ReplicaManager:
         self._starts(index, self._replicas.replace(index, same_actor=lost_engine is True), successor=True)
 
     def _starts(self, index: int, ready: Any, successor: bool = False) -> None:
-        self._lives[index] = _Life(ReplicaState.STARTING, time.monotonic(), successor)
+        self._lives[index] = _Life((0, next(self._numbers)), PartHealth.STARTING, time.monotonic(), successor)
         self._places_next = 0.0
         self._roster.set(_part_name(index), PartHealth.STARTING, pids=(), successor=successor)
         self._monitor.wait_for(ready, _part_name(index), partial(self._started, index))
@@ -289,36 +287,46 @@ class ReplicaManager:
             self._fail(index, str(outcome), outcome)
             return
         self._monitor.add(_part_name(index), partial(self._replicas.heartbeat_ref, index))
-        self._become(index, ReplicaState.READY)
+        self._become(index, PartHealth.CATCHING_UP)
         if self._replica_set:
-            self._join(index, self._replica_set)
+            self._join(index)
 
-    def _join(self, index: int, replica_set: Any) -> None:
-        self._become(index, ReplicaState.JOINING)
-        joined = replica_set.join.remote(index, self._replicas.client(index))
-        self._lives[index].join = joined
-        self._monitor.wait_for(joined, _part_name(index), partial(self._joined, index, joined))
+    def _join(self, index: int) -> None:
+        self._replica_set.actor.join.remote(index, self._replicas.client(index), self._lives[index].generation)
 
-    def _joined(self, index: int, join: Any, outcome: Any) -> None:
-        life = self._lives[index]
-        if life.state is not ReplicaState.JOINING or life.join is not join:
-            return
-        self._become(index, ReplicaState.SERVING)
-        if isinstance(outcome, TriremeError):
-            self._reports.append((time.monotonic() + SECOND_OPINION_S, index, f"could not join: {outcome}"))
-            return
-        if life.successor:
-            life.successor = False  # it joins the next attempt as any other
-            took = time.monotonic() - life.since
-            self._roster.note(_part_name(index), f"its successor serves, {took:.1f} s after it was started")
+    def _await_table(self, actor: Any, after: tuple[int, int]) -> None:
+        self._monitor.wait_for(actor.table.remote(after, TABLE_S), TABLES, partial(self._take, actor))
+
+    def _take(self, actor: Any, table: Any) -> None:
+        """Takes the newest table: who serves, and who is gone."""
+        if not self._replica_set or actor is not self._replica_set.actor or isinstance(table, TriremeError):
+            return  # the attempt has ended, or the monitor will say that the set is lost
+        self._table = table
+        self._await_table(actor, table.number)
+        for index in self._of(PartHealth.CATCHING_UP, PartHealth.HEALTHY):
+            row, life = table.rows.get(index), self._lives[index]
+            if row is None or row.generation != life.generation:
+                continue
+            if row.serves is not self.serves(index):
+                self._become(index, PartHealth.HEALTHY if row.serves else PartHealth.CATCHING_UP)
+            if row.serves and life.successor:
+                life.successor = False  # it joins the next attempt as any other
+                took = time.monotonic() - life.since
+                self._roster.note(_part_name(index), f"its successor serves, {took:.1f} s after it was started")
+
+    def _reason(self, index: int) -> TriremeError | None:
+        """Returns why replica `index` is gone by the newest table."""
+        return self._table and self._table.reason(index, self._lives[index].generation)
 
     def _leave(self, index: int) -> None:
-        if self._replica_set is None or not self.serves(index):
+        if self._replica_set is None or self._lives[index].state is PartHealth.STARTING:
             self._take_away(index)
             return
-        self._become(index, ReplicaState.DRAINING)
-        drained = self._replica_set.drain.remote(index, self._config.timeouts.update_s)
-        self._monitor.wait_for(drained, _part_name(index), lambda _outcome: self._take_away(index))
+        self._become(index, PartHealth.DRAINING)
+        self._drain(index)
+
+    def _drain(self, index: int) -> None:
+        self._replica_set.actor.drain.remote(index, self._config.timeouts.update_s)
 
     def _take_away(self, index: int) -> None:
         self._places.give_back(self._remove(index))
@@ -330,15 +338,15 @@ class ReplicaManager:
         self._roster.remove(_part_name(index))
         return options
 
-    def _become(self, index: int, state: ReplicaState) -> None:
+    def _become(self, index: int, state: PartHealth) -> None:
         self._lives[index].state = state
-        self._roster.set(_part_name(index), SHOWN[state])
+        self._roster.set(_part_name(index), state)
 
     # -------------------------------------------------------------------------------------------------------- failures
 
     def _look_at_starts(self, now: float) -> None:
         """Ends starts that take too long. The time in which a replica has no place in the cluster does not count."""
-        starting = [i for i in self._of(ReplicaState.STARTING) if self._lives[i].deciding_until == math.inf]
+        starting = [i for i in self._of(PartHealth.STARTING) if self._lives[i].deciding_until == math.inf]
         if starting and now >= self._places_next:
             self._places_next = now + PLACES_S
             there = self._places.are_there([self._replicas.options(index) for index in starting])
@@ -376,15 +384,5 @@ class ReplicaManager:
         self._roster.note(_part_name(index), str(failure))
         self.lost(index, failure, waits.died(failure))
 
-    def _await_report(self, replica_set: Any) -> None:
-        self._monitor.wait_for(replica_set.next_failure.remote(), REPORTS, partial(self._reported, replica_set))
-
-    def _reported(self, replica_set: Any, outcome: Any) -> None:
-        if replica_set is not self._replica_set or isinstance(outcome, TriremeError):
-            return  # the attempt has ended, or the monitor will say why it does
-        index, reason = outcome
-        self._reports.append((time.monotonic() + SECOND_OPINION_S, index, reason))
-        self._await_report(replica_set)
-
-    def _of(self, *states: ReplicaState) -> list[int]:
+    def _of(self, *states: PartHealth) -> list[int]:
         return [index for index, life in sorted(self._lives.items()) if life.state in states]

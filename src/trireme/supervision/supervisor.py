@@ -4,6 +4,7 @@ heartbeats  Each process is asked for a heartbeat once a second. One that is sil
             stacks to its log and is killed (`heartbeats.py`). The actor of a replica does the same to its engine.
 replicas    Requests of a lost replica continue on others. A successor takes its place, takes the newest weights and
             serves, while the run continues (`replica_manager.py`).
+their set   A new incarnation takes the place of a replica set that is lost, and replicas and requests go on.
 the core    Trainer and orchestrator (for `sft` the trainer alone). If one is lost, `check` raises the reason in the
             driver's own thread. That ends the attempt, and both are built again from the newest commit
             (`trireme.launch.run.attempts`); replicas stay. The same happens when a replica is lost in deterministic
@@ -40,6 +41,7 @@ from trireme.supervision.roster import PartHealth, Roster
 from trireme.supervision.status import ScaleRequests
 
 TICK_S = 0.2
+REPLICA_SET = "replica_set_0"
 ROUND_S = 2 * EVERY_S
 """Within this time each process has been asked once more."""
 log = logging.getLogger(__name__)
@@ -78,6 +80,7 @@ class Supervisor:
         self._elastic = elastic
         self._restarts = Restarts(config.cluster.max_restarts, config.cluster.restart_window_s)
         self._monitor = HeartbeatMonitor(roster, config.timeouts.heartbeat_s, self._lost)
+        self._replica_set: Any = None  # the handle of that of the attempt
         self._manager: ReplicaManager | None = None
         if elastic:
             replicas = elastic.replicas
@@ -119,12 +122,13 @@ class Supervisor:
             self.roster.set(name, PartHealth.STARTING, pids=(), successor=self._attempts > 1)
 
     def attach(self, *rooms: MonitoredRoom, replica_set: Any = None) -> None:
-        """Monitors these rooms, which have started, and passes each ready replica to the actor `replica_set`."""
+        """Monitors these rooms, which have started, and passes each ready replica to `replica_set`."""
         with self._lock:
             for name, ask in ((name, ask) for room in rooms for name, ask in room.heartbeats().items()):
                 self.roster.set(name, PartHealth.HEALTHY)
                 self._monitor.add(name, ask)
             if self._manager and replica_set:
+                self._replica_set = replica_set
                 self._manager.attach(replica_set)
 
     def await_replicas(self, log: Path, progress: Progress) -> None:
@@ -182,6 +186,7 @@ class Supervisor:
             for name in self._monitor.names:
                 if ReplicaManager.index_of(name) is None or not may_go_on:
                     self._monitor.drop(name)
+            self._replica_set = None
             if may_go_on and self._manager:
                 self._manager.detach()
 
@@ -251,10 +256,26 @@ class Supervisor:
 
     def _lost(self, name: str, failure: TriremeError, died: bool) -> None:
         index = ReplicaManager.index_of(name)
+        if name == REPLICA_SET and self._manager and self._replica_set and not self._config.deterministic:
+            self._again(name, failure, died)
+            self.roster.set(name, PartHealth.STARTING, pids=(), successor=True)
+            started = self._manager.begin_set_again()
+            self._monitor.wait_for(started, name, partial(self._set_started, self._replica_set))
+            return
         if index is None or not self._manager or (self._config.deterministic and self._manager.serves(index)):
             self._core_failure = self._core_failure or failure
         if index is not None and self._manager:
             self._manager.lost(index, failure, died)
+
+    def _set_started(self, replica_set: Any, outcome: Any) -> None:
+        if replica_set is not self._replica_set:
+            return  # the attempt has ended
+        if isinstance(outcome, TriremeError):
+            self._lost(REPLICA_SET, outcome, waits.died(outcome))
+            return
+        self.roster.set(REPLICA_SET, PartHealth.HEALTHY)
+        self.roster.note(REPLICA_SET, f"its successor, incarnation {replica_set.incarnation}, has all replicas")
+        self._monitor.add(REPLICA_SET, *replica_set.heartbeats().values())
 
     def _again(self, part: str, failure: TriremeError, died: bool) -> None:
         self._restarts.take(part, failure, died=died, step=self.roster.step, now=time.monotonic())

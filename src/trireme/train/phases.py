@@ -76,4 +76,5 @@ def update_replicas(rooms: Rooms, attempt: Attempt, weights: PublishedWeights) -
             rooms.orchestrator.give_up_evaluation()
 
     rooms.orchestrator.end_version(on_tick)
-    rooms.orchestrator.begin_version(weights.identity.version, rooms.update(weights), on_tick)
+    rooms.update(weights)
+    rooms.orchestrator.begin_version(weights.identity, on_tick)

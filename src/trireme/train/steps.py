@@ -75,7 +75,7 @@ class Orchestrator(Protocol):
 
     def end_version(self, on_tick: Callable[[], None]) -> None: ...
 
-    def begin_version(self, version: int, update: Any, on_tick: Callable[[], None]) -> None: ...
+    def begin_version(self, identity: WeightIdentity, on_tick: Callable[[], None]) -> None: ...
 
     def give_up_evaluation(self) -> None: ...
 
@@ -88,8 +88,8 @@ class Rooms:
 
     trainer: Trainer
     orchestrator: Orchestrator
-    update: Callable[[PublishedWeights], Any]
-    """Begins to bring the replicas to a version; returns a reference to their reports."""
+    update: Callable[[PublishedWeights], None]
+    """Begins to bring the replicas to a version."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from inference.messages import Reply, pack_requests
 from inference.wrong_answers import wrong_answer
 from trireme.config import Config
 from trireme.core.deadline import LearnedDeadline
-from trireme.core.errors import BadRequest, RoomFailed, TriremeError, WeightsRefused
+from trireme.core.errors import BadRequest, ReplicaBehind, RoomFailed, TriremeError, WeightsRefused
 from trireme.core.sampler import Heartbeat
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, VersionSpan, WeightIdentity
 from trireme.core.weights import EXACT, Canary, PublishedWeights, WeightsManifest, weights_digest
@@ -425,6 +425,18 @@ async def test_requests_on_their_way_in_are_given_up_too() -> None:
     assert len(await outcomes(made, requests_of("b"))) == 1
 
 
+async def test_a_request_below_its_floor_is_refused_here_whatever_its_router_believes() -> None:
+    """The weights are 1:0."""
+    made = SamplingReplica(deterministic=False)
+    floors = [(1, 1), (1, 0), (2, 0), (2, None), (1, None), (0, 3)]
+    names = [f"{attempt}:{floor}" for attempt, floor in floors]
+    asked = zip(requests_of(*names), floors, strict=True)
+    answers = await outcomes(made, [replace(each, attempt=place[0], floor=place[1]) for each, place in asked])
+    assert [isinstance(answer, ReplicaBehind) for answer in answers] == [True, False, True, True, False, False]
+    assert sorted(made.engine.calls) == ["0:3", "1:0", "1:None"]
+    assert made.broken is None
+
+
 async def received(made: ReplicaActor) -> None:
     """Waits until weights are in the engine: a thread brings them there."""
     for _ in range(2000):
@@ -443,6 +455,20 @@ async def test_updates_come_one_after_the_other() -> None:
     assert made.engine.calls.count("receive_weights") == 1
     made.canary_done.set()
     assert [(await update).identity.version for update in updates] == [1, 2]
+
+
+async def test_an_update_to_the_same_weights_again_is_the_one_that_is_under_way_or_has_ended() -> None:
+    """A replica set that succeeds another repeats its update."""
+    made = UpdatingReplica("recompute_kv")
+    made.canary_done.clear()
+    first, again = (asyncio.create_task(made.load_weights(published(1))) for _ in range(2))
+    await received(made)
+    first.cancel()
+    made.canary_done.set()
+    report = await again
+    assert await made.load_weights(published(1)) is report
+    assert made.engine.calls.count("receive_weights") == 1
+    assert (await made.load_weights(published(2))).identity.version == 2
 
 
 @pytest.mark.parametrize("seen", [True, False])

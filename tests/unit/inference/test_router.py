@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replica_support import router_of, weights
+from replica_support import joined, losses, router_of, weights
 
 from inference import router as router_module
 from inference.handover import NOTHING, Outcome, Progress
@@ -17,7 +17,7 @@ from inference.replica_set.actor import ReplicaSet
 from inference.replica_set.table import Table
 from inference.router import TOUCHED_S, Router
 from trireme.core import deadline as deadline_module
-from trireme.core.errors import BadRequest, RoomFailed, TriremeError, WeightsGone, WeightsRefused
+from trireme.core.errors import BadRequest, ReplicaBehind, RoomFailed, TriremeError, WeightsGone, WeightsRefused
 from trireme.core.sampler import ReplicaStats
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, VersionSpan, WeightIdentity
 from trireme.core.weights import ROUNDED, Drift, PublishedWeights, UpdateReport
@@ -178,7 +178,7 @@ async def test_what_a_failed_replica_was_asked_goes_to_the_others_and_it_is_used
     first.go.set()
     second.go.set()
     assert [text(answer) for answer in await asyncio.gather(*tasks)] == ["r0", "r1"]
-    assert await router.source.next_failure() == (0, "replica 0 died; its log: x")
+    assert await losses(router.source) == {0: "replica 0 died; its log: x"}
     await router.sample(request("r0"))  # its key was on the failed replica
     assert second.groups == [["r1"], ["r0"], ["r0"]]
     second.failure = RoomFailed("replica 1 died")
@@ -252,6 +252,44 @@ async def test_a_request_is_not_to_blame_for_replicas_that_were_drained_or_refus
     router.source.leave(2, "its process died")
     fakes[3].go.set()
     assert text(await asked) == "r"
+
+
+async def test_one_that_is_below_the_floor_of_a_request_is_passed_by_until_a_newer_table_comes() -> None:
+    """It is not lost: the router's table is late. `fixed`, a handover would be raised."""
+    router, (behind, other) = fleet(2, fixed=True)
+    behind.go.set()
+    other.go.set()
+    behind.refused = {name: ReplicaBehind("replica 0 has weights 1:2:d") for name in ("a", "c")}
+    assert [text(await router.sample(request(name, name))) for name in "abc"] == ["a", "b", "c"]
+    assert (behind.groups, other.groups) == ([["a"]], [["a"], ["b"], ["c"]])
+    assert not await losses(router.source)
+    router.source.join(2, FakeReplica("replica 2"))
+    await turns()
+    await router.sample(request("d"))
+    assert behind.groups == [["a"], ["d"]]
+
+
+async def test_with_one_alone_below_its_floor_a_request_waits_for_a_newer_table() -> None:
+    router, (behind,) = fleet(1)
+    behind.refused = {"a": ReplicaBehind("replica 0 has weights 1:2:d")}
+    behind.go.set()
+    asked = asyncio.create_task(router.sample(request("a")))
+    await turns(20)
+    assert behind.groups == [["a"]]
+    behind.refused = {}
+    behind.update.set_result(report(0))
+    await router.source.update(WEIGHTS)
+    assert text(await asked) == "a"
+
+
+async def test_an_update_to_the_same_weights_again_is_the_one_that_is_under_way_or_has_ended() -> None:
+    router, fakes = fleet(2)
+    first, again = (asyncio.create_task(router.source.update(WEIGHTS)) for _ in range(2))
+    await turns()
+    for replica, fake in enumerate(fakes):
+        fake.update.set_result(report(replica))
+    assert await first == await again == await router.source.update(WEIGHTS) == [report(0), report(1)]
+    assert [fake.updates for fake in fakes] == [1, 1]
 
 
 async def test_a_cancelled_caller_aborts_its_request() -> None:
@@ -367,7 +405,7 @@ async def test_a_replica_that_reports_other_weights_than_it_was_sent_is_out_and_
     honest.update = asyncio.get_running_loop().create_future()
     honest.update.set_result(replace(report(1), identity=WeightIdentity(1, 3, "e")))
     with pytest.raises(RoomFailed, match=r"no inference replica is left.*replica 1 reports that it has weights 1:3:e"):
-        await router.source.update(WEIGHTS)
+        await router.source.update(weights(4))
 
 
 async def test_tokens_of_weights_that_are_on_their_way_are_known() -> None:
@@ -400,16 +438,16 @@ async def test_weights_that_replicas_loaded_themselves_count_as_given() -> None:
     replica.go.set()
     replica.spans = (VersionSpan(identity, 0, 1),)
     router = Router(source := ReplicaSet({}, adopt=identity))
-    await source.join(0, replica)
+    await joined(source, 0, replica)
     assert router.acknowledged() == {0: 7}
     assert (await router.sample(request("r"))).spans == replica.spans
 
 
-async def test_a_replica_that_can_not_name_its_weights_stops_everything() -> None:
+async def test_a_replica_that_can_not_name_its_weights_is_not_used() -> None:
     replica = FakeReplica("replica 1")
     replica.failure = RoomFailed("replica 1 died")
     with pytest.raises(RoomFailed, match="replica 1 died"):
-        await ReplicaSet({}, adopt=WeightIdentity(1, 0, "loaded")).join(1, replica)
+        await joined(ReplicaSet({}, adopt=WeightIdentity(1, 0, "loaded")), 1, replica)
 
 
 # ---- what a lost replica had, and who comes in its place
@@ -430,10 +468,10 @@ async def test_nothing_is_kept_of_what_a_replica_said_of_strange_weights(monkeyp
     await turns(20)
     honest.go.set()
     assert [text(await task) for task in tasks] == ["abc", "b"]
-    assert "replica 0 sampled tokens from weights 1:2:other" in (await router.source.next_failure())[1]
+    assert "replica 0 sampled tokens from weights 1:2:other" in (await losses(router.source))[0]
 
 
-async def test_one_that_hangs_is_left_when_its_death_is_told_and_that_is_not_reported_again() -> None:
+async def test_one_that_hangs_is_left_when_its_death_is_told() -> None:
     router, (_, other) = fleet(2)
     tasks = [asyncio.create_task(router.sample(request(f"r{i}"))) for i in range(2)]
     update = asyncio.create_task(router.source.update(WEIGHTS))
@@ -446,10 +484,7 @@ async def test_one_that_hangs_is_left_when_its_death_is_told_and_that_is_not_rep
     router.source.leave(5, "nobody knows it")
     assert [text(await task) for task in tasks] == ["r0", "r1"]
     assert await update == [report(1)]
-    failure = asyncio.create_task(router.source.next_failure())
-    await turns()
-    assert not failure.done()
-    failure.cancel()
+    assert await losses(router.source) == {0: "replica 0 has not answered for 60 s"}
 
 
 class Updated(FakeReplica):
@@ -470,7 +505,7 @@ async def test_a_joiner_takes_the_newest_weights_before_it_serves_and_no_update_
     first, joiner = Updated("replica 0", 3, 4), Updated("replica 1")
     router = router_of({0: first})
     await router.source.update(weights(3))
-    join = asyncio.create_task(router.source.join(1, joiner))
+    join = asyncio.create_task(joined(router.source, 1, joiner))
     await turns()
     assert joiner.begun == [3]
     reports = await router.source.update(weights(4))
@@ -516,7 +551,7 @@ async def test_the_drift_of_the_first_update_bounds_all_later_ones_also_of_joine
     router = router_of({0: first, 1: second})
     for number in (3, 4, 5):
         await router.source.update(rounded(number))
-    await router.source.join(2, joiner)
+    await joined(router.source, 2, joiner)
     later = Drift(0.15, 3.0)
     assert [fake.bounds for fake in (first, second, joiner)] == [[ROUNDED, later, later]] * 2 + [[later]]
 
@@ -538,12 +573,10 @@ async def test_an_update_does_not_wait_for_one_far_slower_than_usual(monkeypatch
     assert (steady.groups, late.groups) == ([["a0", "b1"]], []), "its weights are too old for new requests"
     await router.source.update(weights(6))
     assert late.begun == [0, 1, 2, 3, 4, 5], "and later updates do not wait either"
-    failure = asyncio.create_task(router.source.next_failure())
     late.may_take |= {5, 6}
     while router.acknowledged() != {0: 6, 1: 6}:
         await turns()
-    assert not failure.done(), "it was not dead"
-    failure.cancel()
+    assert not await losses(router.source), "it was not dead"
     steady.go.set()
     await requests
 
@@ -592,7 +625,7 @@ async def test_a_joiner_without_newer_weights_serves_after_the_next_update(caplo
     first, joiner = Updated("replica 0", 3, 4), Fetching("replica 1", 3, gone=(3,))
     router = router_of({0: first})
     await router.source.update(weights(3))
-    await router.source.join(1, joiner)
+    await joined(router.source, 1, joiner)
     assert caplog.text.count("replica 1: the trainer no longer keeps version 3. It gets no requests until") == 1
     requests = asyncio.create_task(wave(router, ["a", "b"]))
     await turns()
@@ -621,7 +654,7 @@ async def test_nobody_waits_for_one_whose_weights_are_gone() -> None:
     first, joiner = Updated("replica 0", 3), Fetching("replica 1", 3, gone=(3,))
     router = router_of({0: first}, patience_s=20.0)
     await router.source.update(weights(3))
-    join = asyncio.create_task(router.source.join(1, joiner))
+    join = asyncio.create_task(joined(router.source, 1, joiner))
     await turns(1)
     router.source.leave(0, "replica 0 died")
     waiting = asyncio.create_task(router.sample(request("r")))
@@ -631,23 +664,24 @@ async def test_nobody_waits_for_one_whose_weights_are_gone() -> None:
     await join
 
 
-async def test_a_joiner_that_fails_is_the_affair_of_who_asked_it_to_join() -> None:
+async def test_a_table_says_why_a_joiner_failed_and_that_it_does_nothing_for_ever_after_a_mistake() -> None:
     router, _ = await updated_fleet(1)
     joiner = FakeReplica("replica 1")
     joiner.update.set_exception(RoomFailed("replica 1 died"))
     with pytest.raises(RoomFailed, match="replica 1 died"):
-        await router.source.join(1, joiner)
+        await joined(router.source, 1, joiner)
+    assert await losses(router.source) == {1: "replica 1 died"}
+    mistaken = FakeReplica("replica 1")
+    mistaken.update.set_exception(ArithmeticError("a bug"))
+    with pytest.raises(RoomFailed, match="replica 1: ArithmeticError: a bug"):
+        await joined(router.source, 1, mistaken)
     hanging = FakeReplica("replica 1")
-    join = asyncio.create_task(router.source.join(1, hanging))
+    join = asyncio.create_task(joined(router.source, 1, hanging))
     await turns()
     router.source.leave(1, "replica 1 was killed")
     with pytest.raises(RoomFailed, match="replica 1 was killed"):
         await join
     assert router.acknowledged() == {0: 3}
-    failure = asyncio.create_task(router.source.next_failure())
-    await turns()
-    assert not failure.done()
-    failure.cancel()
 
 
 async def test_weights_that_every_replica_refuses_are_refused() -> None:
@@ -661,7 +695,7 @@ async def test_weights_that_every_replica_refuses_are_refused() -> None:
     first.update.set_exception(WeightsRefused("replica 0: tensor w was corrupted"))
     second.update.set_result(report(1))
     assert await router.source.update(WEIGHTS) == [report(1)]
-    assert await router.source.next_failure() == (0, "replica 0: tensor w was corrupted")
+    assert await losses(router.source) == {0: "replica 0: tensor w was corrupted"}
 
 
 async def test_a_drained_replica_finishes_what_it_has_and_gets_nothing_new() -> None:
@@ -716,7 +750,7 @@ async def test_late_and_repeated_tables_change_nothing() -> None:
         router.take(table)
     await router.sample(request("r"))
     assert (fakes[0].groups, fakes[1].groups) == ([], [["r"]])
-    router.take(Table((2, 1)))
+    router.take(Table((2, 1), patience_s=0.0))
     for table in tables:
         router.take(table)
     with pytest.raises(RoomFailed, match="no inference replica is left"):
@@ -729,10 +763,9 @@ async def router_with_a_late_table() -> tuple[Router, FakeReplica]:
     source = ReplicaSet({0: fake})
 
     class Late:
-        patience_s = 0.0
         table, report = source.table, source.report
 
-        def listen(self, take: object) -> None:
+        def listen(self, *_: object) -> None:
             """Its tables are on their way."""
 
     router = Router(Late())
@@ -745,8 +778,12 @@ async def router_with_a_late_table() -> tuple[Router, FakeReplica]:
 async def test_versions_are_those_of_the_update_though_its_table_is_late() -> None:
     """An evaluation of the version begins then, and takes no answers of the version before."""
     router, _ = await router_with_a_late_table()
-    assert router.acknowledged() == {}
-    assert await router.versions() == {0: 3}
+    ended = asyncio.create_task(router.updated(WEIGHTS.identity))
+    await turns()
+    assert (router.acknowledged(), ended.done()) == ({}, False)
+    router.take(await router.source.table((0, 0), 0.0))
+    assert await ended == [report(0)]
+    assert router.acknowledged() == {0: 3}
 
 
 async def test_tokens_of_weights_that_only_a_newer_table_names_are_known() -> None:
@@ -788,9 +825,9 @@ async def test_a_replica_that_failed_a_chat_is_tried_again_unless_it_has_a_succe
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(router_module, "AGAIN_S", 0.01)
-    fake, source = FakeReplica("replica 0"), ReplicaSet({}, adopt=WEIGHTS.identity)
-    router = Router(source, reports=False, patience_s=20.0)
-    await source.join(0, fake)
+    fake, source = FakeReplica("replica 0"), ReplicaSet({}, adopt=WEIGHTS.identity, patience_s=20.0)
+    router = Router(source, reports=False)
+    await joined(source, 0, fake)
     fake.failure = RoomFailed("it failed")
     fake.go.set()
     asked = asyncio.create_task(router.sample(request("r")))
@@ -803,7 +840,7 @@ async def test_a_replica_that_failed_a_chat_is_tried_again_unless_it_has_a_succe
     fake.failure = RoomFailed("it died")
     asked = asyncio.create_task(router.sample(request("s")))
     await turns()
-    await source.join(0, successor)
+    await joined(source, 0, successor)
     await asyncio.sleep(0.03)
     assert successor.groups == [["s"]]
     successor.go.set()
@@ -832,7 +869,7 @@ async def test_whoever_reads_tables_waits_for_a_newer_one_and_no_longer_than_ask
     assert await source.table(first.number, 0.01) is first
     later = asyncio.create_task(source.table(first.number, 60.0))
     await turns()
-    await source.join(0, FakeReplica("replica 0"))
+    await joined(source, 0, FakeReplica("replica 0"))
     assert (await later).number > first.number
     number = first.number
     assert (await ReplicaSet({}, incarnation=2).table(number, 0.0)).number > (await source.table(number, 0.0)).number

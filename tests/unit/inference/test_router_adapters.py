@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
-from replica_support import IdleReplica, router_of, weights
+from replica_support import IdleReplica, joined, losses, router_of, weights
 
 from inference.handover import Outcome
 from inference.router import Router
@@ -69,7 +69,7 @@ async def test_one_that_joins_gets_them_before_it_serves() -> None:
     await router.source.load_adapter("a", weights(1))
     await router.source.load_adapter("b", weights(2))
     await router.source.drop_adapter("a")
-    await router.source.join(1, joiner)
+    await joined(router.source, 1, joiner)
     assert joiner.calls == ["update", "b"]
     router.source.leave(0, "it is dead")
     assert await sampled(router, "b", "x") == 2
@@ -81,7 +81,7 @@ async def test_one_that_cannot_take_an_adapter_is_used_no_more() -> None:
     router = router_of(dict(enumerate(replicas)))
     await router.source.update(weights(0))
     await router.source.load_adapter("a", weights(1))
-    assert await router.source.next_failure() == (0, "replica 0 has no room")
+    assert await losses(router.source) == {0: "replica 0 has no room"}
     assert [await sampled(router, "a", key) for key in "xy"] == [1, 1]
     replicas[1].most = 0
     with pytest.raises(RoomFailed, match=r"no inference replica is left.*no room"):

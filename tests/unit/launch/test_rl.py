@@ -18,12 +18,14 @@ class Room:
     def __init__(self, name: str, ended: list[str]) -> None:
         self.name, self._ended = name, ended
 
-    source = actor = None
+        self.followers: list[object] = []
+
+    source = None
 
     def offer(self) -> None:
         """Stands for a verb."""
 
-    def offer_by(self, offer: Any, timeout_s: float) -> None:
+    def follow(self) -> None:
         """Stands for a verb."""
 
     def stop(self) -> None:
@@ -37,7 +39,7 @@ def test_each_attempt_has_rooms_of_its_own_and_the_orchestrator_ends_first(monke
     training.config = SimpleNamespace(timeouts=SimpleNamespace(update_s=1.0))
     training.plan = SimpleNamespace(resolved=lambda config: config)
     training.places = {"trainer": [], "orchestrator": [{}]}
-    training._service = None
+    training._service = training._incarnations = None
     numbers = iter(range(1, 7))
     trainer = SimpleNamespace(start=lambda *_: Room(f"trainer {next(numbers)}", ended))
     monkeypatch.setattr(rl, "TrainerHandle", trainer)
@@ -49,8 +51,8 @@ def test_each_attempt_has_rooms_of_its_own_and_the_orchestrator_ends_first(monke
             core = training.start(run, ending)
             assert {core.trainer, core.other_rooms["orchestrator"]} < set(core.rooms)
     assert ended == [
-        *("orchestrator 3", "replica set 2", "trainer 1"),
-        *("orchestrator 6", "replica set 5", "trainer 4"),
+        *("orchestrator 3", "trainer 2", "replica set 1"),
+        *("orchestrator 6", "trainer 5", "replica set 4"),
     ]
 
 

@@ -65,13 +65,17 @@ class World:
         self.answer("heartbeat", index, value=RoomFailed(f"{how} of inference replica {index}"))
         if self.waits_for("start", index):
             self.answer("start", index)
-            self.answer("join", index)
+            self.all_serve()
 
     def answer(self, *what: object, value: Any = None) -> None:
         found = [ref for ref in self.monitor.refs() if ref.what[: len(what)] == what]
         assert found, f"nobody waits for {what}: {list(self.monitor.refs())}"
         for ref in found:
             self.monitor.arrived(ref, value)
+
+    def all_serve(self) -> None:
+        """A table says that all that joined serve."""
+        self.answer("table", value=self.room.publish(*self.room.joined))
 
     def waits_for(self, *what: object) -> bool:
         return any(ref.what[: len(what)] == what for ref in self.monitor.refs())
@@ -100,8 +104,7 @@ class World:
         for index in self.room.indices:
             self.answer("start", index)
         self.manager.attach(self.room)
-        for index in self.room.indices:
-            self.answer("join", index)
+        self.all_serve()
         self.room.told.clear()
 
     def health(self) -> dict[str, PartHealth]:
@@ -135,7 +138,7 @@ class TestStart:
         world.answer("start", 1)
         assert world.room.told == [("join", 0, "client 0"), ("join", 1, "client 1")]
         assert world.health() == {"inference_0": PartHealth.CATCHING_UP, "inference_1": PartHealth.CATCHING_UP}
-        world.answer("join", 0)
+        world.answer("table", value=world.room.publish(0))
         assert world.manager.missing(all_of_them=False) == []
         assert world.manager.missing(all_of_them=True) == ["inference replica 1"]
 
@@ -166,13 +169,15 @@ class TestLoss:
         world.answer("heartbeat", 1, value=DIED)
         assert world.room.told == [("leave", 1), ("replace", 1)]
         assert world.health() == {"inference_0": PartHealth.HEALTHY, "inference_1": PartHealth.STARTING}
+        world.answer("table", value=world.room.publish(0, 1))
+        assert world.health()["inference_1"] is PartHealth.STARTING, "it speaks of the one that was lost"
         world.answer("start", 1)
-        world.answer("join", 1)
+        world.all_serve()
         assert world.health()["inference_1"] is PartHealth.HEALTHY
         assert [incident.part for incident in world.roster.incidents] == ["inference_1"] * 2
         world.manager.detach()
         world.manager.attach(world.room)
-        world.answer("join", 1)
+        world.all_serve()
         assert len(world.roster.incidents) == 2, "that it joins the next attempt too is no news"
 
     def test_an_attempt_has_nothing_to_do_with_a_loss_in_the_one_before(self, world: World) -> None:
@@ -185,7 +190,7 @@ class TestLoss:
         world.manager.attach(world.room)
         assert not world.manager.serves(0)
         world.answer("start", 0)
-        world.answer("join", 0)
+        world.all_serve()
         assert world.manager.serves(0)
 
     def test_one_that_says_itself_that_it_is_of_no_use_is_replaced(self, world: World) -> None:
@@ -262,7 +267,7 @@ class TestLoss:
         world.now += 3600.0
         world.manager.look()
         world.answer("start", 2)
-        world.answer("join", 2)
+        world.all_serve()
         assert world.health() == {"inference_0": PartHealth.HEALTHY, "inference_2": PartHealth.HEALTHY}
 
     @pytest.mark.parametrize("reason", ["too few are left", "no restart is allowed"])
@@ -297,14 +302,18 @@ class TestLoss:
             world.answer("heartbeat", index, value=RoomFailed(f"inference replica {index} died"))
         assert [what for what in world.room.told if what[0] == "replace"] == [("replace", index) for index in range(8)]
 
-    def test_what_the_orchestrator_reports_is_believed_after_a_second_opinion(self, world: World) -> None:
+    def test_one_that_tables_leave_out_is_replaced_after_a_second_opinion(self, world: World) -> None:
         world.serve()
-        world.answer("failure", value=(1, "names weights it was never given"))
-        world.look(SECOND_OPINION_S / 2)
-        assert world.room.told == []
-        world.look(SECOND_OPINION_S)
+        for _ in range(2):
+            world.answer("table", value=world.room.publish(0, gone={1: "it names weights it was never given"}))
+            world.look()
+            assert world.room.told == []
+            world.look(SECOND_OPINION_S / 2)
         assert world.room.told == [("leave", 1), ("replace", 1)]
-        assert world.waits_for("failure")
+        world.answer("start", 1)
+        world.answer("table", value=world.room.published)
+        world.look(2 * SECOND_OPINION_S)
+        assert world.health()["inference_1"] is PartHealth.CATCHING_UP, "the one before it is gone"
 
     def test_a_report_of_one_that_cannot_be_reached_waits_until_ray_knows(self, world: World) -> None:
         """A successor would be placed on the node that is lost."""
@@ -313,7 +322,7 @@ class TestLoss:
         world.serve()
         world.look()
         world.answer("heartbeat", 1, value=unreached)
-        world.answer("failure", value=(1, "does not answer"))
+        world.answer("table", value=world.room.publish(0, gone={1: "it does not answer"}))
         world.look(2 * SECOND_OPINION_S)
         assert world.room.told == []
         world.answer("heartbeat", 1, value=DIED)
@@ -323,29 +332,53 @@ class TestLoss:
 
     def test_when_the_attempt_ends_meanwhile_the_replica_was_not_to_blame(self, world: World) -> None:
         world.serve()
-        world.answer("failure", value=(1, "could not fetch the weights of a dead trainer"))
+        reason = "it could not fetch the weights of a dead trainer"
+        world.answer("table", value=world.room.publish(0, gone={1: reason}))
+        world.look(SECOND_OPINION_S / 2)
         world.manager.detach()
         assert world.room.told == [("abort all",)]
         world.manager.attach(world.room)
         world.look(2 * SECOND_OPINION_S)
+        assert world.health()["inference_1"] is PartHealth.CATCHING_UP
         assert world.room.told[1:] == [("join", 0, "client 0"), ("join", 1, "client 1")]
 
-    def test_a_late_answer_to_the_join_of_an_earlier_attempt_says_nothing_of_this_one(self, world: World) -> None:
-        """It comes when the orchestrator of that attempt is dead."""
+    def test_a_late_table_of_an_earlier_attempt_says_nothing_of_this_one(self, world: World) -> None:
+        """The last one comes when the replica set of that attempt is dead."""
         world.answer("start", 0)
         world.answer("start", 1)
         world.manager.attach(world.room)
-        late = [ref for ref in world.monitor.refs() if ref.what[0] == "join"]
-        world.manager.detach()
-        world.manager.attach(world.room)
-        for ref in late:
-            world.monitor.arrived(ref, RoomFailed("orchestrator died"))
-        assert set(world.health().values()) == {PartHealth.CATCHING_UP}, "their joins have no answer yet"
-        world.answer("join", 0)
-        world.answer("join", 1)
+        for last in (world.room.publish(0, 1), RoomFailed("replica set died")):
+            (late,) = [ref for ref in world.monitor.refs() if ref.what == ("table",)]
+            world.manager.detach()
+            world.manager.attach(next_set := Room([]))
+            world.monitor.arrived(late, last)
+            assert set(world.health().values()) == {PartHealth.CATCHING_UP}
+        world.answer("table", value=next_set.publish(0, 1))
         world.look(2 * SECOND_OPINION_S)
         assert not any(told[0] == "replace" for told in world.room.told)
         assert set(world.health().values()) == {PartHealth.HEALTHY}
+
+
+class TestLostSet:
+    def test_the_next_one_has_all_that_have_joined_and_drains_those_that_leave(self, world: World) -> None:
+        world.serve()
+        world.manager.scale(3)
+        world.manager.scale(1)
+        world.room.told.clear()
+        world.answer("table", value=world.room.publish(0, gone={0: "it could not fetch"}))
+        generations = dict(world.room.joined)
+        (late,) = [ref for ref in world.monitor.refs() if ref.what == ("table",)]
+        world.manager.begin_set_again()
+        assert world.room.told == [("begin again", 0, 1), ("drain", 1)]
+        assert world.room.joined == generations, "requests on them go on"
+        world.monitor.arrived(late, RoomFailed("replica set died"))
+        world.look(2 * SECOND_OPINION_S)
+        assert ("replace", 0) not in world.room.told, "the set that says so is no more"
+        world.answer("table", value=world.room.publish(0))
+        assert world.health()["inference_0"] is PartHealth.HEALTHY
+        world.answer("table", value=world.room.publish(0, gone={1: "it was drained"}))
+        world.look()
+        assert "inference_1" not in world.health()
 
 
 class TestScale:
@@ -365,7 +398,7 @@ class TestScale:
         world.manager.scale(4)
         assert added(4, 5) == (4, 0, 1), "two are not up yet"
         world.answer("start")
-        world.answer("join")
+        world.all_serve()
         world.manager.scale(1)
         assert added(1, 2) == (4, 0, 1), "three are still there"
 
@@ -374,7 +407,11 @@ class TestScale:
         world.manager.scale(1)
         assert world.room.told == [("drain", 1)]
         assert world.health()["inference_1"] is PartHealth.DRAINING
-        world.answer("drain", 1)
+        world.answer("table", value=world.room.publish(0, 1))
+        world.look()
+        assert world.room.told[1:] == []
+        world.answer("table", value=world.room.publish(0, gone={1: "it was drained"}))
+        world.look()
         assert world.room.told[1:] == [("remove", 1), ("give back", 1)]
         assert world.health() == {"inference_0": PartHealth.HEALTHY}
 
@@ -384,7 +421,6 @@ class TestScale:
         world.manager.scale(1)
         world.answer("heartbeat", 1, value=DIED)
         assert world.room.told == [("drain", 1), ("leave", 1), ("remove", 1), ("give back", 1)]
-        assert not world.waits_for("drain", 1)
 
     def test_one_that_starts_leaves_at_once(self, world: World) -> None:
         world.answer("start", 0)

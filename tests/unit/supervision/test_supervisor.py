@@ -12,7 +12,7 @@ from config_support import small
 from ray.exceptions import ActorUnavailableError
 from supervision_support import Ref, Room
 
-from trireme.core.errors import BadInput, LimitReached, RoomFailed, TriremeError
+from trireme.core.errors import BadInput, LimitReached, RoomFailed, TriremeError, WeightsRefused
 from trireme.core.sampler import Heartbeat
 from trireme.process import waits
 from trireme.process.signals import Stopped
@@ -30,16 +30,16 @@ class Trainer:
         return {"trainer_0": lambda: Ref("trainer")}
 
 
-class Orchestrator(Room):
+class Orchestrator:
     def heartbeats(self) -> dict[str, Callable[[], Any]]:
         return {"orchestrator_0": lambda: Ref("orchestrator")}
 
 
 class World:
-    """A supervisor of one replica. Each reference comes to a Heartbeat unless `fails` says otherwise. Failures of
-    the orchestrator's are never reported."""
+    """A supervisor of `replicas`. Each reference comes to a Heartbeat unless `fails` says otherwise; in each table all
+    that have joined serve."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, root: Path, **config: Any) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, root: Path, replicas: int = 1, **config: Any) -> None:
         self.fails: dict[str, TriremeError | type[Exception]] = {}
         self.silent: set[str] = set()
         monkeypatch.setattr(waits, "ready", self._ready)
@@ -50,7 +50,7 @@ class World:
         cfg = small(orchestrator={"batch_size": 4, "max_steps_off_policy": 0}, **config)
         (root / LOCK).touch()
         self.supervised_config = cfg
-        self.roster, self.room = Roster(time.time), Orchestrator([0])
+        self.roster, self.room = Roster(time.time), Room(list(range(replicas)))
         places: Any = self.room
         self.check_number: Callable[[int, int], None] = lambda _number, _added: None
         checked = lambda number, added: self.check_number(number, added)  # noqa: E731
@@ -65,12 +65,14 @@ class World:
 
     def _ready(self, refs: dict[Any, str], timeout_s: float) -> dict[Any, Any]:
         time.sleep(0.01)
-        return {ref: self._outcome(ref) for ref in refs if ref.what[0] not in {"failure", *self.silent}}
+        return {ref: self._outcome(ref) for ref in refs if ref.what[0] not in self.silent}
 
     def _outcome(self, ref: Ref) -> Any:
         failure = self.fails.get(str(ref.what[0]))
         if isinstance(failure, type):
             raise failure("out of the blue")
+        if ref.what[0] == "table":
+            return self.room.publish(*self.room.joined)
         return failure or Heartbeat((1,), "node")
 
     def until(self, said: Callable[[], bool]) -> None:
@@ -87,8 +89,8 @@ class World:
             yield supervisor
 
     def begin(self) -> None:
-        self.supervisor.expect(Trainer(), self.room)
-        self.supervisor.attach(Trainer(), self.room, replica_set=self.room)
+        self.supervisor.expect(Trainer(), Orchestrator(), self.room)
+        self.supervisor.attach(Trainer(), Orchestrator(), self.room, replica_set=self.room)
         self.supervisor.await_replicas(Path("logs"), lambda _names, _waited: None)
 
     def failure(self) -> TriremeError:
@@ -135,6 +137,7 @@ def test_all_is_well(world: World) -> None:
             "inference_0": PartHealth.HEALTHY,
             "trainer_0": PartHealth.HEALTHY,
             "orchestrator_0": PartHealth.HEALTHY,
+            "replica_set_0": PartHealth.HEALTHY,
         }
 
 
@@ -181,12 +184,65 @@ def test_a_lost_replica_is_replaced_and_the_attempt_goes_on(world: World) -> Non
         supervisor.check()
 
 
-def test_in_deterministic_mode_it_ends_the_attempt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_128_that_fail_together_have_successors_within_ten_seconds(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Their actors, which hang, are asked what they lost. Nobody waits for that with the supervisor's lock."""
+    world = World(monkeypatch, tmp_path, replicas=128)
+    with world.serving() as supervisor:
+        world.silent, world.room.alive = {"lost engine"}, set(range(128))
+        world.fails["heartbeat"] = WeightsRefused("canary")
+        began = time.monotonic()
+        world.until(lambda: len(world.room.asked) == 128)
+        world.fails.clear()
+        longest_s = 0.0
+        while sum(what == "replace" for what, *_ in world.room.told) < 128:
+            asked = time.monotonic()
+            with supervisor._lock:
+                longest_s = max(longest_s, time.monotonic() - asked)
+            assert asked - began < 10.0, "it is too long"
+            time.sleep(0.01)
+        assert longest_s < 1.0
+        world.until(lambda: all(part.health is PartHealth.HEALTHY for part in world.roster.parts))
+        supervisor.check()
+
+
+def test_a_lost_replica_set_has_a_successor_as_often_as_the_budget_allows(world: World) -> None:
+    """It has all replicas, those that have left a table for too short a time too, and the attempt goes on."""
+    with world.serving() as supervisor:
+        for reason in ("it was killed", "it hangs", "it ran out of memory"):
+            before = world.room.incarnation
+            world.fails["replica set"] = RoomFailed(reason)
+            world.until(lambda: world.room.incarnation > before)  # noqa: B023  it is called now
+            world.fails.clear()
+            world.until(lambda: all(part.health is PartHealth.HEALTHY for part in world.roster.parts))
+            supervisor.check()
+        assert world.room.told == [("join", 0, "client 0"), *[("begin again", 0)] * 3]
+        assert {part.name: part.restarts for part in world.roster.parts if part.restarts} == {"replica_set_0": 3}
+        world.fails["replica set"] = RoomFailed("replica set died")
+        assert "replica_set_0 failed 4 times" in str(world.failure())
+
+
+def test_a_replica_set_that_is_lost_as_an_attempt_ends_has_no_successor(world: World) -> None:
+    with world.serving() as supervisor:
+        world.silent = {"start of the set"}
+        world.fails["replica set"] = RoomFailed("replica set died")
+        world.until(lambda: world.room.incarnation == 2)
+        world.fails.clear()
+        supervisor.detach(DIED)
+        world.silent = set()
+        world.begin()
+        assert world.room.incarnation == 2
+        supervisor.check()
+
+
+@pytest.mark.parametrize("part", ["heartbeat", "replica set"])
+def test_in_deterministic_mode_it_ends_the_attempt(part: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     world = World(monkeypatch, tmp_path, deterministic=True)
     with world.serving():
-        world.fails["heartbeat"] = RoomFailed("inference_0 died")
-        assert "inference_0 died" in str(world.failure())
-        assert ("replace", 0) in world.room.told
+        world.fails[part] = RoomFailed("it died")
+        assert "it died" in str(world.failure())
+        assert (("replace", 0) in world.room.told) is (part == "heartbeat")
 
 
 def test_beyond_the_budget_the_run_ends_in_the_drivers_thread(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -318,8 +374,8 @@ def test_replicas_wait_for_a_place_longer_than_for_their_start(monkeypatch: pyte
             if waited_s > 1.0:
                 world.room.lost_places, world.silent = set(), set()
 
-        supervisor.expect(Trainer(), world.room)
-        supervisor.attach(Trainer(), world.room, replica_set=world.room)
+        supervisor.expect(Trainer(), Orchestrator(), world.room)
+        supervisor.attach(Trainer(), Orchestrator(), world.room, replica_set=world.room)
         supervisor.await_replicas(Path("logs"), progress)
         assert "a place in the cluster for inference replica 0" in told
         supervisor.check()

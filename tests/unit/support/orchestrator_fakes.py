@@ -84,13 +84,11 @@ class FakeSampler:
         if self.update_error:
             raise self.update_error
         self.version = version
+        self.changed({0: version})
         return [UpdateReport(0, weights.identity, Drift(version / 200, version / 100), 10 * version, 0.0)]
 
     def on_change(self, call: Callable[[dict[int, int]], object]) -> None:
         self.changed = call
-
-    async def versions(self) -> dict[int, int]:
-        return {} if self.version < 0 else {0: self.version}
 
     async def stats(self) -> dict[int, ReplicaStats]:
         return {0: ReplicaStats(0, 0, 0.0, 0)}

@@ -1,22 +1,33 @@
 """What replicas in front of a router have in common, and the weights that they are sent."""
 
+import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from inference.handover import Progress
 from inference.replica_set.actor import ReplicaSet
+from inference.replica_set.table import NO_VERSION, Table, Version
 from inference.router import Router
+from trireme.core.errors import RoomFailed
 from trireme.core.sampler import ReplicaStats
 from trireme.core.types import WeightIdentity
 from trireme.core.weights import EXACT, Canary, PublishedWeights, WeightsManifest
+
+BACKGROUND: set[asyncio.Task[Any]] = set()
 
 
 def weights(version: int) -> PublishedWeights:
     canary = Canary(np.zeros(2, np.int32), np.zeros(1, np.float32), EXACT)
     return PublishedWeights(WeightsManifest(WeightIdentity(1, version, f"d{version}"), (), canary), ())
+
+
+def in_background(work: Coroutine[Any, Any, Any]) -> None:
+    task = asyncio.get_running_loop().create_task(work)
+    BACKGROUND.add(task)
+    task.add_done_callback(BACKGROUND.discard)
 
 
 def router_of(
@@ -30,7 +41,61 @@ def router_of(
 ) -> Router:
     """Returns the router of a replica set in this process, which is its `source`."""
     source = ReplicaSet(replicas, fixed=fixed, patience_s=patience_s, update_s=update_s)
-    return kind(source, fixed=fixed, patience_s=patience_s, **options)
+    return kind(source, fixed=fixed, **options)
+
+
+async def joined(source: ReplicaSet, index: int, client: Any) -> None:
+    """Has a replica join, and waits until it serves or waits for the next update. Raises why it is gone."""
+    source.join(index, client)
+    joiner = source._by_index[index]
+    assert joiner.catching_up is not None
+    await asyncio.wait([joiner.catching_up])
+    if joiner.gone:
+        raise joiner.gone
+
+
+async def losses(source: ReplicaSet) -> dict[int, str]:
+    """Returns why replicas are gone that have no successor."""
+    table = await source.table((0, 0), 0.0)
+    return {index: str(ended.reason) for index, ended in table.departed.items() if index not in table.rows}
+
+
+async def next_loss(source: ReplicaSet, handled: Collection[int] = ()) -> int:
+    """Waits for a replica to be gone that has no successor and is not among `handled`, which may change."""
+
+    def lost(table: Table) -> list[int]:
+        return [index for index in table.departed if index not in table.rows and index not in handled]
+
+    await source._newest_table.wait_until(lambda table: bool(lost(table)))
+    return lost(source._newest_table.table)[0]
+
+
+async def next_incarnation(
+    router: Router, newest: PublishedWeights | None, lowest: Version | None = None, **options: Any
+) -> ReplicaSet:
+    """The set of a router dies, as a process does, and the driver gives its replicas to a successor and repeats the
+    update to `newest`. `lowest`: its version, unless another is given. `options`: of the successor."""
+    identity = newest.identity if newest else None
+    old: Any = router.source
+    rows = old._newest_table.table.rows
+    old._listeners.clear()
+    if old._updates._newest:
+        old._updates._newest[1].cancel()
+    for member in old._by_index.values():
+        member.calls.end(RoomFailed("the replica set died"))
+    successor = ReplicaSet(
+        {index: row.client for index, row in rows.items()},
+        generations={index: row.generation for index, row in rows.items()},
+        incarnation=old._incarnation + 1,
+        lowest=lowest or ((identity.attempt, identity.version) if identity else NO_VERSION),
+        patience_s=old._patience_s,
+        **options,
+    )
+    await successor.start(None)
+    if newest:
+        in_background(successor.try_update(newest))
+    router.follow(successor)
+    return successor
 
 
 class IdleReplica:

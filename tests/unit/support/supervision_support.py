@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from inference.replica_set.table import Departure, Generation, ReplicaRow, Table
+from trireme.core.errors import RoomFailed
 from trireme.supervision.roster import PartHealth, Roster
 from trireme.supervision.status import LOCK, ScaleRequest, ScaleRequests
 
@@ -79,8 +81,13 @@ class Room:
         """Those whose actors can be asked."""
         self.looks = 0
         """How often places were looked at."""
-        self.join, self.leave = Method(self._join), Method(self._leave)
-        self.drain, self.next_failure = Method(self._drain), Method(lambda: Ref("failure"))
+        self.join, self.leave, self.drain = Method(self._join), Method(self._leave), Method(self._drain)
+        self.table = Method(lambda _after, _wait_s: Ref("table"))
+        self.actor, self.incarnation = self, 1
+        """As the handle of a replica set."""
+        self.published = Table()
+        self.joined: dict[int, Generation] = {}
+        """The replica of each number that joined last."""
 
     def _ref(self, *what: object) -> Ref:
         self.told.append(what)
@@ -132,7 +139,26 @@ class Room:
     def options(self, index: int) -> dict[str, Any]:
         return {"place of": index}
 
-    def _join(self, index: int, client: str) -> Ref:
+    def heartbeats(self) -> dict[str, Callable[[], Ref]]:
+        return {"replica_set_0": lambda: Ref("replica set")}
+
+    def begin_again(self, clients: dict[int, str], generations: dict[int, Generation]) -> Ref:
+        assert clients.keys() == generations.keys()
+        self.incarnation += 1
+        self.joined = generations
+        self.told.append(("begin again", *clients))
+        return Ref("start of the set")
+
+    def publish(self, *serving: int, gone: dict[int, str] | None = None) -> Table:
+        """Returns the next table, in which those that have joined serve or are `gone`."""
+        number = self.published.number
+        rows = {i: ReplicaRow(g, Any, behind=i not in serving) for i, g in self.joined.items() if i not in (gone or {})}
+        departed = {i: Departure(self.joined[i], RoomFailed(reason)) for i, reason in (gone or {}).items()}
+        self.published = Table((self.incarnation, number[1] + 1), rows, {**self.published.departed, **departed})
+        return self.published
+
+    def _join(self, index: int, client: str, generation: Generation) -> Ref:
+        self.joined[index] = generation
         return self._ref("join", index, client)
 
     def _leave(self, index: int, reason: str) -> Ref:

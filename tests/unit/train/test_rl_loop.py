@@ -50,13 +50,11 @@ class StandIns(SimpleNamespace):
     def end_version(self, *_: object) -> None:
         self.asked.note("end version")
 
-    def update(self, weights: Any) -> str:
+    def update(self, weights: Any) -> None:
         self.asked.note("update", weights.identity.version)
-        return f"update {weights.identity.version}"
 
-    def begin_version(self, version: int, update: str, *_: object) -> None:
-        assert update == f"update {version}"
-        self.asked.note("begin version", version)
+    def begin_version(self, identity: WeightIdentity, *_: object) -> None:
+        self.asked.note("begin version", identity.version)
 
     def minibatches(self, step: int, substep: int, *_: object) -> Iterator[Any]:
         for part in range(self.parts):

@@ -46,10 +46,10 @@ def test_half_a_gpu_is_shared_with_a_replica(monkeypatch, gpus, share):
 @pytest.mark.parametrize(("within_s", "sends_for_s"), [(20.0, 20.0), (900.0, 200.0)])
 def test_sending_is_given_up_before_a_gather_that_waits_for_it(within_s, sends_for_s):
     config = make_config("m", timeouts__collective_s=400.0)
-    trainer = TrainerHandle(config, [], [], None)
-    trainer._terms_R = [((64,), ("host", 1))]
     offers = []
-    trainer.offer_by(lambda offer: offers.append(offer) or Session(1, 0, {0: 0}), within_s)
+    offer = lambda offer: offers.append(offer) or Session(1, 0, {0: 0})  # noqa: E731
+    trainer = TrainerHandle(config, [], [], None, offer=offer, offered_s=within_s)
+    trainer._terms_R = [((64,), ("host", 1))]
     session = trainer._session(7)
     assert [offer.timeout_s for offer in offers] == [sends_for_s]
     assert sends_for_s - 5.0 < session.left_s <= sends_for_s

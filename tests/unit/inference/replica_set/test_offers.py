@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from replica_support import IdleReplica, router_of
+from replica_support import IdleReplica, joined, router_of
 from replica_support import weights as version
 
 from inference.handover import Outcome
@@ -205,16 +205,16 @@ async def test_an_epoch_begins_exactly_when_the_members_are_others() -> None:
 
     assert await next_epoch() == 1
     assert await next_epoch() == 0
-    await router.source.join(3, Replica(3))
+    await joined(router.source, 3, Replica(3))
     assert [await next_epoch(), await next_epoch()] == [1, 0]
-    await router.source.join(3, Replica(3))  # a successor: the same numbers, another member
+    await joined(router.source, 3, Replica(3))  # a successor: the same numbers, another member
     assert [await next_epoch(), await next_epoch()] == [1, 0]
     router.source.leave(3, "replica 3 died")
     assert [await next_epoch(), await next_epoch()] == [1, 0]
     replicas[0].dead = RoomFailed("replica 0 died")
     await router.stats()
     assert [await next_epoch(), await next_epoch()] == [1, 0]
-    joining = asyncio.create_task(router.source.join(0, Replica(0, update_s=5.0)))
+    joining = asyncio.create_task(joined(router.source, 0, Replica(0, update_s=5.0)))
     await asyncio.sleep(1.0)
     assert await next_epoch() == 0, "it does not take part yet"
     await joining

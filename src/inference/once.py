@@ -1,0 +1,29 @@
+"""Work that is done once for each identity of weights, however often it is called for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, Generic, TypeVar
+
+from trireme.core.types import WeightIdentity
+
+Value = TypeVar("Value")
+
+
+class OnceForEach(Generic[Value]):
+    """Remembers the newest work."""
+
+    def __init__(self) -> None:
+        self._newest: tuple[WeightIdentity, asyncio.Task[Value]] | None = None
+
+    async def run(self, identity: WeightIdentity, begin: Callable[[], Coroutine[Any, Any, Value]]) -> Value:
+        """Returns or raises the outcome of the work for `identity`: that of the last call where it had the same one,
+        unless it has failed. It goes on when a caller is cancelled."""
+        if not (self._newest and self._newest[0] == identity and not _has_failed(self._newest[1])):
+            self._newest = identity, asyncio.create_task(begin())
+        return await asyncio.shield(self._newest[1])
+
+
+def _has_failed(task: asyncio.Task[Any]) -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)
