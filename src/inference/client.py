@@ -115,7 +115,7 @@ class SamplingClient:
             sequences = [cut(sequence, strings, self._tokenizer.decode) for sequence in sequences]
         return SampleResponse(sequences, sequences[0].prompt_logprobs, sequences[0].topk_prompt_logprobs)
 
-    def _begin(self, work: Coroutine[Any, Any, Value]) -> Future[Value]:
+    def _begin(self, work: Coroutine[object, object, Value]) -> Future[Value]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     @cached_property

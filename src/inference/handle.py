@@ -149,7 +149,7 @@ class InferenceHandle:
         gathers = not self.config.deterministic
         return RayReplica(self.replicas[index], self.name(index), log_file, answer_s, update_s, gathers)
 
-    def ready_ref(self, index: int) -> Any:
+    def ready_ref(self, index: int) -> object:
         """Returns a reference that resolves (to `ReplicaInfo`) when replica `index` can take weights."""
         return self._ready[index]
 
@@ -183,7 +183,7 @@ class InferenceHandle:
         self._start(index)
         return index
 
-    def remove(self, index: int) -> dict[str, Any]:
+    def remove(self, index: int) -> dict[str, object]:
         """Ends replica `index` for ever; returns the Ray options that it had, for another."""
         ray.kill(self.replicas.pop(index))
         del self._ready[index]
@@ -201,7 +201,7 @@ class InferenceHandle:
 
     # ----------------------------------------------------------------------------------------------------------- all
 
-    def ready_refs(self) -> tuple[list[Any], list[str]]:
+    def ready_refs(self) -> tuple[list[object], list[str]]:
         """Returns the `ready_ref` of all replicas, and the replicas' names."""
         return list(self._ready.values()), [self.name(index) for index in self._ready]
 
@@ -253,5 +253,5 @@ class InferenceHandle:
             ray.kill(handle)
 
 
-def _create(config: Config, index: int, options: dict[str, Any], log_dir: Path | None) -> Any:
+def _create(config: Config, index: int, options: dict[str, object], log_dir: Path | None) -> object:
     return ray.remote(ReplicaActor).options(max_concurrency=MAX_CALLS, **options).remote(config, index, log_dir)

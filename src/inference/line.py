@@ -14,7 +14,6 @@ import uuid
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from inference.handover import NOTHING, Outcome
 from inference.messages import Reply
@@ -153,7 +152,7 @@ class Line:
         elif self._waiting and not self._calls:
             self._call_soon()
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, coroutine: Coroutine[object, object, None]) -> None:
         task = self.loop.create_task(coroutine)
         self._tasks.add(task)  # the loop itself keeps only weak references
         task.add_done_callback(self._tasks.discard)

@@ -25,5 +25,5 @@ class OnceForEach(Generic[Value]):
         return await asyncio.shield(self._newest[1])
 
 
-def _has_failed(task: asyncio.Task[Any]) -> bool:
+def _has_failed(task: asyncio.Task[object]) -> bool:
     return task.done() and (task.cancelled() or task.exception() is not None)

@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -215,5 +214,5 @@ class Broadcast:
         group.collective.broadcast(arrived, self._left_s)
         place.copy_(arrived)
 
-    def _tell(self, pipe: int, **message: Any) -> None:
+    def _tell(self, pipe: int, **message: object) -> None:
         os.write(pipe, (to_json({"serial": self._serial, **message}) + "\n").encode())

@@ -115,7 +115,7 @@ class Mix:
         """Returns the problem with this id. Raises BadInput when there is none."""
         return self._cursors[self.env_of(problem)].builder(problem.rpartition("/")[2])
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         return {"drawn": self._drawn, "cursors": [[name, c.state_dict()] for name, c in self._cursors.items()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

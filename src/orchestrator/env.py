@@ -114,13 +114,13 @@ class Resumable:
     TypeError: else only the resume would notice.
     """
 
-    def __init_subclass__(cls, **options: Any) -> None:
+    def __init_subclass__(cls, **options: object) -> None:
         super().__init_subclass__(**options)
         gives = cls.state_dict is not Resumable.state_dict
         if gives and cls.load_state_dict is Resumable.load_state_dict:
             raise TypeError(f"{cls.__qualname__} overrides state_dict; expected load_state_dict too, which takes it")
 
-    def state_dict(self) -> Mapping[str, Any] | None:
+    def state_dict(self) -> Mapping[str, object] | None:
         """Returns everything that another environment of this rollout needs to continue the episode from here: JSON
         values and numpy arrays, which are copied. Unless overridden, None: a commit then keeps nothing of the rollout,
         which starts again after a resume. Called between turns, never while another method runs."""

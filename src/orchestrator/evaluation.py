@@ -157,7 +157,7 @@ class Evaluator:
             self._waited_s = 0.0
         return row
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Returns JSON values; rows as pairs, because their keys are numbers."""
         return {
             "done": self._evaluated,

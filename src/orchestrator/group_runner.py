@@ -128,7 +128,7 @@ class GroupRunner:
             await uninterrupted(self._end(envs, started, place))
         return GroupOutcome(outcomes_G, scored)
 
-    async def _end(self, envs: GroupEnvs, tasks: set[asyncio.Task[Any]], place: str) -> None:
+    async def _end(self, envs: GroupEnvs, tasks: set[asyncio.Task[object]], place: str) -> None:
         """Ends what the environments hold, and the tasks that they have left."""
         with TaskOwner(tasks):
             await envs.end()

@@ -59,7 +59,7 @@ class OrchestratorHandle:
         )
         return cls(config, actor, log_dir and log_dir / "orchestrator_0.log")
 
-    def ready_refs(self) -> tuple[list[Any], list[str]]:
+    def ready_refs(self) -> tuple[list[object], list[str]]:
         """Returns references that resolve once the actor is ready, and the names of their owners."""
         return [self._started], ["orchestrator"]
 

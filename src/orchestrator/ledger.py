@@ -341,7 +341,7 @@ class Ledger:
     def _in_training(self) -> list[Group]:
         return [group for step, groups in self.consumed.items() if step >= self.released for group in groups]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Returns the last boundary as JSON values, see the module's docstring. Raises ValueError when a replica has a
         later version already, or all had one before they left, so that there is no way back."""
         ahead = {replica: version for replica, version in self.replicas.items() if version > self.released}

@@ -161,7 +161,7 @@ class GroupEnvs:
         self.check()
         return env
 
-    async def _one_of_a_group(self, sample: int) -> Any:
+    async def _one_of_a_group(self, sample: int) -> object:
         """Takes an environment that was made for this rollout together with others and is not used yet. A retry makes
         a whole group; its other environments are kept for retries of the other rollouts."""
         async with self._making:
@@ -197,7 +197,7 @@ class GroupEnvs:
             await asyncio.wait(self._closing)
         await self._within_limit(result_of(self._builder.cleanup), f"{self._place}: cleanup()")
 
-    def _begin_closing(self, env: Any, sample: int) -> asyncio.Task[None] | None:
+    def _begin_closing(self, env: object, sample: int) -> asyncio.Task[None] | None:
         if not isinstance(env, Env | AgentEnv):  # refused when it was to be used
             return None
         closing = start_contained(self._within_limit(close_env(env), f"{self._place}, rollout {sample}: close()"))
@@ -205,7 +205,7 @@ class GroupEnvs:
         closing.add_done_callback(self._closing.discard)
         return closing
 
-    async def _within_limit(self, work: Coroutine[Any, Any, None], label: str) -> None:
+    async def _within_limit(self, work: Coroutine[object, object, None], label: str) -> None:
         """Awaits the end of something. Each failure is counted and logged: more cannot be done about it."""
         task = start_contained(work)
         error: BaseException | None = EnvNotClosed(f"took longer than env.close_s = {self._close_s:g} s")

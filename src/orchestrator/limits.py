@@ -95,7 +95,7 @@ class RunLimits:
                 f"The first failed rollout: {self.first_failure}"
             )
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         return {
             "failures": list(self._failures),
             "unusable_in_a_row": self._unusable_in_a_row,
@@ -117,14 +117,14 @@ class BackgroundTasks:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._error: BaseException | None = None
 
-    def spawn(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+    def spawn(self, work: Coroutine[object, object, T], name: str) -> asyncio.Task[T]:
         """Starts a task. Errors of a dataset in it (KeyboardInterrupt, SystemExit) do not end the event loop."""
         task = start_contained(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._on_end)
         return task
 
-    def _on_end(self, task: asyncio.Task[Any]) -> None:
+    def _on_end(self, task: asyncio.Task[object]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()):
             self._error = self._error or error

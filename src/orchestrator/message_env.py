@@ -119,7 +119,7 @@ class RenderedEnv(Env):
             return None
         return StepResult(last.reward, True, metrics=last.metrics, logs=last.logs, in_loss=last.in_loss)
 
-    def state_dict(self) -> Mapping[str, Any] | None:
+    def state_dict(self) -> Mapping[str, object] | None:
         state = self._env.state_dict()
         if state is None:
             return None
@@ -149,7 +149,7 @@ class RenderedEnv(Env):
         return np.array(self._prompt, np.int32)
 
 
-def _with_array(message: Message) -> dict[str, Any]:
+def _with_array(message: Message) -> dict[str, object]:
     """Returns a message with its sampled tokens in a form that a commit can hold."""
     return message | ({"tokens": np.array(message["tokens"], np.int32)} if "tokens" in message else {})
 

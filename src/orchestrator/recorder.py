@@ -57,7 +57,7 @@ class Recorder:
         sample = random.Random(f"{self._seed}/{step}").sample(rest, min(self._options.sample, len(rest)))
         return [("best", best), *(("worst", scored) for scored in worst), *(("sample", scored) for scored in sample)]
 
-    def _record(self, step: int, reason: str, scored: ScoredGroup) -> dict[str, Any]:
+    def _record(self, step: int, reason: str, scored: ScoredGroup) -> dict[str, object]:
         return {
             "step": step,
             "why": reason,

@@ -171,7 +171,7 @@ def _line(field: str, group: AnyGroup, arrays: list[npt.NDArray[Any]]) -> bytes:
     return to_json(values).encode() + b"\n"
 
 
-def _trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:
+def _trajectory_to_json(trajectory: Trajectory) -> dict[str, object]:
     return {"stop_reason": trajectory.stop_reason, "turns": list(map(_turn_to_json, trajectory.turns))}
 
 
@@ -208,7 +208,7 @@ def _unfinished_from_json(
     return UnfinishedGroup(Group(**values["group"]), rollouts_G, values["temperature"])
 
 
-def _turn_to_json(turn: Turn) -> dict[str, Any]:
+def _turn_to_json(turn: Turn) -> dict[str, object]:
     return {
         "start": turn.start,
         "prompt_end": turn.prompt_end,
@@ -247,7 +247,7 @@ def _from_null(metrics: Mapping[str, float | None]) -> dict[str, float]:
     return {name: nan if value is None else value for name, value in metrics.items()}
 
 
-def readable(logged: Any) -> Any:
+def readable(logged: object) -> object:
     """Returns logs of an environment as JSON values."""
     if isinstance(logged, Mapping):
         return {str(name): readable(value) for name, value in logged.items()}

@@ -123,7 +123,7 @@ class Toolbox:
         turns = self._turns.setdefault(asyncio.get_running_loop(), {})
         return turns.setdefault(tool.spec["name"], asyncio.Semaphore(tool.at_once))
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {"_tools": self._tools}  # turns belong to the event loops of this process
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -136,7 +136,7 @@ class TokenCounts:
         self._sampled += tokens
         self._rollouts += rollouts
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Returns the counts for the next row, as JSON values. Tokens of running groups are not part of it."""
         return {"wasted": dict(self._wasted), "sampled": self._sampled, "rollouts": self._rollouts}
 

@@ -61,7 +61,7 @@ def take_connection() -> socket.socket:
     return connection
 
 
-def load(request: bytes) -> Callable[[], Any]:
+def load(request: bytes) -> Callable[[], object]:
     """Imports the function of a call. Returns a function that makes the call, or raises why it cannot."""
     try:
         function, *args = pickle.loads(request)

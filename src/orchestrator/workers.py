@@ -218,7 +218,7 @@ async def workers(size: int, variables: Sequence[str] = ()) -> AsyncIterator[Non
         await started.close()
 
 
-async def run_in_worker(function: Callable[..., T], *args: Any, timeout_s: float) -> T:
+async def run_in_worker(function: Callable[..., T], *args: object, timeout_s: float) -> T:
     """Returns `function(*args)`, computed in another process for at most `timeout_s` seconds. The result is made of
     JSON values: tuples become lists.
 

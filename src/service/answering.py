@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -216,7 +216,7 @@ class TurnAnswering:
         return "stop" if by_model else answer.stop_reason, stopped_by
 
 
-async def all_of(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+async def all_of(works: Sequence[Coroutine[object, object, T]]) -> list[T]:
     """Returns the results of all works, which run at the same time. Where one fails, or the caller is cancelled, the
     others end first."""
     if len(works) == 1:  # as nearly always: it needs no task

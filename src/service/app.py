@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.responses import PlainTextResponse, Response
@@ -57,7 +56,7 @@ class Service(SessionRoutes):
         self._front.turns.models.check(name)
         return JsonReply(self._model(name))
 
-    def _model(self, name: str) -> dict[str, Any]:
+    def _model(self, name: str) -> dict[str, object]:
         return {
             "id": name,
             "object": "model",

@@ -45,7 +45,7 @@ def is_anthropic(path: str) -> bool:
     return in_session(path)[1].startswith("/v1/messages")
 
 
-def error_body(path: str, refused: RequestRefused) -> dict[str, Any]:
+def error_body(path: str, refused: RequestRefused) -> dict[str, object]:
     """Returns the error body of the dialect that is spoken at `path`."""
     if is_anthropic(path):
         kind = ANTHROPIC_TYPES.get(refused.status, "invalid_request_error" if refused.status < 500 else "api_error")

@@ -83,7 +83,7 @@ class ServiceHandle:
         node = ray.get_runtime_context().get_node_id()
         start_times = list(starts)
 
-        def make() -> Any:
+        def make() -> object:
             options = {"num_cpus": 0, "scheduling_strategy": on_node(node)}
             actor = ray.remote(ServiceActor).options(**options)
             return actor.remote(config, sampler_factory, models, keys, trains, sessions, log_dir, start_times)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -60,7 +60,7 @@ class DeliveredReply(Response):
             await asyncio.gather(disconnect, return_exceptions=True)
 
 
-async def until_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def until_disconnected(request: Request, work: Coroutine[object, object, T]) -> T:
     """Returns the result of `work`, which ends when the client leaves: it is sampled for no other reason."""
     task = asyncio.ensure_future(work)
     disconnect = asyncio.ensure_future(_disconnected(request.receive))

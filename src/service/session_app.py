@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import Request
 from pydantic import Field
@@ -94,7 +94,7 @@ class SessionRoutes:
         return JsonReply({"session": session, "forgotten": True})
 
 
-def _exported(turn: ExportedTurn) -> dict[str, Any]:
+def _exported(turn: ExportedTurn) -> dict[str, object]:
     return {
         "prompt": turn.prompt.tolist(),
         "follows": turn.follows,

@@ -152,7 +152,7 @@ class Store:
         """Records that the losses of this boot of the machine were dealt with. Raises StorageFailed."""
         self._execute("UPDATE meta SET value = ? WHERE key = 'boot'", self._boot)
 
-    def _execute(self, statement: str, *values: Any) -> sqlite3.Cursor:
+    def _execute(self, statement: str, *values: object) -> sqlite3.Cursor:
         with _store_errors(self.path):
             return self._opened_base().execute(statement, values)
 

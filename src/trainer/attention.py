@@ -98,7 +98,7 @@ def packed_attention(
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
-    **others: Any,
+    **others: object,
 ) -> tuple[Tensor, None]:
     """Computes causal attention within each sequence: [B, L, heads, dim], from `query` [B, heads, L, dim] and `key`,
     `value` [B, key heads, L, dim].

@@ -125,7 +125,7 @@ class TrainerHandle:
         ready_R = [shard.setup.remote(address) for shard in actors_R]
         return cls(config, actors_R, ready_R, log_dir, attempt, offer, offered_s)
 
-    def ready_refs(self) -> tuple[list[Any], list[str]]:
+    def ready_refs(self) -> tuple[list[object], list[str]]:
         """Returns references that resolve when the shards are ready, and the shards' names."""
         return list(self._ready_R), [f"trainer shard {rank}" for rank in range(len(self._actors_R))]
 
@@ -201,7 +201,7 @@ class TrainerHandle:
         batch = TokenBatch.of(data)
         return StoredBatch.store(batch.lengths, batch.sequences, batch.take, self._assign)
 
-    def _fetch(self, reference: Any, owner: str) -> Any:
+    def _fetch(self, reference: object, owner: str) -> object:
         return waits.get(reference, owner=f"{owner} (a part of a batch)", timeout_s=self._timeouts.step_s)
 
     def update_reference(self) -> None:
@@ -312,7 +312,7 @@ class TrainerHandle:
         except RoomFailed as error:
             raise self._inquest(verb, error, refs_R) from error.__cause__
 
-    def _inquest(self, verb: str, error: RoomFailed, refs_R: Sequence[Any]) -> RoomFailed:
+    def _inquest(self, verb: str, error: RoomFailed, refs_R: Sequence[object]) -> RoomFailed:
         """Returns the error to report for a failed call: the death of a shard instead of the lost connection that
         others see; for a hang, where each shard is, or the shards for which a collective waited too long."""
         if error.__cause__ is None:

@@ -54,7 +54,7 @@ def _forward(
     tokens: Tensor,
     targets: Tensor,
     temperatures: Tensor | None,
-    **sequences: Any,
+    **sequences: object,
 ) -> Tensor:
     hidden = model.base_model(input_ids=tokens, use_cache=False, **sequences).last_hidden_state
     rows, weight = _head(model, hidden.flatten(0, 1))
@@ -85,7 +85,7 @@ def _head(model: PreTrainedModel, hidden: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def token_logprobs(
-    model: PreTrainedModel, tokens: Tensor, targets: Tensor, temperatures: Tensor | None, **sequences: Any
+    model: PreTrainedModel, tokens: Tensor, targets: Tensor, temperatures: Tensor | None, **sequences: object
 ) -> Tensor:
     """Returns the log-probability of each target under logits / temperature: float32 [B, L].
 

@@ -78,7 +78,7 @@ def switches(config: PretrainedConfig) -> dict[str, str]:
     return {key: ", ".join(sorted(values)) for key, values in found.items()}
 
 
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
+def _leaves(value: object, path: str) -> Iterator[tuple[str, str]]:
     """Yields the path and the text of each value in a section."""
     if isinstance(value, Mapping):
         for name, part in value.items():
@@ -95,5 +95,5 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
 
 @cache
 def _page() -> dict[str, Any]:
-    page: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
+    page: dict[str, object] = json.loads(FILE.read_text(encoding="utf-8"))
     return page

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -327,7 +326,7 @@ class Shard(AdapterVerbs):
             shapes = published_units
         return lay_out(shapes(self._model, self._sharding.dtype))
 
-    def terms(self) -> tuple[tuple[int, ...], Any]:
+    def terms(self) -> tuple[tuple[int, ...], object]:
         """Returns the terms of an offer to replicas: the sizes of the buckets, and where to find this rank."""
         return self.layout.sizes, self._sender.endpoint
 

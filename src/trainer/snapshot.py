@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from math import prod
 from threading import Event, Lock
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ def kinds(tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
 
     The result is the same for any number of ranks: shapes and STACKED_BYTES count whole tensors.
     """
-    found: dict[Any, list[list[str]]] = {}
+    found: dict[object, list[list[str]]] = {}
     for name in sorted(tensors, key=lambda name: [int(n) for n in re.findall(r"\d+", name)]):
         tensor = tensors[name]
         stacks = found.setdefault((re.sub(r"\d+", "#", name), tensor.shape, tensor.dtype), [[]])

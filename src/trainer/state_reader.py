@@ -38,7 +38,7 @@ ALLOWED = {**{(known.__module__, known.__qualname__): known for known in CLASSES
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
             return dtype
         if (module, name) not in ALLOWED:

@@ -31,7 +31,7 @@ def _at_most(limit: int) -> Size:
     return lambda value, _: min(value, limit)
 
 
-def _key_heads(value: int, section: Mapping[str, Any]) -> int:
+def _key_heads(value: int, section: Mapping[str, object]) -> int:
     """Keeps the sort of attention: a head of keys for each, for all, or for some heads of the queries."""
     heads = {
         size for key, size in section.items() if re.fullmatch(r"(num_attention_|n_|swa_num_attention_)heads?", key)
@@ -220,7 +220,7 @@ def _kind(section: Mapping[str, Any], layer: int, count: int) -> str:
     return repr(said)
 
 
-def _lists_layers(key: str, value: Any, count: int) -> bool:
+def _lists_layers(key: str, value: object, count: int) -> bool:
     """Returns True for a list of the numbers of some layers."""
     numbers = isinstance(value, list) and all(type(v) is int and v < count for v in value)
     return numbers and re.search("layer|idxs", key) is not None

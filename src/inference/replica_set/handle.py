@@ -112,7 +112,7 @@ class ReplicaSetHandle:
         self.source = RemoteSet(self.actor)
         """For routers."""
 
-    def begin_again(self, clients: Mapping[int, ReplicaClient], generations: Mapping[int, Generation]) -> Any:
+    def begin_again(self, clients: Mapping[int, ReplicaClient], generations: Mapping[int, Generation]) -> object:
         """Starts a new incarnation in place of one that was lost, with the replicas of that one, and repeats the newest
         update. Returns a reference that resolves once its actor is ready."""
         ray.kill(self.actor)
@@ -128,7 +128,7 @@ class ReplicaSetHandle:
         self._weights = weights  # first: another thread may begin an incarnation now
         self.actor.try_update.remote(weights)
 
-    def ready_refs(self) -> tuple[list[Any], list[str]]:
+    def ready_refs(self) -> tuple[list[object], list[str]]:
         """Returns a reference that resolves once the actor is ready, and its name."""
         return [self._started], [WHO]
 

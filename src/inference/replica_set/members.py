@@ -60,7 +60,7 @@ class Member:
         self.row = replace(self.row, **columns)
         self.publish()
 
-    def issue(self, identity: WeightIdentity, **columns: Any) -> None:
+    def issue(self, identity: WeightIdentity, **columns: object) -> None:
         """Takes note of weights that it is about to get."""
         self.change(issued=(*self.row.issued[1 - ISSUED :], identity), **columns)
 

@@ -69,7 +69,7 @@ class UrlAnswerer:
         headers = {"Authorization": f"Bearer {self.key}"}
         return httpx.AsyncClient(base_url=self.url, headers=headers, timeout=REPLY_S)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in vars(self).items() if name != "_client"}  # it belongs to this process
 
 

@@ -65,7 +65,7 @@ class GuessEnv(Env):
     def known_answer(self) -> str:
         return self.secret
 
-    def state_dict(self) -> Mapping[str, Any]:
+    def state_dict(self) -> Mapping[str, object]:
         return {"guesses": self._guesses}
 
     async def load_state_dict(self, state: Mapping[str, Any]) -> None:

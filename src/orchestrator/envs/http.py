@@ -125,7 +125,7 @@ async def _text_of(reply: aiohttp.ClientResponse) -> str:
     return body.decode(errors="replace")
 
 
-def _read(request: str, status: int, text: str) -> Mapping[str, Any]:
+def _read(request: str, status: int, text: str) -> Mapping[str, object]:
     if status >= 400:
         raise EnvServerRefused(f"{request} was refused with status {status}: {text[:SHOWN]}")
     try:
@@ -160,7 +160,7 @@ class HttpEnv(MessageEnv):
     async def unreadable(self, message: Message, cut_off: bool) -> MessageStep:
         return await self._play(message, "cut_off" if cut_off else "malformed")
 
-    def state_dict(self) -> Mapping[str, Any] | None:
+    def state_dict(self) -> Mapping[str, object] | None:
         if self._state is None:
             return None
         return {"turn": self._turn, "tools": list(self.tools), **self._state}
@@ -179,7 +179,7 @@ class HttpEnv(MessageEnv):
         finally:
             await self._client.close()
 
-    async def _reset(self, begun: Mapping[str, Any]) -> Mapping[str, Any]:
+    async def _reset(self, begun: Mapping[str, object]) -> Mapping[str, object]:
         body = {**self._task, "episode_id": self._path.rpartition("/")[2], **begun}
         return await self._post("reset", body, self._server.reset_s)
 
@@ -216,14 +216,14 @@ class HttpEnv(MessageEnv):
             raise self._bad("session", answer, "`observation.messages`: messages, each with `role` and `content`")
         return messages
 
-    def _tools(self, answer: Mapping[str, Any]) -> list[ToolSpec]:
+    def _tools(self, answer: Mapping[str, object]) -> list[ToolSpec]:
         tools = self._observation(answer).get("tools") or []
         needed = ToolSpec.__required_keys__
         if not isinstance(tools, list) or not all(isinstance(tool, dict) and needed <= tool.keys() for tool in tools):
             raise self._bad("reset", answer, "`observation.tools`, each with `name`, `description` and `parameters`")
         return tools
 
-    def _observation(self, answer: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _observation(self, answer: Mapping[str, object]) -> Mapping[str, object]:
         if not isinstance(observation := answer.get("observation"), dict):
             raise self._bad("session", answer, "`observation`, an object")
         return observation

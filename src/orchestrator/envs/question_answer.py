@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 from orchestrator.env import EnvContext
 from orchestrator.envs.reward import RewardProblem, RewardRow
@@ -96,7 +96,7 @@ class QuestionAnswerDataset(ListedDataset[RewardRow]):
         )
 
 
-def question_of(place: str, row: Any, question: str, answer: str, grading: Grading) -> tuple[str, RewardRow]:
+def question_of(place: str, row: object, question: str, answer: str, grading: Grading) -> tuple[str, RewardRow]:
     """Returns the question of a row, and the row as rewards take it. Raises ValueError that names the place."""
     if isinstance(row, Mapping):
         values = [row.get(name) for name in (question, answer)]

@@ -269,7 +269,7 @@ async def _awaited(returned: list[Any]) -> list[Any]:
     return returned
 
 
-def _calls(function: Callable[..., Any], row: RewardRow, answers: list[Answer]) -> list[partial[Any]]:
+def _calls(function: Callable[..., object], row: RewardRow, answers: list[Answer]) -> list[partial[object]]:
     """Returns the calls of a function: one for all answers, or one for each."""
     parameters = signature(function).parameters
     columns = dict(row.columns)
@@ -287,6 +287,6 @@ def _calls(function: Callable[..., Any], row: RewardRow, answers: list[Answer]) 
     ]
 
 
-def takes_completions(function: Callable[..., Any]) -> bool:
+def takes_completions(function: Callable[..., object]) -> bool:
     """True for a function of lists of answers."""
     return "completions" in signature(function).parameters

@@ -45,7 +45,7 @@ class ListedDataset(RLDataset, Generic[P]):
 
 
 def problems_of_split(
-    context: EnvContext, path: str, eval_path: str | None, read: Callable[[str, Any], tuple[str, P]]
+    context: EnvContext, path: str, eval_path: str | None, read: Callable[[str, object], tuple[str, P]]
 ) -> list[P]:
     """Returns the problems of the context's split, in the order of the files.
 
@@ -94,7 +94,7 @@ def _files(path: str) -> list[Path]:
     return files
 
 
-def _json_rows(file: Path) -> Iterator[tuple[str, Any]]:
+def _json_rows(file: Path) -> Iterator[tuple[str, object]]:
     with file.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             place = f"line {number} of {file}"

@@ -81,7 +81,7 @@ class TwentyQuestionsEnv(MessageEnv):
     def known_answer(self) -> str:
         return f"Is it a {self.secret}?"
 
-    def state_dict(self) -> Mapping[str, Any]:
+    def state_dict(self) -> Mapping[str, object]:
         return {"asked": self._questions}
 
     async def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -81,7 +81,7 @@ async def score(task: Any, trace: Any) -> tuple[float, dict[str, float]]:
     return sum(reward.score * reward.weight for _, reward in rewards), metrics
 
 
-def score_alone(task: Any, trace: Any) -> tuple[float, dict[str, float]]:
+def score_alone(task: object, trace: object) -> tuple[float, dict[str, float]]:
     """Scores in a process that does nothing else."""
     return asyncio.run(score(task, trace))
 
@@ -341,5 +341,5 @@ def _against_data(tasks: Sequence[Any]) -> Iterator[str]:
             yield f"task {_named(task.data)} {error}"
 
 
-def _types(things: Sequence[Any]) -> str:
+def _types(things: Sequence[object]) -> str:
     return ", ".join(type(thing).__name__ for thing in things)

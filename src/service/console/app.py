@@ -5,7 +5,7 @@ key.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import FastAPI, Query
 from starlette.exceptions import HTTPException
@@ -144,5 +144,5 @@ def _file(name: str, kind: str) -> Response:
     return Response(page_file(name), media_type=kind, headers=dict(HEADERS))
 
 
-def _reply(values: Any) -> JsonReply:
+def _reply(values: object) -> JsonReply:
     return JsonReply(values, headers=dict(HEADERS))

@@ -20,7 +20,7 @@ class RunLogs:
     def __init__(self, root: Path) -> None:
         self._root = root
 
-    def listing(self) -> list[dict[str, Any]]:
+    def listing(self) -> list[dict[str, object]]:
         """Lists the logs of the newest attempts, the newest first. `now` marks the logs of the current parts: of the
         newest attempt, and of parts that outlived the attempt that started them, as replicas do."""
         files = self._files()

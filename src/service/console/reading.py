@@ -57,7 +57,7 @@ class RunReader:
         self._timelines: dict[int, tuple[float, dict[str, Any] | None]] = {}
         self.lock, self._tokenizer_lock, self._timeline_lock = (threading.Lock() for _ in range(3))
 
-    def overview(self) -> dict[str, Any]:
+    def overview(self) -> dict[str, object]:
         """Returns how far the run is, and the state of all its parts."""
         with self.lock:
             self._curves.look()
@@ -117,7 +117,7 @@ class RunReader:
             self._curves.look(most_bytes=None)
             self._ages.look(most_bytes=None)
 
-    def timeline(self, steps: int) -> dict[str, Any] | None:
+    def timeline(self, steps: int) -> dict[str, object] | None:
         """Returns the timeline of the newest steps; None where there is no trace."""
         with self._timeline_lock:
             at, shown = self._timelines.get(steps, (-TIMELINE_S, None))

@@ -110,7 +110,7 @@ def _rollouts(reader: RunReader, steps: Sequence[int]) -> Iterator[tuple[int, st
                     start = page["next"]
 
 
-def _json(value: Any) -> str:
+def _json(value: object) -> str:
     return to_json(value, separators=(",", ":")).replace("<", "\\u003c")  # no end of the script element
 
 

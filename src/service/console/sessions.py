@@ -49,7 +49,7 @@ class RunSessions:
     def __init__(self, book: Callable[[], SessionBook]) -> None:
         self._book = book
 
-    def listing(self) -> dict[str, Any]:
+    def listing(self) -> dict[str, object]:
         """Lists the sessions that were heard of last, the newest first, and how many others there are."""
         newest = sorted(self._book().sessions.values(), key=lambda session: session.last, reverse=True)
         return {
@@ -57,7 +57,7 @@ class RunSessions:
             "others": max(0, len(newest) - MOST_SESSIONS),
         }
 
-    def tree(self, name: str) -> dict[str, Any]:
+    def tree(self, name: str) -> dict[str, object]:
         """Describes a session and its nodes, without their tokens. Raises RequestRefused."""
         session = self._session(name)
         nodes = [_node(session, number) for number in range(min(len(session.tree.nodes), MOST_NODES))]
@@ -83,10 +83,10 @@ class RunSessions:
         return session
 
 
-def _node(session: AgentSession, number: int) -> dict[str, Any]:
+def _node(session: AgentSession, number: int) -> dict[str, object]:
     tree, node = session.tree, session.tree.nodes[number]
     reward = session.rewards.get(number)
-    fields: dict[str, Any] = {
+    fields: dict[str, object] = {
         "node": number,
         "parent": node.parent,
         "tokens": node.end - node.start,

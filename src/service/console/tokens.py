@@ -40,7 +40,7 @@ class TokenPiece:
 
 def tokens_page(
     pieces: Sequence[TokenPiece], start: int, decode: Decode | None, limit: int = PAGE_TOKENS
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Returns at most `most` tokens of `pieces`, from token `start` on, as JSON values: with `next`, where the next
     page begins (None: there is none), and `total`."""
     shown = []

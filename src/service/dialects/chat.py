@@ -162,7 +162,10 @@ class OpenAIBody(SampledBody):
         return {"id": new_id(name), "object": kind, "created": now_s(), "model": self.model}
 
     async def chunks(
-        self, head: dict[str, Any], pieces: AsyncIterator[Delta], choices: Callable[[Delta], Iterator[dict[str, Any]]]
+        self,
+        head: dict[str, object],
+        pieces: AsyncIterator[Delta],
+        choices: Callable[[Delta], Iterator[dict[str, object]]],
     ) -> AsyncIterator[str]:
         """Yields the events of a stream, one for each of the `choices` of each piece, and its end."""
         answers = []
@@ -175,14 +178,14 @@ class OpenAIBody(SampledBody):
             yield event({**head, "choices": [], "usage": self.usage(answers)})
         yield END
 
-    def usage(self, answers: Sequence[ServiceAnswer]) -> dict[str, Any]:
+    def usage(self, answers: Sequence[ServiceAnswer]) -> dict[str, object]:
         """Returns the tokens and the weights that whole answers took."""
         used = Used(answers, self.n or 1)
         total = used.prompt + used.completion
         counts = {"prompt_tokens": used.prompt, "completion_tokens": used.completion, "total_tokens": total}
         return {**counts, **used.versions}
 
-    def ids_of(self, answer: ServiceAnswer) -> dict[str, Any]:
+    def ids_of(self, answer: ServiceAnswer) -> dict[str, object]:
         """Returns the token ids for the last piece of an answer, if the client asked for them."""
         if not self.return_token_ids:
             return {}
@@ -277,7 +280,7 @@ class ChatRequest(OpenAIBody):
             yield text
 
 
-def _calls(answer: ServiceAnswer) -> list[dict[str, Any]]:
+def _calls(answer: ServiceAnswer) -> list[dict[str, object]]:
     return [
         {
             "id": new_id("call_"),
@@ -288,7 +291,7 @@ def _calls(answer: ServiceAnswer) -> list[dict[str, Any]]:
     ]
 
 
-def _logprobs(tokenizer: Tokenizer, piece: Delta | ServiceAnswer) -> dict[str, Any]:
+def _logprobs(tokenizer: Tokenizer, piece: Delta | ServiceAnswer) -> dict[str, object]:
     rows = []
     for token, logprob in zip(piece.tokens, piece.logprobs, strict=True):
         text = str(tokenizer.decode([token]))

@@ -162,7 +162,7 @@ class MessagesRequest(SampledBody):
         blocks += [{**_tool_use(call), "input": call["arguments"]} for call in answer.tool_calls]
         return {**self._head(), "content": blocks, "usage": _usage(answer), **_end(answer)}
 
-    def _head(self) -> dict[str, Any]:
+    def _head(self) -> dict[str, object]:
         head = {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": self.model, "content": []}
         return {**head, "stop_reason": None, "stop_sequence": None}
 
@@ -225,11 +225,11 @@ def _usage(answer: ServiceAnswer) -> Mapping[str, int]:
     return {"input_tokens": used.prompt, "output_tokens": used.completion, **used.versions}
 
 
-def _tool_use(call: ToolCall) -> dict[str, Any]:
+def _tool_use(call: ToolCall) -> dict[str, object]:
     return {"type": "tool_use", "id": new_id("toolu_"), "name": call["name"]}
 
 
-def _end(answer: ServiceAnswer) -> dict[str, Any]:
+def _end(answer: ServiceAnswer) -> dict[str, object]:
     if answer.stopped_by:
         reason = "stop_sequence"
     else:
@@ -237,7 +237,7 @@ def _end(answer: ServiceAnswer) -> dict[str, Any]:
     return {"stop_reason": reason, "stop_sequence": answer.stopped_by}
 
 
-def _event(kind: str, **fields: Any) -> str:
+def _event(kind: str, **fields: object) -> str:
     return event({"type": kind, **fields}, kind)
 
 
@@ -268,13 +268,13 @@ class _Blocks:
             events.append(self._delta({"type": "input_json_delta", "partial_json": arguments_text(call)}))
         return [*events, *self._close()]
 
-    def _begin(self, kind: str, block: Mapping[str, Any]) -> list[str]:
+    def _begin(self, kind: str, block: Mapping[str, object]) -> list[str]:
         closed = self._close()
         self._open = kind
         self._count = self._count + 1
         return [*closed, _event("content_block_start", index=self._count - 1, content_block=block)]
 
-    def _delta(self, delta: Mapping[str, Any]) -> str:
+    def _delta(self, delta: Mapping[str, object]) -> str:
         return _event("content_block_delta", index=self._count - 1, delta=delta)
 
     def _close(self) -> list[str]:

@@ -153,7 +153,7 @@ class ResponseRequest(SampledBody):
         items.finish(answer)
         return _final(self._head(), answer, items.finished)
 
-    def _head(self) -> dict[str, Any]:
+    def _head(self) -> dict[str, object]:
         return {
             "id": new_id("resp_"),
             "object": "response",
@@ -211,7 +211,7 @@ def _add(message: Message, item: InputMessage | InputCall | InputReasoning, call
             message["thinking"] = message.get("thinking", "") + text
 
 
-def _final(head: Mapping[str, Any], answer: ServiceAnswer, output: list[dict[str, Any]]) -> dict[str, Any]:
+def _final(head: Mapping[str, object], answer: ServiceAnswer, output: list[dict[str, object]]) -> dict[str, object]:
     used = Used([answer])
     cut = answer.finish == "length"
     return {
@@ -303,14 +303,14 @@ class _Items:
         self._open = {}
         return [text, part, self._item_done(item)]
 
-    def _item_done(self, item: dict[str, Any]) -> str:
+    def _item_done(self, item: dict[str, object]) -> str:
         self.finished.append(item)
         return self.event("response.output_item.done", output_index=len(self.finished) - 1, item=item)
 
-    def _text_event(self, kind: str, **fields: Any) -> str:
-        logprobs: dict[str, Any] = {"logprobs": []} if self._part["type"] == "output_text" else {}
+    def _text_event(self, kind: str, **fields: object) -> str:
+        logprobs: dict[str, object] = {"logprobs": []} if self._part["type"] == "output_text" else {}
         return self._part_event(f"{self._part['type']}.{kind}", **fields, **logprobs)
 
-    def _part_event(self, kind: str, **fields: Any) -> str:
+    def _part_event(self, kind: str, **fields: object) -> str:
         at = {"item_id": self._open["id"], "output_index": len(self.finished), "content_index": 0}
         return self.event(f"response.{kind}", **at, **fields)

@@ -159,7 +159,7 @@ class FunctionCall(Body):
         return ToolCall(name=self.name, arguments=arguments_of(self.arguments))
 
 
-def arguments_of(text: str) -> dict[str, Any]:
+def arguments_of(text: str) -> dict[str, object]:
     """Returns the arguments in `text`. Raises RequestRefused if it is no JSON object."""
     arguments = read_json(text or "{}")
     if not isinstance(arguments, dict):
@@ -167,7 +167,7 @@ def arguments_of(text: str) -> dict[str, Any]:
     return arguments
 
 
-def check_tool_choice(choice: Any, tools: Iterable[ToolSpec]) -> tuple[ToolSpec, ...]:
+def check_tool_choice(choice: object, tools: Iterable[ToolSpec]) -> tuple[ToolSpec, ...]:
     """Returns the tools for the model. Raises RequestRefused for a choice that cannot be forced."""
     if isinstance(choice, Mapping):
         name = choice.get("type")
@@ -236,7 +236,7 @@ def arguments_text(call: ToolCall) -> str:
     return to_json(call["arguments"], ensure_ascii=False)
 
 
-def spans_of(spans: Sequence[VersionSpan]) -> list[dict[str, Any]]:
+def spans_of(spans: Sequence[VersionSpan]) -> list[dict[str, object]]:
     """Returns the weights of each token of an answer, in the form of bodies."""
     return [{**vars(span.identity), "start": span.start, "end": span.end, "mixed": span.mixed} for span in spans]
 

@@ -106,7 +106,7 @@ def decode(row: Row) -> SessionRecord:
     return record
 
 
-def _turn_head(record: TurnAnswered) -> dict[str, Any]:
+def _turn_head(record: TurnAnswered) -> dict[str, object]:
     turn = record.turn
     return {
         "kind": TurnAnswered.__name__,

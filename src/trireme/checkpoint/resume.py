@@ -96,7 +96,7 @@ def differences(committed: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
     ]
 
 
-def check_fixed(chosen: VerifiedCommit, fixed: Mapping[str, Any], force: bool) -> tuple[str, ...]:
+def check_fixed(chosen: VerifiedCommit, fixed: Mapping[str, object], force: bool) -> tuple[str, ...]:
     """Raises BadInput if a value that must not change since the commit has changed. Returns notes for people; with
     `force`, these are the changes."""
     changed = differences(chosen.manifest.fixed, fixed)

@@ -232,7 +232,7 @@ def read_grid(text: str) -> tuple[str, list[str]]:
     return key.removeprefix("--").replace("-", "_"), texts
 
 
-def value_of(text: str) -> Any:
+def value_of(text: str) -> object:
     """Returns a value as the plot needs it: a number where it is one."""
     try:
         return json.loads(text)

@@ -168,7 +168,7 @@ def unknown_key(setting: GivenValue, keys: Keys) -> Refusal:
     return Refusal(shown, "a known key; there is none of that name", advice)
 
 
-def _convert(path: Path, setting: GivenValue, keys: Keys) -> Any:
+def _convert(path: Path, setting: GivenValue, keys: Keys) -> object:
     """Returns the value in its type. Files are typed already and taken strictly; strings are read as the type says.
 
     Raises ValidationError.
@@ -189,7 +189,7 @@ def _convert(path: Path, setting: GivenValue, keys: Keys) -> Any:
     return TypeAdapter(value_type, config=Section.model_config).validate_python(value, strict=not setting.text)
 
 
-def read_literal(text: str) -> Any:
+def read_literal(text: str) -> object:
     """Returns `text` as JSON, else as a TOML value, else unchanged: also texts that only TOML reads as another value,
     such as `nan` and dates.
 

@@ -112,7 +112,7 @@ def load_as(schema: type[C], argv: list[str], environ: Mapping[str, str] | None 
     return Loaded(schema.model_validate(layers.tree), line.dry_run, line.verbose)
 
 
-def _ask_for_trust(line: CommandLine, named: Mapping[str, Any], user_named: Mapping[str, Any]) -> None:
+def _ask_for_trust(line: CommandLine, named: Mapping[str, object], user_named: Mapping[str, object]) -> None:
     """Refuses, or lists where it is trusted, the code that only recorded configurations name."""
     foreign = [f"{key} = {to_json(value)}" for key, value in named.items() if user_named.get(key, ()) != value]
     if foreign and line.trusts:
@@ -145,7 +145,7 @@ def _entries(table: Path | None, named: set[Path]) -> list[Path]:
     return [(*table, str(n)) for n in range(max(numbers, default=-1) + 1)]
 
 
-def _left_out(tree: Mapping[str, Any], place: Path = ()) -> Iterator[Refusal]:
+def _left_out(tree: Mapping[str, object], place: Path = ()) -> Iterator[Refusal]:
     """Refuses a secret that the run which wrote its configuration left out."""
     for name, value in tree.items():
         path = (*place, name)

@@ -151,7 +151,7 @@ class ModelFacts:
             ).error() from None
 
 
-def _is_plain(described: Mapping[str, Any]) -> bool:
+def _is_plain(described: Mapping[str, object]) -> bool:
     """Returns True if all relevant sizes are written out: without torch, which takes seconds to import, they are read
     and counted for the commonest architectures."""
     unusual = any(described.get(switch) for switch in ("attention_bias", "mlp_bias", "use_sliding_window"))

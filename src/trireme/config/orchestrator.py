@@ -106,7 +106,7 @@ class HeldOutConfig(Section):
     """Name in metrics; none = from the id, or the name of the run's own."""
 
 
-def _in_a_row(value: Any) -> Any:
+def _in_a_row(value: object) -> object:
     """Returns the entries of a list of tables, from any form in which it may come: one table alone is a list of one,
     and the layers of a configuration number the entries (`{"0": ..., "1": ...}`)."""
     if isinstance(value, Mapping) and all(str(name).isdigit() for name in value):

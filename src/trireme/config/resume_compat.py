@@ -24,7 +24,7 @@ IRRELEVANT = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja")
 
 
-def fixed_parts(config: Config, facts: ModelFacts) -> dict[str, Any]:
+def fixed_parts(config: Config, facts: ModelFacts) -> dict[str, object]:
     """Returns a nested dict of JSON values that is the same at each start of a run that may resume the same commits."""
     alone = len(config.env) == 1  # else names and weights are in the order of the problems too
     envs = [
@@ -32,7 +32,7 @@ def fixed_parts(config: Config, facts: ModelFacts) -> dict[str, Any]:
         for env in config.env
     ]
     kl, reference = config.trainer.kl, config.trainer.kl.reference
-    penalty: dict[str, Any] = {}
+    penalty: dict[str, object] = {}
     if kl.coef:
         penalty = {"trainer.kl.coef": kl.coef, "trainer.kl.discount": kl.discount}
         name = reference.load_checkpoint_path or reference.base_model

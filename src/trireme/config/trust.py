@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path as File
-from typing import Any
 
 from trireme.config.keys import Keys, Path
 from trireme.core.refusals import Refusal
@@ -18,9 +17,9 @@ RECORD = "config.json"
 FLAG = "--trust-config"
 
 
-def named_code(tree: Mapping[str, Any], keys: Keys) -> dict[str, Any]:
+def named_code(tree: Mapping[str, object], keys: Keys) -> dict[str, object]:
     """Returns the values in a tree of keys that name code, by their dotted names."""
-    named: dict[str, Any] = {}
+    named: dict[str, object] = {}
     for key in keys.options.values():
         if key.names_code:
             for place, value in _values(tree, key.path):
@@ -31,7 +30,7 @@ def named_code(tree: Mapping[str, Any], keys: Keys) -> dict[str, Any]:
     return named
 
 
-def _values(tree: Any, path: Path, place: Path = ()) -> Iterator[tuple[Path, Any]]:
+def _values(tree: object, path: Path, place: Path = ()) -> Iterator[tuple[Path, object]]:
     """Yields the values at `path`, with their places: one for each entry where the path leads into a list."""
     if isinstance(tree, list):
         tree = {str(number): entry for number, entry in enumerate(tree)}

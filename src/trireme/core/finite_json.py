@@ -26,7 +26,7 @@ def to_json(value: Any, **options: Any) -> str:
         return json.dumps(_finite(value), allow_nan=False, **options)
 
 
-def is_json(value: Any) -> bool:
+def is_json(value: object) -> bool:
     """Returns whether JSON can hold `value` unchanged.
 
     >>> is_json([1, "nan"]), is_json([1, float("nan")])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from pydantic import Field
 
@@ -29,7 +28,7 @@ class Bound:
         return f"{'above' if self.above else 'at least'} {self.least:g}, at most {self.largest:g}"
 
     @property
-    def field(self) -> Any:
+    def field(self) -> object:
         """The bound as pydantic takes it in `Annotated`."""
         if self.above:
             return Field(gt=self.least, le=self.largest)

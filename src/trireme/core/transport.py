@@ -135,7 +135,7 @@ def servers_of(nodes: Mapping[int, str], ranks: Sequence[int]) -> dict[int, int]
     >>> servers_of({0: "a", 1: "b", 2: "a", 3: "", 4: ""}, [0, 8])
     {0: 0, 2: 0, 1: 8, 3: 0, 4: 8}
     """
-    groups: dict[Any, list[int]] = {}
+    groups: dict[object, list[int]] = {}
     for replica, node in nodes.items():
         groups.setdefault(node or replica, []).append(replica)
     return {replica: ranks[number % len(ranks)] for number, group in enumerate(groups.values()) for replica in group}
@@ -148,7 +148,7 @@ class Epochs:
         self.number = 0
         self._last: Any = None
 
-    def begins(self, members: Any) -> bool:
+    def begins(self, members: object) -> bool:
         """Records the members of a session, as any values that distinguish them. Returns True if they differ from the
         last session's: then an epoch begins."""
         begins = members != self._last
@@ -157,7 +157,7 @@ class Epochs:
         return begins
 
 
-def join_parts(parts_R: Sequence[Mapping[int, Any]]) -> tuple[Any, ...]:
+def join_parts(parts_R: Sequence[Mapping[int, object]]) -> tuple[object, ...]:
     """Returns the buckets of all ranks in order; each rank has its share."""
     joined = {bucket: reference for part in parts_R for bucket, reference in part.items()}
     return tuple(joined[bucket] for bucket in range(len(joined)))
@@ -171,7 +171,7 @@ class Sender(Protocol):
 
     def send(
         self, version: int, layout: Layout, units: Iterable[Sequence[tuple[str, Tensor]]], session: Session | None
-    ) -> Any:
+    ) -> object:
         """Sends the named tensors of one version; returns this rank's part of the source. Collective: every rank calls
         it, and takes each unit once, in turn, because gathering a unit is collective too. Tensors come in the order of
         the layout and live until the next unit."""
@@ -190,7 +190,7 @@ class Transport(Protocol):
         """Returns the buckets, uint8 arrays that may be read-only, when all their bytes are here: in a replica, or
         where a commit is written. Raises when they cannot be had, for example because the sender is dead."""
 
-    def lease(self, source: Any) -> None:
+    def lease(self, source: object) -> None:
         """Keeps the bytes until `release`, whatever is published meanwhile: a commit that is written alongside training
         reads them later. Raises WeightsGone if it is too late."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
 
 from rich.table import Table
 from rich.text import Text
@@ -32,7 +31,7 @@ def render(examination: Examination, findings: Sequence[Finding]) -> Iterator[Ta
     yield _findings(findings) if findings else Text("nothing is wrong")
 
 
-def as_json(examination: Examination, findings: Sequence[Finding]) -> dict[str, Any]:
+def as_json(examination: Examination, findings: Sequence[Finding]) -> dict[str, object]:
     """Returns the findings, the nodes, and the rate of the trainer's node to each other node as values of JSON."""
     return {
         "findings": [asdict(finding) for finding in findings],

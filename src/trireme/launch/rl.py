@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -124,7 +123,7 @@ class RlRun(TrainingRun):
         rooms = Rooms(core.trainer, core.other_rooms["orchestrator"], core.replica_set.update)
         train(self.config, rooms, attempt, journal)
 
-    def step_line(self, row: Mapping[str, Any]) -> str:
+    def step_line(self, row: Mapping[str, object]) -> str:
         return step_line(row, self.config.max_steps)
 
 

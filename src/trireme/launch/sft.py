@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Any
 
 from trainer.handle import TrainerHandle
 from trireme.config.model_facts import ModelFacts
@@ -45,5 +44,5 @@ class SftRun(TrainingRun):
     def train(self, core: Core, attempt: Attempt, journal: Journal) -> None:
         train(self.config, core.trainer, self._data, attempt, journal)
 
-    def step_line(self, row: Mapping[str, Any]) -> str:
+    def step_line(self, row: Mapping[str, object]) -> str:
         return step_line(row, self.config.max_steps)

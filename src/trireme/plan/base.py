@@ -98,7 +98,7 @@ class Plan:
         """Returns the configuration for rooms and their callers, with the values that the machines and the model
         decide: the device instead of auto, the time to start, and the decisions of each part."""
         device = "gpu" if self.on_gpus else "cpu"
-        sections: dict[str, Any] = {"cluster": config.cluster.model_copy(update={"device": device})}
+        sections: dict[str, object] = {"cluster": config.cluster.model_copy(update={"device": device})}
         sections["timeouts"] = config.timeouts.model_copy(update={"start_s": self.start_s})
         for part in self.parts:
             sections |= part.decided()
@@ -163,12 +163,12 @@ class Plan:
         options = ((self._options(part), len(part.actors)) for part in self.parts)
         return [dict(each) for each, number in options for _ in range(number)]
 
-    def _options(self, part: Part) -> dict[str, Any]:
+    def _options(self, part: Part) -> dict[str, object]:
         if self.on_gpus and part.size_key:
             gpus = 0.5 if self.shares_gpu else part.ranks * 1.0
         else:
             gpus = 0.0
-        options: dict[str, Any] = {"num_cpus": round(part.ranks * self.cpus_per_process, 2), "num_gpus": gpus}
+        options: dict[str, object] = {"num_cpus": round(part.ranks * self.cpus_per_process, 2), "num_gpus": gpus}
         if part.size_key and cluster_address(self.config) is not None:
             # Processes of a cluster that is started here inherit them. Else AdamW of offloaded weights had one thread.
             variables = {"OMP_NUM_THREADS": str(self.threads)} | ({} if self.on_gpus else HUGE_PAGES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from trireme.config.model_facts import ModelFacts
 from trireme.config.schema import CommonConfig
@@ -95,7 +95,7 @@ class Part(ABC):
         """The memory that each actor takes; None if the sizes of the model are unknown."""
         return [Need({}) for _ in self.actors]
 
-    def decided(self) -> dict[str, Any]:
+    def decided(self) -> dict[str, object]:
         """Returns the sections of the configuration in which the machines decide what was left open."""
         return {}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from trireme.config.model_facts import ModelFacts
 from trireme.config.schema import Config
@@ -156,11 +155,11 @@ class InferencePart(Part):
         """Bytes on each GPU of a replica of the KV cache of the longest sequence."""
         return (self.config.seq_limit(facts) or 0) * facts.kv_values_per_token * self.dtype_bytes // self.ranks
 
-    def decided(self) -> dict[str, Any]:
+    def decided(self) -> dict[str, object]:
         """Fixes the KV cache where the engine can use less than its share of a GPU leaves,
         and on a shared GPU, where vLLM would measure what that leaves while the trainer takes memory too."""
         inference = self.config.inference
-        found: dict[str, Any] = {}
+        found: dict[str, object] = {}
         if self.on_gpus:
             found["gpu_memory_utilization"] = self.gpu_share
         cache = inference.gpu_cache_gb or (self._gpu_cache(self.facts) / GIB if self.facts else None)

@@ -292,13 +292,13 @@ class PlacePool:
             self._free.append(options)
 
     @staticmethod
-    def are_there(options_N: Sequence[Mapping[str, Any]]) -> list[bool]:
+    def are_there(options_N: Sequence[Mapping[str, object]]) -> list[bool]:
         """Returns for each actor with these options of Ray whether Ray has its place; it has none while its node is
         lost. Asks Ray once about each group."""
         return [node is not None for node in actor_nodes(options_N)]
 
 
-def nodes_of(options: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, list[str]]:
+def nodes_of(options: Mapping[str, Sequence[Mapping[str, object]]]) -> dict[str, list[str]]:
     """Returns the rooms that have actors on each node, {Ray's id: rooms}, from {room: Ray's options of its actors}.
     Actors on lost nodes have none."""
     rooms_by_node: dict[str, list[str]] = {}
@@ -321,7 +321,7 @@ def actor_nodes(options_N: Sequence[Mapping[str, Any]]) -> list[str | None]:
     return [node if node in alive else None for node in nodes]
 
 
-def await_places(options: Mapping[str, Sequence[Mapping[str, Any]]], timeout_s: float, progress: Progress) -> None:
+def await_places(options: Mapping[str, Sequence[Mapping[str, object]]], timeout_s: float, progress: Progress) -> None:
     """Waits until Ray has a place for each actor, {room: Ray's options of its actors}: nodes may have been lost since
     `reserve`. Calls `progress` once a second while one is missing. Raises RoomFailed after `timeout_s` seconds."""
     started = time.monotonic()
@@ -336,7 +336,7 @@ def await_places(options: Mapping[str, Sequence[Mapping[str, Any]]], timeout_s: 
         waited = time.monotonic() - started
 
 
-def _without_place(options: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
+def _without_place(options: Mapping[str, Sequence[Mapping[str, object]]]) -> list[str]:
     counts = {room: PlacePool.are_there(actors).count(False) for room, actors in options.items()}
     return [
         f"a place in the cluster for the {room} ({number} of {len(options[room])} actors)"
@@ -352,7 +352,7 @@ def see_own_gpus() -> None:
         os.environ[VISIBLE] = ",".join(ray.get_runtime_context().get_accelerator_ids()["GPU"])
 
 
-def on_node(node: str) -> Any:
+def on_node(node: str) -> object:
     """Returns the option `scheduling_strategy` that places an actor on the node with this Ray id or nowhere."""
     return NodeAffinitySchedulingStrategy(node, soft=False)
 

@@ -71,7 +71,7 @@ def stop() -> None:
         writer.close()
 
 
-def span(name: str, track: str = "main", **args: Any) -> AbstractContextManager[Any]:
+def span(name: str, track: str = "main", **args: object) -> AbstractContextManager[object]:
     """Records the time of the `with` block, on a track where spans follow or contain each other."""
     if _writer:
         return _timed(partial(_writer.add_span, name, track, args))
@@ -177,11 +177,11 @@ class TraceWriter:
         """Adds an event, named by its track, from any thread. `at`: ns of the monotonic clock."""
         self._queue.append({"ph": phase, "name": name, "tid": track, "ts": self._us(at), **fields})
 
-    def add_span(self, name: str, track: str, args: dict[str, Any], started: int, end: int) -> None:
+    def add_span(self, name: str, track: str, args: dict[str, object], started: int, end: int) -> None:
         """Adds a complete span, from any thread. `started` and `end`: ns of the monotonic clock."""
         self.add("X", name, track, started, dur=end // 1000 - started // 1000, args=args)
 
-    def add_overlapping(self, name: str, track: str, args: dict[str, Any], started: int, end: int) -> None:
+    def add_overlapping(self, name: str, track: str, args: dict[str, object], started: int, end: int) -> None:
         """Adds a span that may overlap others of its track, unless it is too short."""
         if end - started >= SHORTEST_NS:
             same = {"cat": track, "id": next(_numbers)}
@@ -208,7 +208,7 @@ class TraceWriter:
         finally:
             self._queue = deque(maxlen=0)  # which takes nothing
 
-    def _append(self, file: BinaryIO, events: Iterator[dict[str, Any]]) -> bool:
+    def _append(self, file: BinaryIO, events: Iterator[dict[str, object]]) -> bool:
         """Writes `events`. Returns False if the file is full; its last line then says so."""
         lines = []
         size = file.tell()
@@ -247,7 +247,7 @@ class TraceWriter:
                 self._counted[name] = value
                 yield self._event("C", name, args={"number": value})
 
-    def _event(self, phase: str, name: str, **fields: Any) -> dict[str, Any]:
+    def _event(self, phase: str, name: str, **fields: object) -> dict[str, object]:
         """Makes an event of the process as a whole."""
         return {"ph": phase, "name": name, "pid": self._pid, "ts": self._us(_now()), **fields}
 

@@ -22,7 +22,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any
 
 from trireme.config import CommonConfig, Config
 from trireme.config.keys import keys_of
@@ -91,11 +90,11 @@ class WorkerEnvironment:
         ]
         return "; ".join(f"{label} {', '.join(names)}" for label, names in parts if names) or "nothing but the run"
 
-    def runtime_env(self, environ: Mapping[str, str]) -> dict[str, Any]:
+    def runtime_env(self, environ: Mapping[str, str]) -> dict[str, object]:
         """Returns it as Ray's runtime environment of a driver with this `environ`, which may come from a submitted job:
         its modules stay."""
         job = (json.loads(environ.get(JOB_CONFIG) or "{}").get("runtime_env") or {}).get("py_modules") or []
-        options: dict[str, Any] = {"env_vars": dict(self.variables), "excludes": ["__pycache__"]}
+        options: dict[str, object] = {"env_vars": dict(self.variables), "excludes": ["__pycache__"]}
         modules = [*map(str, self.modules), *job]
         if modules:
             options["py_modules"] = modules

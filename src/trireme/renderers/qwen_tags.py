@@ -20,7 +20,7 @@ TOOL_RESPONSE = "<tool_response>"
 TOOL_RESPONSE_END = "</tool_response>"
 
 
-def tool_schema(tool: ToolSpec) -> dict[str, Any]:
+def tool_schema(tool: ToolSpec) -> dict[str, object]:
     """Returns a tool in the form in which chat templates take it."""
     return {"type": "function", "function": dict(tool)}
 

@@ -112,7 +112,7 @@ class Journal:
         for tracker in self._trackers:
             tracker.write(row, records)
 
-    def _append(self, name: str, row: Mapping[str, Any]) -> None:
+    def _append(self, name: str, row: Mapping[str, object]) -> None:
         """Adds a line, or nothing: half of one would spoil the next."""
         file = self._files[name]
         line = memoryview(to_json(row).encode() + b"\n")

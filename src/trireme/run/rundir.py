@@ -78,7 +78,7 @@ def resume_command(root: Path, longer: int | None = None, *, trusted: bool = Fal
     return rerun_command(root, *place, "--resume", *steps, trusted=trusted)
 
 
-def _written_by() -> dict[str, Any]:
+def _written_by() -> dict[str, object]:
     """Returns the version of trireme, and the variables that say where modules, models and devices are."""
     places = {name: os.environ[name] for name in PLACES if name in os.environ}
     paths = places.get("PYTHONPATH")
@@ -135,7 +135,7 @@ class RunDir:
             ending.pop_all()
         return run
 
-    def next_attempt(self, config: CommonConfig, fixed: Mapping[str, Any]) -> RunDir:
+    def next_attempt(self, config: CommonConfig, fixed: Mapping[str, object]) -> RunDir:
         """Starts the next attempt of this run, after a failure, from the newest commit. Raises LockLost, and the errors
         of `open`."""
         self.store.check_owner()
@@ -256,7 +256,7 @@ def _start(config: CommonConfig, root: Path, fixed: Mapping[str, Any], source: V
 
 
 def _go_on(
-    config: CommonConfig, store: CheckpointStore, head: Head, fixed: Mapping[str, Any], chosen: VerifiedCommit | None
+    config: CommonConfig, store: CheckpointStore, head: Head, fixed: Mapping[str, object], chosen: VerifiedCommit | None
 ) -> Start:
     """Starts the attempt after the one of `head`, from a commit or from the beginning."""
     if chosen:

@@ -160,7 +160,7 @@ def _from_messages(messages: Any, tools: Any, rules: ExampleRules) -> tuple[Toke
         raise BadExample(f"{type(error).__name__}: {error}", expected, do) from None
 
 
-def check_messages(messages: Any) -> None:
+def check_messages(messages: object) -> None:
     """Raises BadExample unless these are messages of a conversation."""
     if not isinstance(messages, list) or not messages:
         raise BadExample(f"messages = {_short(messages)}", "a list of messages, at least one")
@@ -178,7 +178,7 @@ def check_messages(messages: Any) -> None:
             raise BadExample(f"{place} with content {_short(content)}", "a text, which may be empty")
 
 
-def _from_tokens(tokens: Any, weights: Any) -> tuple[Tokens, Weights]:
+def _from_tokens(tokens: object, weights: object) -> tuple[Tokens, Weights]:
     if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
         raise BadExample(f"tokens = {_short(tokens)}", "a list of token ids, whole numbers")
     if weights is None:
@@ -262,7 +262,7 @@ def _checked(
     return Example(tokens, weights, place)
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = to_json(value, default=str)
     if len(text) <= 60:
         return text

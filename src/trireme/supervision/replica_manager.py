@@ -47,17 +47,17 @@ class ReplicaActors(Protocol):
     @property
     def indices(self) -> Sequence[int]: ...
 
-    def ready_ref(self, index: int) -> Any: ...
+    def ready_ref(self, index: int) -> object: ...
 
-    def heartbeat_ref(self, index: int) -> Any: ...
+    def heartbeat_ref(self, index: int) -> object: ...
 
-    def lost_engine_ref(self, index: int) -> Any | None: ...
+    def lost_engine_ref(self, index: int) -> object | None: ...
 
     def replace(self, index: int, *, same_actor: bool) -> Any: ...
 
     def add(self, options: dict[str, Any]) -> int: ...
 
-    def remove(self, index: int) -> dict[str, Any]: ...
+    def remove(self, index: int) -> dict[str, object]: ...
 
     def client(self, index: int) -> Any: ...
 
@@ -267,16 +267,16 @@ class ReplicaManager:
 
     # ---------------------------------------------------------------------------------------------- one replica's way
 
-    def _add(self, options: dict[str, Any]) -> int:
+    def _add(self, options: dict[str, object]) -> int:
         index = self._replicas.add(options)
         self._starts(index, self._replicas.ready_ref(index))
         return index
 
-    def _succeed(self, index: int, lost_engine: Any = False) -> None:
+    def _succeed(self, index: int, lost_engine: object = False) -> None:
         """Starts the successor of a replica: in the same actor, if that `lost_engine` and nothing else."""
         self._starts(index, self._replicas.replace(index, same_actor=lost_engine is True), successor=True)
 
-    def _starts(self, index: int, ready: Any, successor: bool = False) -> None:
+    def _starts(self, index: int, ready: object, successor: bool = False) -> None:
         self._lives[index] = _Life((0, next(self._numbers)), PartHealth.STARTING, time.monotonic(), successor)
         self._places_next = 0.0
         self._roster.set(_part_name(index), PartHealth.STARTING, pids=(), successor=successor)
@@ -331,7 +331,7 @@ class ReplicaManager:
     def _take_away(self, index: int) -> None:
         self._places.give_back(self._remove(index))
 
-    def _remove(self, index: int) -> dict[str, Any]:
+    def _remove(self, index: int) -> dict[str, object]:
         self._monitor.drop(_part_name(index))
         options = self._replicas.remove(index)
         del self._lives[index]

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 from pydantic import TypeAdapter
@@ -176,7 +175,7 @@ def _driver_of(root: Path) -> str:
     return ""
 
 
-def _replace_json(file: Path, value: dict[str, Any]) -> None:
+def _replace_json(file: Path, value: dict[str, object]) -> None:
     """Replaces `file` whole, so that no reader sees half of it. Does not force it onto the disk: after a crash of the
     machine it is out of date anyway."""
     new = file.with_name(f"{file.name}.new")

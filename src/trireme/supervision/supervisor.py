@@ -121,7 +121,7 @@ class Supervisor:
         for name in (name for room in rooms for name in room.heartbeats()):
             self.roster.set(name, PartHealth.STARTING, pids=(), successor=self._attempts > 1)
 
-    def attach(self, *rooms: MonitoredRoom, replica_set: Any = None) -> None:
+    def attach(self, *rooms: MonitoredRoom, replica_set: object = None) -> None:
         """Monitors these rooms, which have started, and passes each ready replica to `replica_set`."""
         with self._lock:
             for name, ask in ((name, ask) for room in rooms for name, ask in room.heartbeats().items()):

@@ -162,7 +162,7 @@ class RunCurves:
         first = [name for name in FIRST_CURVES if name in self._columns]
         return first + sorted(self._columns.keys() - {*first, *NO_CURVES})
 
-    def panels(self) -> list[dict[str, Any]]:
+    def panels(self) -> list[dict[str, object]]:
         """Returns the charts of PANELS for which there are metrics."""
         rows, at, drawn = self._drawn
         if rows != self.rows and time.monotonic() - at > FRESH_S:
@@ -170,9 +170,9 @@ class RunCurves:
             self._drawn = self.rows, time.monotonic(), drawn
         return drawn
 
-    def _new_panels(self) -> list[dict[str, Any]]:
+    def _new_panels(self) -> list[dict[str, object]]:
         """Draws the charts, the first one `wide` and with smoothed curves."""
-        panels: list[dict[str, Any]] = []
+        panels: list[dict[str, object]] = []
         for title, unit, legend in PANELS:
             series = {
                 label or name.removeprefix("eval/"): self.points(name)
@@ -249,7 +249,7 @@ class GroupAges:
         return sorted(self._counts.items())
 
 
-def _curve(name: str, points: Sequence[tuple[float, float]], smooth: bool) -> dict[str, Any]:
+def _curve(name: str, points: Sequence[tuple[float, float]], smooth: bool) -> dict[str, object]:
     """Returns a curve, and with `smooth` the mean of each value and earlier ones too."""
     if not smooth:
         return {"name": name, "points": thinned(points)}

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from trireme.checkpoint.files import storage_errors
 from trireme.checkpoint.resume import choose_existing
@@ -150,7 +149,7 @@ def _write(file: Path, data: bytes) -> None:
         file.write_bytes(data)
 
 
-def _edit(file: Path, changes: Mapping[str, Any]) -> None:
+def _edit(file: Path, changes: Mapping[str, object]) -> None:
     """Changes a JSON file, if there is one: an adapter has no model configuration, a small model no index."""
     if not file.exists():
         return

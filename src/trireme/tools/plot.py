@@ -93,7 +93,7 @@ def draw_knob(points: Sequence[tuple[Mapping[str, Any], float]], *, knob: str, m
     return draw(f"{metric} by {knob}", knob, metric, add_lines)
 
 
-def lines_of(points: Sequence[tuple[Mapping[str, Any], float]], knob: str) -> dict[str, dict[Any, list[float]]]:
+def lines_of(points: Sequence[tuple[Mapping[str, object], float]], knob: str) -> dict[str, dict[object, list[float]]]:
     """Returns the metrics of runs by the value of the knob, in a line for each combination of the other keys but the
     seed; in one line where these are more than there are colours."""
     names = [
@@ -104,7 +104,7 @@ def lines_of(points: Sequence[tuple[Mapping[str, Any], float]], knob: str) -> di
     ]
     if len(set(names)) > len(COLORS):
         names = [""] * len(points)
-    lines: dict[str, dict[Any, list[float]]] = {}
+    lines: dict[str, dict[object, list[float]]] = {}
     for name, (values, metric) in zip(names, points, strict=True):
         lines.setdefault(name, {}).setdefault(values[knob], []).append(metric)
     return lines

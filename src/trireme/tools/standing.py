@@ -32,14 +32,14 @@ SILENT_S = 30.0
 """A driver that works writes STATUS more often than this."""
 
 
-def target_of(config: Mapping[str, Any], row: Row | None) -> str:
+def target_of(config: Mapping[str, object], row: Row | None) -> str:
     """Returns the last step of a run; its newest row has it where the run counts epochs (`max_steps` = 0)."""
     if config.get("max_steps") or not row or not row.get("progress"):
         return str(config.get("max_steps") or "?")
     return str(round(shown_step(row) / row["progress"]))
 
 
-def headline(config: Mapping[str, Any], newest: Row, driver: str) -> str:
+def headline(config: Mapping[str, object], newest: Row, driver: str) -> str:
     """Returns one line: how far the run is, and its driver. `newest`: the newest row, or an empty one."""
     target = target_of(config, newest)
     if not newest:

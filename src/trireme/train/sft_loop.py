@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -100,7 +99,7 @@ def evaluate(trainer: Trainer, held_out: Examples | None, version: int, clock: C
     return {"test/nll": loss / weight, "test/version": version}
 
 
-def step_line(row: Mapping[str, Any], max_steps: int) -> str:
+def step_line(row: Mapping[str, object], max_steps: int) -> str:
     """Returns a step's line for the terminal."""
     if "test/nll" in row:
         tested = f"  test {row['test/nll']:.4f} (version {row['test/version']})"

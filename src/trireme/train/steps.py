@@ -9,7 +9,7 @@ from functools import partial
 from math import isnan, nan
 from pathlib import Path
 from statistics import mean
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -125,7 +125,7 @@ class Attempt:
     def adam_params(self, step: int) -> AdamParams:
         return self.config.adam_params(self.learning_rate(step))
 
-    def position(self, step: int) -> dict[str, Any]:
+    def position(self, step: int) -> dict[str, object]:
         """Returns the part of a row that says where the run stands after `step`."""
         done = (step + 1) / self.config.max_steps
         return {
@@ -137,7 +137,7 @@ class Attempt:
             "time/unix": time.time(),
         }
 
-    def end_step(self, row: Mapping[str, Any]) -> None:
+    def end_step(self, row: Mapping[str, object]) -> None:
         """Seals the commit of a step after its row is written. Raises LimitReached if training goes wrong."""
         self.commits.seal()
         self.guard.check(row)

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -279,7 +279,7 @@ def tables(variant: Variant, jobs: Sequence[Job]) -> tuple[Tensor, Tensor]:
     return table, table[:, 9].cumsum(0).to(torch.int32)
 
 
-def constants(variant: Variant) -> dict[str, Any]:
+def constants(variant: Variant) -> dict[str, object]:
     """Returns the arguments for which the kernel is compiled."""
     return {
         "SOURCE": _TYPES[variant.source],

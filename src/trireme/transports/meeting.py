@@ -108,7 +108,7 @@ class GroupRoot:
         for key in ("call", "go", *(f"answer/{member}" for member in self._members)):
             self._store.delete_key(self._key + key)
 
-    def _set(self, key: str, **values: Any) -> None:
+    def _set(self, key: str, **values: object) -> None:
         self._store.set(self._key + key, to_json(values))
 
     def _answers(self, deadline: float) -> dict[int, dict[str, str]]:

@@ -31,7 +31,7 @@ async def open(source: Sequence[Any]) -> list[npt.NDArray[np.uint8]]:
     return list(await asyncio.gather(*source))
 
 
-def lease(source: Any) -> None:
+def lease(source: object) -> None:
     """Does nothing: the references that a receiver holds keep the bytes."""
 
 

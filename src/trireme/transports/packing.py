@@ -150,7 +150,7 @@ class Packer:
         self._size = size
         self._buffers = [np.zeros(0, dtype=np.uint8)] * BUFFERS
 
-    def send(self, version: int, layout: Layout, units: Units, session: Session | None) -> dict[int, Any]:
+    def send(self, version: int, layout: Layout, units: Units, session: Session | None) -> dict[int, object]:
         share = range(self._rank, len(layout.sizes), self._size)
         free = SimpleQueue[Bucket]()
         putting = dict[int, Future[Any]]()
@@ -170,7 +170,7 @@ class Packer:
                 return own
             return host_memory(max(layout.sizes), pinned=from_gpu)
 
-        def put(full: Bucket) -> Any:
+        def put(full: Bucket) -> object:
             try:
                 return self._put(full)
             finally:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from trireme.core.errors import BadInput
 from trireme.core.tokenizer import Tokenizer
@@ -75,10 +74,10 @@ class ChatTemplateRenderer(TextRenderer):
             )
         )
 
-    def _for_template(self, message: Message, shows_thinking: bool) -> dict[str, Any]:
+    def _for_template(self, message: Message, shows_thinking: bool) -> dict[str, object]:
         """Names the parts of a message as chat templates do. Thinking is put into the content where the template has no
         name for it."""
-        shown: dict[str, Any] = {key: message[key] for key in ("role", "content", "name") if key in message}
+        shown: dict[str, object] = {key: message[key] for key in ("role", "content", "name") if key in message}
         if shows_thinking:
             thinking = message.get("thinking", "")
         else:
