@@ -49,16 +49,16 @@ class TransportKind:
 
     module: str
     """Implements `Transport`; imported when used."""
-    stored: bool
+    stored: bool = False
     """True: versions lie in Ray's object store, whole on each machine with a replica. False: each rank of the trainer
     keeps its share of them in its own memory."""
-    received: bool
+    received: bool = False
     """True: a replica receives a version into memory of its own. False: it maps that of the sender."""
 
 
 TRANSPORTS = {
-    "object_store": TransportKind("trireme.transports.object_store", stored=True, received=False),
-    "broadcast": TransportKind("trireme.transports.broadcast", stored=False, received=True),
+    "object_store": TransportKind("trireme.transports.object_store", stored=True),
+    "broadcast": TransportKind("trireme.transports.broadcast", received=True),
 }
 """Transports by the name that `inference.transport` chooses."""
 

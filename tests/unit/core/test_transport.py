@@ -39,7 +39,7 @@ async def open(source: Sequence[str]) -> list[npt.NDArray[np.uint8]]:
 
 @pytest.fixture
 def file_transport(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
-    monkeypatch.setitem(TRANSPORTS, "file", TransportKind(__name__, stored=False, received=False))
+    monkeypatch.setitem(TRANSPORTS, "file", TransportKind(__name__))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return "file"
 

@@ -122,7 +122,7 @@ class TestPublishedWeights:
         assert self.by(several).machines[0].host["arriving weights"] == self.BYTES
 
     def test_a_transport_says_who_has_the_bytes(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(TRANSPORTS, "mapped", TransportKind("no module", stored=False, received=False))
+        monkeypatch.setitem(TRANSPORTS, "mapped", TransportKind("no module"))
         (machine,) = self.by(large(host=100 * GIB), "mapped").machines
         assert machine.host["shares of two versions of the weights"] == 2 * self.BYTES
         assert not {"two versions of the weights", "arriving weights"} & set(machine.host)
