@@ -352,7 +352,10 @@ class ReplicaActor:
             if request.adapter:
                 return await self._enter_adapted(request)
             began = request.began if self._keeps_kv else None
-            oldest = min(began, self.identity) if began else self.identity
+            if began:
+                oldest = min(began, self.identity)
+            else:
+                oldest = self.identity
             return EngineRequest(oldest, await self._submit(request, salt=str(oldest)))
         except TriremeError as error:
             return error
@@ -398,7 +401,10 @@ class ReplicaActor:
         params = vllm_params(request, self.end_ids)
         # vLLM orders equal priorities by time of arrival. A priority of their own would let chats wait for ever in an
         # engine that is always full.
-        arrival = time.time() + CHATS_LATER_S if request.chat else None
+        if request.chat:
+            arrival = time.time() + CHATS_LATER_S
+        else:
+            arrival = None
         return await self._add(request.request_id, request.prompt, params, salt, adapter=adapter, arrival=arrival)
 
     async def _add(

@@ -203,7 +203,10 @@ class CoalescingScheduler(Scheduler):
             step.outputs = self._held_outputs[client].pass_on(step.outputs, self._may_wait, now)
         due_by = now if self.has_unfinished_requests() else inf  # without any, no step follows
         for client, held_outputs in self._held_outputs.items():
-            outputs = held_outputs.take(self.requests) if sends_all else held_outputs.take_ended(due_by)
+            if sends_all:
+                outputs = held_outputs.take(self.requests)
+            else:
+                outputs = held_outputs.take_ended(due_by)
             if outputs:
                 message = messages.setdefault(client, EngineCoreOutputs())
                 message.outputs = [*message.outputs, *outputs]

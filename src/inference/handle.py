@@ -94,7 +94,10 @@ class RayReplica:
         await self._get(self.handle.abort_all.remote(), "aborting")
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        left = self._line.withdraw(request_ids) if self._line else list(request_ids)
+        if self._line:
+            left = self._line.withdraw(request_ids)
+        else:
+            left = list(request_ids)
         if left:
             await self._get(self.handle.abort.remote(left), "aborting")
 

@@ -212,7 +212,8 @@ class Router:
         self.source = source
         source.listen(self.take)
         for target in list(self._targets.values()):
-            if (gone := target.calls.gone) and self._reports:  # the set before may have died before it heard of this
+            gone = target.calls.gone
+            if gone and self._reports:  # the set before may have died before it heard of this
                 source.report(target.index, target.row.generation, gone)
 
     def on_change(self, call: Callable[[dict[int, int]], object]) -> None:

@@ -246,7 +246,10 @@ class GroupRunner:
             error = EnvCancelled(f"environment {self.env.label}: raised CancelledError by itself")
             error.__cause__ = cancelled
         except TimeoutError as raised:
-            error = self._too_late(place) if deadline.expired() else raised
+            if deadline.expired():
+                error = self._too_late(place)
+            else:
+                error = raised
             error.__cause__ = raised.__cause__  # it shows where the environment was
         except Exception as raised:
             error = raised

@@ -48,7 +48,10 @@ class RunLimits:
     def judge_rollout(self, error: Exception | None) -> None:
         """Counts a rollout that ended, after all retries, with its last error if it failed. Raises LimitReached if too
         many of the recent ones failed, or if replicas have refused a window of them for one reason."""
-        refused = str(error) if isinstance(error, BadRequest) else ""
+        if isinstance(error, BadRequest):
+            refused = str(error)
+        else:
+            refused = ""
         if refused and refused == self._refused:
             self._refusals = self._refusals + 1
         else:

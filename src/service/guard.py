@@ -162,7 +162,10 @@ class RequestGuard:
 
     async def _body(self, length: int | None, receive: Receive) -> bytes:
         limit = self._limits.body_bytes
-        allowed = min(limit, UNANNOUNCED) if length is None else limit
+        if length is None:
+            allowed = min(limit, UNANNOUNCED)
+        else:
+            allowed = limit
         if (length or 0) > allowed:
             raise _too_large(limit, allowed)
         parts = []

@@ -138,7 +138,10 @@ class AnswerPieces:
         self._thinking += thinking
         self._content += content
         self._tokens = tokens
-        version = part.spans[-1].identity.version if part.spans else 0
+        if part.spans:
+            version = part.spans[-1].identity.version
+        else:
+            version = 0
         logprobs = part.logprobs[emitted:].tolist()
         return Delta(self._choice, thinking, content, tokens[emitted:], logprobs, version, self._prompt_tokens, answer)
 

@@ -81,7 +81,9 @@ class ReplicaSetHandle:
     ) -> None:
         """Starts the actor, on this node, without waiting. `incarnations`: their numbers, with those of earlier sets
         that its routers have read. `adopt`: see `ReplicaSet`."""
-        self._config, self._log_dir, self._adopt = config, log_dir, adopt
+        self._config = config
+        self._log_dir = log_dir
+        self._adopt = adopt
         self._incarnations = incarnations or itertools.count(1)
         self._weights: PublishedWeights | None = None  # of the newest update
         self._log = log_dir and log_dir / "replica_set_0.log"
@@ -91,7 +93,8 @@ class ReplicaSetHandle:
         self._start({}, {})
 
     def _start(self, clients: Mapping[int, ReplicaClient], generations: Mapping[int, Generation]) -> None:
-        config, weights = self._config, self._weights
+        config = self._config
+        weights = self._weights
         self.incarnation = next(self._incarnations)
         options = {"num_cpus": 0, "scheduling_strategy": on_node(ray.get_runtime_context().get_node_id())}
         self.actor = (

@@ -82,7 +82,9 @@ class Table:
     def reason(self, index: int, generation: Generation) -> TriremeError | None:
         """Returns why that replica is gone; None if it is not, or another of its number went after it."""
         departure = self.departed.get(index)
-        return departure.reason if departure and departure.generation == generation else None
+        if departure and departure.generation == generation:
+            return departure.reason
+        return None
 
 
 class NewestTable:

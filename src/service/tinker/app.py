@@ -270,7 +270,10 @@ def _promised(promise: Promise, **fields: object) -> JsonReply:
 def _completion(promise: Promise) -> dict[str, Any]:
     if isinstance(promise.outcome, Failure):
         return {"state": "failed", "request_id": promise.request_id}
-    payload = promise.outcome.payload if promise.outcome else b""
+    if promise.outcome:
+        payload = promise.outcome.payload
+    else:
+        payload = b""
     return {"state": "finished", "request_id": promise.request_id, "response_payload_uncompressed_size": len(payload)}
 
 

@@ -121,7 +121,10 @@ class Contents:
                         session_id, now, caller, **head, end_reason=end_reason, ended_s=ended_s
                     )
                 case "model":
-                    failure = Failure(**head["ended"]) if head["ended"] else None
+                    if head["ended"]:
+                        failure = Failure(**head["ended"])
+                    else:
+                        failure = None
                     history = ModelHistory(head["place"])
                     model = ClientModel(row.owner, session_id, head["next_seq"], failure=failure, history=history)
                     self.models[row.owner] = model

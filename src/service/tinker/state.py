@@ -120,7 +120,10 @@ class ProtocolState(PromiseBook):
     def _end_continued(self, now: float) -> None:
         for heir in list(self._line):
             work = heir.waiting[0].work
-            origin = work.path if isinstance(work, LoadModelBody) else ""
+            if isinstance(work, LoadModelBody):
+                origin = work.path
+            else:
+                origin = ""
             for model in self.holders:
                 session = self.sessions[model.session_id]
                 idle = model.next_seq == 1 and not model.waiting
@@ -188,14 +191,20 @@ class ProtocolState(PromiseBook):
         model = self.models.get(promise.owner_id)
         if model is None or model in self.holders:
             return ""
-        before = self._line.index(model) if model in self._line else 0
+        if model in self._line:
+            before = self._line.index(model)
+        else:
+            before = 0
         owner = self.sessions[promise.session_id].caller.owner
         same_owner = [
             holder_model
             for holder_model in self.holders
             if self.sessions[holder_model.session_id].caller.owner == owner
         ]
-        holder = same_owner[0].model_id if same_owner else "another model"
+        if same_owner:
+            holder = same_owner[0].model_id
+        else:
+            holder = "another model"
         if self.places == 1:
             few = "has the trainer, which trains one model at a time"
         else:
@@ -264,7 +273,10 @@ class ProtocolState(PromiseBook):
             heir = next((model for model in self._line if model.session_id == before.session_id), None)
             if heir:
                 self._line.remove(heir)
-                many = "one is" if self.places == 1 else f"{self.places} are"
+                if self.places == 1:
+                    many = "one is"
+                else:
+                    many = f"{self.places} are"
                 reason = f"{heir.model_id} of the same session has its place now, and {many} trained at a time"
                 self.end_model(before, reason)
                 self.holders.append(heir)
@@ -277,7 +289,10 @@ class ProtocolState(PromiseBook):
         assert promise, "only after next_training"
         model = self.models[promise.owner_id]
         number = promise.number
-        error = outcome.error if isinstance(outcome, Failure) else ""
+        if isinstance(outcome, Failure):
+            error = outcome.error
+        else:
+            error = ""
         if number == 0 and error:
             self.end_model(model, f"it could not be created: {error}")
         before = model.history

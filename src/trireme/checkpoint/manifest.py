@@ -143,7 +143,10 @@ def _check_file(directory: Path, record: FileRecord, contents: bool) -> None:
     file = path_in(directory, record.path)
     try:
         size = file.stat().st_size
-        checksum = checksum_of(file) if contents else record.checksum
+        if contents:
+            checksum = checksum_of(file)
+        else:
+            checksum = record.checksum
     except FileNotFoundError:
         raise CheckpointInvalid(f"{record.path} is missing") from None
     except OSError as error:

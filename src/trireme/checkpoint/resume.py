@@ -130,7 +130,10 @@ def fork(source: VerifiedCommit, store: CheckpointStore, attempt: int) -> tuple[
             for record in source.manifest.files
         ]
         store.publish(draft, source.manifest, contents=True)
-        how = "made of hard links to" if all(linked) else "a copy of"
+        if all(linked):
+            how = "made of hard links to"
+        else:
+            how = "a copy of"
     return VerifiedCommit(commit, Manifest.verified(commit)), f"{commit} is {how} {source.path}"
 
 

@@ -201,7 +201,10 @@ class Keys:
         if section_path and section_path not in self.sections:
             sections = ", ".join(sorted(path[0] for path in self.sections if len(path) == 1))
             raise Refusal(f"--help {only}", f"a section: {sections}, or a part of one", "correct it").error()
-        lines = [] if section_path else [USAGE.format(command=self.command)]
+        if section_path:
+            lines = []
+        else:
+            lines = [USAGE.format(command=self.command)]
         section = ""
         for key in (key for key in self.options.values() if key.path[: len(section_path)] == section_path):
             top = key.path[0] if len(key.path) > 1 else "general"

@@ -118,7 +118,9 @@ class ModelConfig(Section):
     def dtype_bytes(self, *, on_gpus: bool) -> int:
         """Returns the bytes of a number in the dtype in which trainer and replicas compute."""
         if self.dtype == "auto":
-            return 2 if on_gpus else 4
+            if on_gpus:
+                return 2
+            return 4
         return DTYPE_BYTES[self.dtype]
 
 

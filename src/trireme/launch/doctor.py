@@ -94,7 +94,10 @@ def _is_head(node: Mapping[str, Any]) -> bool:
 def examine(config: CommonConfig | None, among: Collection[str] = (), trainer: str = "") -> Examination:
     """Examines all nodes of the cluster, or the head and the nodes `among` (Ray's ids), for a run of `config`; without
     one for any run. `trainer`: Ray's id of the trainer's node; "": the first node with GPUs, else the head."""
-    output_dir = absolute(config.run.directory) if config else ""
+    if config:
+        output_dir = absolute(config.run.directory)
+    else:
+        output_dir = ""
     ports = config.cluster.port_range if config else range(0)
     nodes = joined_nodes(among)
     alive = {node.name: node for node in nodes if node.alive}

@@ -107,7 +107,10 @@ def launch(training: TrainingRun, console: Console) -> Path | None:
     roster = Roster(time.time)
     note_store = partial(roster.note, "store")
     url = training.config.run.url
-    remote = RemoteRun(url, training.config, say) if url else None
+    if url:
+        remote = RemoteRun(url, training.config, say)
+    else:
+        remote = None
     with (
         RunDir.open(training.config, training.fixed) as opened,
         resume_hint(opened),

@@ -135,7 +135,9 @@ class Plan:
     def gpus_needed(self) -> int:
         """Number of GPUs without which the run cannot start."""
         if self.on_gpus:
-            return 1 if self.shares_gpu else sum(_models(self.parts))
+            if self.shares_gpu:
+                return 1
+            return sum(_models(self.parts))
         return 0
 
     @property

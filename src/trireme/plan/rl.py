@@ -88,8 +88,14 @@ class InferencePart(Part):
         if self.facts is None:
             return None
         weights = self._weight_bytes
-        arriving = {ARRIVING: self.published_bytes} if self.transport.received else {}
-        shared = {VERSIONS: KEPT_VERSIONS * self.published_bytes} if self.transport.stored else {}
+        if self.transport.received:
+            arriving = {ARRIVING: self.published_bytes}
+        else:
+            arriving = {}
+        if self.transport.stored:
+            shared = {VERSIONS: KEPT_VERSIONS * self.published_bytes}
+        else:
+            shared = {}
         queues = QUEUE_BYTES if self.ranks > 1 else 0
         if self.on_gpus:
             cuda = (1 + self.ranks) * int(HOST_OF_CUDA_GIB * GIB)  # the actor, and each process of its engine

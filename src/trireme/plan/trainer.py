@@ -95,7 +95,10 @@ class TrainerPart(Part):
         commits and, of a state on the host, all but the weights. Only experts are held, as they are stacked; all else
         is copied out of mapped files."""
         assert self.facts is not None
-        held = self.facts.stored_bytes if self.facts.num_chosen else 0
+        if self.facts.num_chosen:
+            held = self.facts.stored_bytes
+        else:
+            held = 0
         return max(0, held - host[COPIES] - 3 * host.get("state", 0) // 4)
 
     @property

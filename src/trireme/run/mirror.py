@@ -160,7 +160,10 @@ class Mirror:
             if now >= retry_at and (self._waiting or now >= full_at):
                 self._try()
                 full_at = time.monotonic() + EVERY_S
-                retry_at = time.monotonic() + RETRY_S if self._failed else 0.0
+                if self._failed:
+                    retry_at = time.monotonic() + RETRY_S
+                else:
+                    retry_at = 0.0
         if not self._lost:
             self._waiting |= self._new_commits()
             self._try()
@@ -315,7 +318,10 @@ class Mirror:
         """Reads HEAD again: a put may have been taken although its answer was lost. Returns it if it is this driver's.
         Raises LockLost if it is another one's."""
         head_object = self.bucket.read(HEAD)
-        stored = StoredRun.from_json(head_object[0]) if head_object else None
+        if head_object:
+            stored = StoredRun.from_json(head_object[0])
+        else:
+            stored = None
         if stored and head_object and stored.token == self._stored.token:
             self._stored = stored
             self._tag = head_object[1]

@@ -109,7 +109,10 @@ class HeartbeatMonitor:
         for name, process in self._monitored.items():
             if not process.asked and process.next <= now:
                 process.asked = True
-                process.since = now if process.since is None else process.since
+                if process.since is None:
+                    process.since = now
+                else:
+                    process.since = process.since
                 self.wait_for(process.ask(), name, partial(self._beat, name))
         waiting = {name: now - process.since for name, process in self._monitored.items() if process.since is not None}
         silent = {name: seconds for name, seconds in waiting.items() if seconds >= SUSPECT * self._heartbeat_s}

@@ -186,7 +186,8 @@ class ReplicaManager:
         ends starts that take too long."""
         now = time.monotonic()
         for index in self._of(PartHealth.CATCHING_UP, PartHealth.HEALTHY):
-            if reason := self._reason(index):
+            reason = self._reason(index)
+            if reason:
                 life = self._lives[index]
                 life.gone_since = min(life.gone_since, now)
                 if now - life.gone_since >= SECOND_OPINION_S and not self._monitor.is_unreached(_part_name(index)):
@@ -304,7 +305,8 @@ class ReplicaManager:
         self._table = table
         self._await_table(actor, table.number)
         for index in self._of(PartHealth.CATCHING_UP, PartHealth.HEALTHY):
-            row, life = table.rows.get(index), self._lives[index]
+            row = table.rows.get(index)
+            life = self._lives[index]
             if row is None or row.generation != life.generation:
                 continue
             if row.serves is not self.serves(index):

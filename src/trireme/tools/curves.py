@@ -183,7 +183,10 @@ class RunCurves:
             smooth = not panels
             curves = [_curve(name, points, smooth) for name, points in series.items()][:MOST_CURVES]
             if curves:
-                unit = f"thick: mean of {SMOOTHED} steps" if smooth else unit
+                if smooth:
+                    unit = f"thick: mean of {SMOOTHED} steps"
+                else:
+                    unit = unit
                 panels.append({"title": title, "unit": unit, "curves": curves, "wide": smooth})
         return panels
 

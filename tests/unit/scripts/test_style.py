@@ -10,7 +10,7 @@ PER_10_000_TOKENS = {"tuples": 3.0, "walruses": 2.0, "conditionals": 16.0}
 EVERYDAY_PERCENT = 0.3
 
 
-@pytest.mark.parametrize("tree", ["scripts"])
+@pytest.mark.parametrize("tree", ["src", "scripts"])
 def test_the_source_is_not_packed(tree: str) -> None:
     counted = style.style_of(style.ROOT / tree)
     densities = {mark: counted.density(mark) for mark in PER_10_000_TOKENS}
