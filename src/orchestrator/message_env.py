@@ -135,7 +135,7 @@ class RenderedEnv(Env):
         await close_env(self._env)
 
     def _next_prompt(self, message: Message, replies: Sequence[Message]) -> TokenIds | Continuation:
-        """Returns the prompt after the assistant's `message` and the messages `replies`."""
+        """Returns the prompt after the assistant's `message` and the `replies` to it."""
         before = self._messages
         self._messages = [*self._messages, message, *replies]
         follows = self._renderer.continuation(self._messages, self._env.tools)

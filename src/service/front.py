@@ -41,7 +41,7 @@ class OpenedSession:
 
 class Front:
     """Answers requests, and opens sessions. Lives in one event loop. `floor` returns the oldest weights that a live
-    replica has; at most `most` sessions may be open at the same time."""
+    replica has; at most `max_open` sessions may be open at the same time."""
 
     def __init__(
         self,

@@ -100,17 +100,17 @@ class ShardActor:
     def call(self, verb: str, *args: Any) -> Any:
         """Calls a method of `Shard`. Calls run one at a time. The method gets this rank's part of a batch instead of
         the batch's reference; log-probabilities that stay on this node go to the object store."""
-        given = [arg.opened(self._fetch) if isinstance(arg, StoredPart) else arg for arg in args]
-        with SPANS[verb](*given) if verb in SPANS else nullcontext():
-            result = getattr(self._shard, verb)(*given)
+        arguments = [arg.opened(self._fetch) if isinstance(arg, StoredPart) else arg for arg in args]
+        with SPANS[verb](*arguments) if verb in SPANS else nullcontext():
+            result = getattr(self._shard, verb)(*arguments)
         if isinstance(result, SummarizedOutput):
             return replace(result, column=ray.put(result.column))
         return result
 
     def _fetch(self, reference: Any, owner: str) -> Any:
-        who = f"{owner} (a part of a batch)"
+        label = f"{owner} (a part of a batch)"
         with trace.span("fetch_part"):
-            return waits.get(reference, owner=who, timeout_s=self._config.timeouts.step_s)
+            return waits.get(reference, owner=label, timeout_s=self._config.timeouts.step_s)
 
     @ray.method(concurrency_group="save")
     def finish_save(self, path: Path, _begun: None) -> list[FileRecord]:
@@ -124,12 +124,12 @@ class ShardActor:
         if self._config.checkpoint.async_save:
             yield_to_others()  # the threads of this group only save
         timeout_s = self._config.timeouts.checkpoint_s
-        who = f"the bytes of version {published.identity.version}"
+        label = f"the bytes of version {published.identity.version}"
         transport = load_transport(self._config.transport)
         try:
             with trace.span("save_weights", "saving weights"):
                 opening = transport.open(published.source)
-                buckets = asyncio.run(waits.get_async(opening, owner=who, timeout_s=timeout_s))
+                buckets = asyncio.run(waits.get_async(opening, owner=label, timeout_s=timeout_s))
                 manifest = published.manifest
                 return self._shard.save_weights(path, manifest.entries, buckets, manifest.adapter)
         finally:
@@ -138,19 +138,19 @@ class ShardActor:
     @ray.method(concurrency_group="give")
     def bucket(self, version: int, number: int) -> npt.NDArray[np.uint8]:
         """Returns a bucket of this rank's share, also while a verb runs. Raises WeightsGone."""
-        return self._kept.bucket(version, number)
+        return self._versions.bucket(version, number)
 
     @ray.method(concurrency_group="give")
     def lease(self, version: int) -> None:
         """Keeps the share of `version` until `release`. Raises WeightsGone."""
-        self._kept.lease(version)
+        self._versions.lease(version)
 
     @ray.method(concurrency_group="give")
     def release(self, version: int) -> None:
-        self._kept.release(version)
+        self._versions.release(version)
 
     @property
-    def _kept(self) -> KeptVersions:
+    def _versions(self) -> KeptVersions:
         from trireme.transports.sending import BroadcastSender
 
         assert isinstance(self._sender, BroadcastSender), "no other transport's source names this actor"
@@ -165,5 +165,5 @@ class ShardActor:
     def stack(self) -> str:
         """Returns the stacks of the threads in OWN_CODE, also while a verb hangs in a collective."""
         stacks = [traceback.extract_stack(frame) for frame in sys._current_frames().values()]
-        own = [stack for stack in stacks if any(frame.filename.endswith(OWN_CODE) for frame in stack)]
-        return "".join("".join(stack.format()) for stack in own) or "(in no verb)\n"
+        verb_stacks = [stack for stack in stacks if any(frame.filename.endswith(OWN_CODE) for frame in stack)]
+        return "".join("".join(stack.format()) for stack in verb_stacks) or "(in no verb)\n"

@@ -154,20 +154,20 @@ class Adapters:
         """Yields each parameter and its first values, whole: values for an adapter of this rank, padded with zeros."""
         generator = torch.Generator().manual_seed(spec.seed)
         wholes = dict[str, Tensor]()
-        own = dict[str, Tensor]()  # the parts of these that are the adapter's
+        local = dict[str, Tensor]()  # the parts of these that are the adapter's
         for name, parameter in self._parameters.items():
             layer, _, which = name.partition(".lora_")
             whole = wholes[name] = torch.zeros(parameter.shape, dtype=parameter.dtype)
             if layer.rpartition(".")[2] in spec.targets:
-                own[name] = whole[: spec.rank] if which.startswith("A") else whole[:, : spec.rank]
-        shapes = {name: tuple(part.shape) for name, part in own.items()}
+                local[name] = whole[: spec.rank] if which.startswith("A") else whole[:, : spec.rank]
+        shapes = {name: tuple(part.shape) for name, part in local.items()}
         if start:
-            given = read_adapter(start, spec, self.adapter.base, shapes)
+            saved = read_adapter(start, spec, self.adapter.base, shapes)
         else:
-            given = None
-        for name, part in own.items():
-            if given is not None:
-                part.copy_(given[name])
+            saved = None
+        for name, part in local.items():
+            if saved is not None:
+                part.copy_(saved[name])
             elif ".lora_A." in name:
                 first = torch.empty(part.shape)
                 part.copy_(nn.init.kaiming_uniform_(first, a=math.sqrt(5), generator=generator))

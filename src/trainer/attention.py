@@ -57,16 +57,16 @@ def _try_kernel(device: torch.device, dtype: torch.dtype, heads: int, key_heads:
     longest = 13
     shapes = [(24, count, head_dim) for count in (heads, key_heads, key_heads, heads)]
     *states, upstream = (torch.randn(shape, generator=generator, device=device).to(dtype) for shape in shapes)
-    q, k, v = (each.requires_grad_() for each in states)
+    q, k, v = (state.requires_grad_() for state in states)
     out = _run_kernel(q, k, v, starts, longest, (-1, 0), None)
-    exact = [each.detach().float().requires_grad_() for each in states]
+    exact = [state.detach().float().requires_grad_() for state in states]
     expected = masked_attention(exact[0], exact[1], exact[2], starts, None, enable_gqa=heads != key_heads)
-    found = [out, *torch.autograd.grad(out, (q, k, v), upstream)]
-    wanted = [expected, *torch.autograd.grad(expected, exact, upstream.float())]
-    for what, got, right in zip(("output", "dq", "dk", "dv"), found, wanted, strict=True):
+    outputs = [out, *torch.autograd.grad(out, (q, k, v), upstream)]
+    exact_outputs = [expected, *torch.autograd.grad(expected, exact, upstream.float())]
+    for name, got, right in zip(("output", "dq", "dk", "dv"), outputs, exact_outputs, strict=True):
         off = float((got.float() - right).detach().norm() / right.detach().norm())
         if not off < 0.03:  # rounding to bfloat16 in several places: some 2^-8 each
-            raise RuntimeError(f"its {what} differs by {off:.2g} from that in float32")
+            raise RuntimeError(f"its {name} differs by {off:.2g} from that in float32")
 
 
 def _run_kernel(
@@ -98,7 +98,7 @@ def packed_attention(
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
-    **others: object,
+    **options: object,
 ) -> tuple[Tensor, None]:
     """Computes causal attention within each sequence: [B, L, heads, dim], from `query` [B, heads, L, dim] and `key`,
     `value` [B, key heads, L, dim].
@@ -106,14 +106,14 @@ def packed_attention(
     Other arguments are not used. That none of them matters is shown at the start (`trainer.proof`); a soft cap is the
     one that could not be seen there, because it changes only large scores. Raises BadInput for it, and for a mask.
     """
-    if others.get("softcap") is not None or attention_mask is not None or dropout:
+    if options.get("softcap") is not None or attention_mask is not None or dropout:
         if attention_mask is not None:
-            what = "a mask"
+            feature = "a mask"
         elif dropout:
-            what = "dropout"
+            feature = "dropout"
         else:
-            what = "a soft cap"
-        raise BadInput(f"{type(module).__name__} uses {what}, which packed rows lack: set --trainer.packing rows")
+            feature = "a soft cap"
+        raise BadInput(f"{type(module).__name__} uses {feature}, which packed rows lack: set --trainer.packing rows")
     batch, _, length, _ = query.shape
     starts = cu_seq_lens_q
     longest = max_length_q

@@ -46,10 +46,10 @@ class PublishedVersions:
             raise ProvenanceError(f"a batch of step {provenance.step} came while the trainer holds version {version}")
         for identity in provenance.identities:
             if identity not in self._identities:
-                known = ", ".join(map(str, self._identities))
+                published = ", ".join(map(str, self._identities))
                 raise ProvenanceError(
                     f"step {provenance.step} has tokens of weights {identity} (attempt:version:digest), which are not "
-                    f"among those of the last {self._max_steps + 1} versions published: {known}"
+                    f"among those of the last {self._max_steps + 1} versions published: {published}"
                 )
         ages = provenance.step - provenance.floors
         for d in np.flatnonzero((ages > self._max_steps) | (ages < 0)):
@@ -69,8 +69,8 @@ def find_refusal(part: BatchPart, vocab_size: int, loss_fn: str | None = None) -
         needed = ("target_tokens",)
     missing = [name for name in needed if name not in batch.columns]
     if missing:
-        who = f"loss {loss_fn}" if loss_fn else "a forward pass"
-        return BadInput(f"{who} needs the columns {', '.join(needed)}; missing: {', '.join(missing)}")
+        subject = f"loss {loss_fn}" if loss_fn else "a forward pass"
+        return BadInput(f"{subject} needs the columns {', '.join(needed)}; missing: {', '.join(missing)}")
     for name, tokens in (("model_input", batch.tokens), ("target_tokens", batch.columns["target_tokens"])):
         place = _first_place(part, (tokens < 0) | (tokens >= vocab_size))
         if place:
@@ -93,12 +93,12 @@ def find_refusal(part: BatchPart, vocab_size: int, loss_fn: str | None = None) -
 def _first_place(part: BatchPart, wrong: npt.NDArray[np.bool_]) -> tuple[int, int, int] | None:
     """Returns the datum's number, the place in the datum and the place in the part of the first token that is `wrong`;
     None if there is none."""
-    found = np.flatnonzero(wrong)
-    if not len(found):
+    places = np.flatnonzero(wrong)
+    if not len(places):
         return None
     offsets = part.batch.offsets
-    d = int(np.searchsorted(offsets, found[0], side="right")) - 1
-    return int(part.datums[d]), int(found[0] - offsets[d]), int(found[0])
+    d = int(np.searchsorted(offsets, places[0], side="right")) - 1
+    return int(part.datums[d]), int(places[0] - offsets[d]), int(places[0])
 
 
 def nonfinite_datums(
@@ -110,7 +110,7 @@ def nonfinite_datums(
     """
     import torch
 
-    found = []
+    nonfinite = []
     offsets = part.batch.offsets
     for (d, logprobs), n in zip(output.parts(part.lengths), part.places(output.datums), strict=True):
         p = torch.tensor(logprobs, requires_grad=True)
@@ -118,5 +118,5 @@ def nonfinite_datums(
             name: torch.tensor(column[offsets[n] : offsets[n + 1]]) for name, column in part.batch.columns.items()
         }
         if not backward(loss, p, columns, loss_config, counts=any_counts(columns))[-1]:
-            found.append(d)
-    return tuple(found)
+            nonfinite.append(d)
+    return tuple(nonfinite)

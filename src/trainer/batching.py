@@ -63,22 +63,22 @@ def _swap(costs: npt.NDArray[np.int64], rank_D: npt.NDArray[np.int64], num_ranks
     cost_R = np.bincount(rank_D, costs, num_ranks).astype(np.int64)
     nothing = np.arange(num_ranks)  # the partner gives no datum in return
     while cost_R.max() > cost_R.mean() * (1 + GOOD_ENOUGH):
-        most = int(cost_R.argmax())
-        own = np.flatnonzero(rank_D == most)
-        others = np.flatnonzero(rank_D != most)
-        partner = np.concatenate([rank_D[others], nothing])
-        given = costs[own][:, None] - np.concatenate([costs[others], np.zeros(num_ranks, np.int64)])
-        larger = np.maximum(cost_R[most] - given, cost_R[partner] + given)
-        larger[:, partner == most] = cost_R[most]
+        heaviest = int(cost_R.argmax())
+        movable = np.flatnonzero(rank_D == heaviest)
+        elsewhere = np.flatnonzero(rank_D != heaviest)
+        partner = np.concatenate([rank_D[elsewhere], nothing])
+        transfer = costs[movable][:, None] - np.concatenate([costs[elsewhere], np.zeros(num_ranks, np.int64)])
+        larger = np.maximum(cost_R[heaviest] - transfer, cost_R[partner] + transfer)
+        larger[:, partner == heaviest] = cost_R[heaviest]
         best = int(larger.argmin())
-        if larger.flat[best] >= cost_R[most]:
+        if larger.flat[best] >= cost_R[heaviest]:
             return
         mine, theirs = divmod(best, len(partner))
-        rank_D[own[mine]] = partner[theirs]
-        if theirs < len(others):
-            rank_D[others[theirs]] = most
-        cost_R[most] -= given[mine, theirs]
-        cost_R[partner[theirs]] += given[mine, theirs]
+        rank_D[movable[mine]] = partner[theirs]
+        if theirs < len(elsewhere):
+            rank_D[elsewhere[theirs]] = heaviest
+        cost_R[heaviest] -= transfer[mine, theirs]
+        cost_R[partner[theirs]] += transfer[mine, theirs]
 
 
 def compute_cost(lengths: npt.NDArray[np.int64], attention_length: int) -> npt.NDArray[np.int64]:
@@ -133,7 +133,7 @@ def _pack(datums: list[int], lengths_D: npt.NDArray[np.int64], micro_batch_token
     rows: list[list[int]] = []
     room: list[np.int64] = []
     for d in datums:
-        fitting = next((row for row, left in enumerate(room) if left >= lengths_D[d]), None)
+        fitting = next((row for row, free in enumerate(room) if free >= lengths_D[d]), None)
         if fitting is None:
             rows.append([d])
             room.append(micro_batch_tokens - lengths_D[d])
@@ -165,15 +165,15 @@ def plan(
     else:
         cut = _pack if packed else _cut
         micro_R = [cut(datums, lengths, micro_batch_tokens) for datums in datums_R]
-    most = max(len(micro_M) for micro_M in micro_R)
+    longest = max(len(micro_M) for micro_M in micro_R)
     filler = MicroBatch((int(np.argmin(lengths)),), filler=True)
-    return [micro_M + [filler] * (most - len(micro_M)) for micro_M in micro_R]
+    return [micro_M + [filler] * (longest - len(micro_M)) for micro_M in micro_R]
 
 
 class Rows:
     """The places of the tokens of some datums when each is a row of a rectangle, padded on the right.
 
-    `index` int64 [rows, longest], into the batch's tokens; `there` bool [rows, longest], False at the padding.
+    `index` int64 [rows, longest], into the batch's tokens; `present` bool [rows, longest], False at the padding.
     """
 
     def __init__(self, offsets: npt.NDArray[np.int64], datums: Sequence[int] | Numbers) -> None:
@@ -181,12 +181,12 @@ class Rows:
         starts = offsets[chosen]
         lengths = offsets[chosen + 1] - offsets[chosen]
         place = np.arange(lengths.max())
-        self.there = place < lengths[:, None]
-        self.index = (starts[:, None] + place) * self.there
+        self.present = place < lengths[:, None]
+        self.index = (starts[:, None] + place) * self.present
 
     def pad(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Returns a [T] column as [rows, longest], 0 at the padding."""
-        return np.where(self.there, values[self.index], values.dtype.type(0))
+        return np.where(self.present, values[self.index], values.dtype.type(0))
 
 
 class Packed:
@@ -225,10 +225,10 @@ class ShardOutput:
 
     def parts(self, lengths: Numbers) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
         """Yields each datum's number and its logprobs. `lengths` int64 [D], of all datums of the batch."""
-        done = 0
+        offset = 0
         for d in self.datums:
-            yield d, self.logprobs[done : done + lengths[d]]
-            done += int(lengths[d])
+            yield d, self.logprobs[offset : offset + lengths[d]]
+            offset += int(lengths[d])
 
     def as_column(self, part: BatchPart) -> npt.NDArray[np.float32]:
         """Returns the logprobs in the order of the tokens of `part`, float32 [T]; 0 for datums of other ranks."""

@@ -64,27 +64,27 @@ def why_uncompiled(
     log-probability that rounding explains. `whole`: they have to be a single graph. Leaves no gradient. Collective."""
     breaks = set(counters["graph_break"])
     reasons = (_tried(model, sharding, passes, mesh, BatchPart.of(batch), tolerance) for batch in batches)
-    why = next(filter(None, reasons), "")
-    if whole and not why and (found := set(counters["graph_break"]) - breaks):
-        why = f"they are no single graph ({_in_one_line(next(iter(found)))})"
-    failures = torch.tensor(float(bool(why)), device=mesh.device)
+    reason = next(filter(None, reasons), "")
+    if whole and not reason and (new_breaks := set(counters["graph_break"]) - breaks):
+        reason = f"they are no single graph ({_in_one_line(next(iter(new_breaks)))})"
+    failures = torch.tensor(float(bool(reason)), device=mesh.device)
     mesh.sum_over_ranks(failures)
     if not float(failures):
         return ""
     torch.compiler.set_stance("force_eager")
-    return why or "another shard cannot compile them"
+    return reason or "another shard cannot compile them"
 
 
 def _tried(
     model: PreTrainedModel, sharding: Sharding, passes: Passes, mesh: Mesh, part: BatchPart, tolerance: float
 ) -> str:
     with torch.compiler.set_stance("force_eager"):
-        wanted, norm = _pass(model, sharding, passes, mesh, part)
+        expected, norm = _pass(model, sharding, passes, mesh, part)
     try:
-        found, compiled_norm = _pass(model, sharding, passes, mesh, part)
+        compiled, compiled_norm = _pass(model, sharding, passes, mesh, part)
     except Exception as error:  # a compiler fails in its own ways
         return f"{type(error).__name__}: {_in_one_line(str(error))}"
-    distance = float((found - wanted).abs().max())
+    distance = float((compiled - expected).abs().max())
     if not distance <= tolerance:
         return f"log-probabilities differ by {distance:.3g} from those of the layers uncompiled"
     if not math.isclose(compiled_norm, norm, rel_tol=NORM_BOUND, abs_tol=1e-6):

@@ -95,16 +95,18 @@ def own_part(
 ) -> tuple[list[TensorEntry], list[npt.NDArray[np.uint8]]]:
     """Returns the tensors of an adapter without the zeros that fill it up to the common rank and layers: A [rank,
     inputs] and B [outputs, rank] of the layers that it adapts, each in a bucket of its own."""
-    own: list[TensorEntry] = []
+    local_entries: list[TensorEntry] = []
     parts: list[npt.NDArray[np.uint8]] = []
     for entry in entries:
         layer, _, which = entry.name.partition(".lora_")
         if layer.rpartition(".")[2] in spec.targets:
             whole = buckets[entry.bucket][entry.offset : entry.offset + entry.nbytes].reshape(*entry.shape, -1)
             part = np.ascontiguousarray(whole[: spec.rank] if which.startswith("A") else whole[:, : spec.rank])
-            own.append(replace(entry, shape=part.shape[:2], bucket=len(parts), offset=0, nbytes=part.nbytes, hash=""))
+            local_entries.append(
+                replace(entry, shape=part.shape[:2], bucket=len(parts), offset=0, nbytes=part.nbytes, hash="")
+            )
             parts.append(part.reshape(-1))
-    return own, parts
+    return local_entries, parts
 
 
 def _parts(entries: Sequence[TensorEntry], file_bytes: int) -> Iterator[list[TensorEntry]]:

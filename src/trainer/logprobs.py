@@ -156,8 +156,8 @@ def _free_bytes(device: torch.device) -> int | None:
     deterministic mode, because chunks decide the order of sums, and free memory differs between runs."""
     if device.type != "cuda" or torch.are_deterministic_algorithms_enabled():
         return None
-    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + held
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
 
 
 def _chunks(tokens: int, vocabulary: int, logits: int) -> list[slice]:

@@ -134,8 +134,8 @@ def adapter_files(lora: LoraConfig, adapter: Adapter, base: str) -> dict[str, by
     """
     spec = adapter.spec
     if spec:
-        own = {"rank": spec.rank, "alpha": spec.alpha, "targets": list(spec.targets)}
-        lora = lora.model_copy(update=own)
+        fields = {"rank": spec.rank, "alpha": spec.alpha, "targets": list(spec.targets)}
+        lora = lora.model_copy(update=fields)
     config = peft_config(lora).to_dict() | {"base_model_name_or_path": base, "inference_mode": True}
     config["target_modules"] = sorted(lora.target_modules)
     files = {CONFIG: config, BASE: {"name": base, "digest": adapter.base}}
@@ -170,15 +170,17 @@ def read_adapter(
             f"the adapter {directory} has rank {rank} and alpha {config['lora_alpha']:g}; expected {spec.rank} and "
             f"{spec.alpha:g}"
         )
-    others = [name for name in OTHER_FORMULAS if config.get(name)]
-    if others:
-        raise BadInput(f"the adapter {directory} has {', '.join(others)}; expected plain LoRA, B A x alpha / rank")
+    unsupported = [name for name in OTHER_FORMULAS if config.get(name)]
+    if unsupported:
+        raise BadInput(f"the adapter {directory} has {', '.join(unsupported)}; expected plain LoRA, B A x alpha / rank")
     names = {PREFIX + name.replace(f".{ADAPTER}.", "."): name for name in shapes}
-    found = {names.get(name, name): tensor for name, tensor in tensors.items()}
-    wrong = [name for name in {**shapes, **found} if name not in found or shapes.get(name) != tuple(found[name].shape)]
+    renamed = {names.get(name, name): tensor for name, tensor in tensors.items()}
+    wrong = [
+        name for name in {**shapes, **renamed} if name not in renamed or shapes.get(name) != tuple(renamed[name].shape)
+    ]
     if wrong:
         raise BadInput(
             f"the adapter {directory} does not have the tensors of one of rank {spec.rank} for "
             f"{', '.join(spec.targets)} of this model; the first that differs: {sorted(wrong)[0]}"
         )
-    return found
+    return renamed

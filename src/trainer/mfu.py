@@ -27,8 +27,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     infinity, with which the time at the peak is 0."""
     if device.type != "cuda" or dtype.itemsize != 2:
         return inf
-    found = torch.cuda.get_device_name(device)
-    return next((tflops * 1e12 for name, tflops in PEAK_TFLOPS.items() if name in found), inf)
+    device_name = torch.cuda.get_device_name(device)
+    return next((tflops * 1e12 for name, tflops in PEAK_TFLOPS.items() if name in device_name), inf)
 
 
 def train_flops(facts: ModelFacts, lengths: npt.NDArray[np.int64], *, frozen: bool = False) -> float:

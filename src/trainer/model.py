@@ -70,19 +70,19 @@ class Sharding:
         self.whole = self.memory.whole  # layers stay gathered between micro-batches (`accumulating`)
         self._offload = CPUOffloadPolicy(pin_memory=on_gpus) if options.offload == "cpu" else OffloadPolicy()
 
-    def keep_whole(self, wanted: bool) -> str:
-        """Keeps the whole model over each batch if that is `wanted`, as a resumed run did, and possible. Returns a
+    def keep_whole(self, requested: bool) -> str:
+        """Keeps the whole model over each batch if that is `requested`, as a resumed run did, and possible. Returns a
         message if it is not possible ("" otherwise)."""
-        self.whole = wanted and self.memory.whole
-        if wanted == self.whole or self._mesh.size == 1:
+        self.whole = requested and self.memory.whole
+        if requested == self.whole or self._mesh.size == 1:
             return ""
         if self._gives_up_layers:
-            why = "trainer.reshard_after_forward forbids"
+            obstacle = "trainer.reshard_after_forward forbids"
         else:
-            why = "there is too little memory for"
+            obstacle = "there is too little memory for"
         return (
-            f"the run has kept the whole model over each batch, which {why} now: gradients are added in another order, "
-            "which changes their last bits"
+            f"the run has kept the whole model over each batch, which {obstacle} now: gradients are added in another "
+            "order, which changes their last bits"
         )
 
     def shard_model(self, name: str, weights: str, lora: LoraConfig | None = None, seed: int = 0) -> PreTrainedModel:
@@ -119,7 +119,7 @@ class Sharding:
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == count]
         if not lists:
             raise BadInput(f"{name} has no list of {count} decoder layers: this architecture cannot be sharded")
-        if any(held > 1 for held in Counter(id(p) for layer in lists[0] for p in layer.parameters()).values()):
+        if any(uses > 1 for uses in Counter(id(p) for layer in lists[0] for p in layer.parameters()).values()):
             raise BadInput(f"{name} has decoder layers that share parameters: this architecture cannot be sharded")
         for unit in [*lists[0], model]:
             self._fill(unit, names[unit], tensors)
@@ -141,9 +141,9 @@ class Sharding:
             module.to_empty(device=self._mesh.device, recurse=False)
         if isinstance(unit, PreTrainedModel):
             unit.tie_weights()  # to_empty has given tied parameters separate memory
-        own = {id(t) for m in modules for t in [*m.parameters(recurse=False), *m.buffers(recurse=False)]}
+        unit_tensors = {id(t) for m in modules for t in [*m.parameters(recurse=False), *m.buffers(recurse=False)]}
         for name, tensor in [*unit.named_parameters(prefix), *unit.named_buffers(prefix)]:
-            if id(tensor) in own:
+            if id(tensor) in unit_tensors:
                 if tensors:  # cast where it is needed, after the stored bytes have travelled there
                     tensor.data.copy_(tensors[name].to(self._mesh.device))
                 self._mesh.broadcast(tensor.data)
@@ -215,16 +215,16 @@ def load_source(name: str) -> PreTrainedModel:
         source, report = _open(name, torch.float32)
     stored = stored_shapes(name)
     if stored is None:
-        own = Differences([], [])
+        differing = Differences([], [])
     else:
-        own = differences(source, stored)
-    found = {
-        "lacks": {*report["missing_keys"], *own.lacking},
+        differing = differences(source, stored)
+    problems = {
+        "lacks": {*report["missing_keys"], *differing.lacking},
         "has in addition": report["unexpected_keys"],
-        "has in another shape": {*(key[0] for key in report["mismatched_keys"]), *own.reshaped},
+        "has in another shape": {*(key[0] for key in report["mismatched_keys"]), *differing.reshaped},
     }
     advice = "save it again with save_pretrained of the installed transformers, or train another model"
-    refuse_kinds(f"model.name = {name}", source, found, advice)
+    refuse_kinds(f"model.name = {name}", source, problems, advice)
     return source
 
 
@@ -314,10 +314,10 @@ def _units(model: PreTrainedModel) -> Iterator[tuple[nn.Module, Callable[[], dic
     names = {module: prefix and f"{prefix}." for prefix, module in model.named_modules()}
 
     def tensors(unit: nn.Module) -> dict[str, Tensor]:
-        own = {names[unit] + name: tensor for name, tensor in saved_tensors(unit).items()}
+        unit_tensors = {names[unit] + name: tensor for name, tensor in saved_tensors(unit).items()}
         if unit is root:
-            return {name: t for name, t in own.items() if id(t) not in inside}
-        return own
+            return {name: t for name, t in unit_tensors.items() if id(t) not in inside}
+        return unit_tensors
 
     for unit in (root, *layers):
         yield unit, partial(tensors, unit)

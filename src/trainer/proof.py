@@ -140,9 +140,9 @@ def prove_models(models: Sequence[PreTrainedModel], mesh: Mesh, sharding: Shardi
 def _prove_model(model: PreTrainedModel, mesh: Mesh, sharding: Sharding, packing: Packing) -> Proof:
     twin = _on_first(mesh, partial(_prove_kind, model.config, packed=sharding.packed))
     packed = sharding.packed and (isinstance(twin, str) or not twin.not_packed)
-    found = prove(model, mesh.device, sharding.dtype, packed=packed)
+    agreement = prove(model, mesh.device, sharding.dtype, packed=packed)
     name = type(model).__name__.removeprefix("FSDP")
-    return _on_first(mesh, partial(decide, name, found, twin, packing=packing))
+    return _on_first(mesh, partial(decide, name, agreement, twin, packing=packing))
 
 
 def _prove_kind(config: PretrainedConfig, *, packed: bool) -> Agreement | ProvedType | str:
@@ -179,25 +179,25 @@ def decide(architecture: str, model: Agreement, twin: Agreement | ProvedType | s
 
     Raises BadInput when rows do not agree, and when packed rows do not although `packing` asks for them.
     """
-    found: dict[str, Agreement | ProvedType] = {"": model}
+    agreements: dict[str, Agreement | ProvedType] = {"": model}
     if not isinstance(twin, str):
-        found[IN_TWIN if isinstance(twin, Agreement) else IN_PAGE] = twin
-    for where, agreement in found.items():
+        agreements[IN_TWIN if isinstance(twin, Agreement) else IN_PAGE] = twin
+    for place, agreement in agreements.items():
         if agreement.not_rows:
             raise Refusal(
-                f"{architecture}: {agreement.not_rows}{where}",
+                f"{architecture}: {agreement.not_rows}{place}",
                 f"a difference that rounding explains, at most {agreement.tolerance:.2g}",
                 "train another model: the trainer would not compute this one's probabilities",
             ).error()
-    why = next((agreement.not_packed + where for where, agreement in found.items() if agreement.not_packed), "")
-    if why and packing == "packed":
+    reason = next((agreement.not_packed + place for place, agreement in agreements.items() if agreement.not_packed), "")
+    if reason and packing == "packed":
         raise Refusal(
-            f"trainer.packing = packed for {architecture}: {why}",
+            f"trainer.packing = packed for {architecture}: {reason}",
             f"a difference that rounding explains, at most {model.tolerance:.2g}",
             "leave --trainer.packing out, or set it to rows",
         ).error()
-    packed = model.packed is not None and not why
-    return Proof(architecture, packed, model, twin, why)
+    packed = model.packed is not None and not reason
+    return Proof(architecture, packed, model, twin, reason)
 
 
 @torch.no_grad()
@@ -219,15 +219,15 @@ def prove(
         largest = max(float(own_logits(model, sample).abs().max()) for sample in samples)
     with _multiplied(model, magnified / largest if magnified else 1.0):
         with _refusing(model):
-            own = [_chosen(own_logits(model, sample), sample) for sample in samples]
+            reference = [_chosen(own_logits(model, sample), sample) for sample in samples]
             first, last, second = _in_rows(model, [samples[0], later, samples[1]])
         if packed:
-            in_one_row = _try_packed(model, samples, other, own)
+            in_one_row = _try_packed(model, samples, other, reference)
         else:
             in_one_row = {}
     return Agreement(
         tolerance=rounding(dtype, magnified or largest, config.num_hidden_layers),
-        rows=max(_distance(first, own[0]), _distance(second, own[1])),
+        rows=max(_distance(first, reference[0]), _distance(second, reference[1])),
         future=_distance(first[:-2], last[:-2]),
         **in_one_row,
     )
@@ -258,7 +258,7 @@ def _refusing(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _try_packed(
-    model: PreTrainedModel, samples: Sequence[Tensor], other: Tensor, own: Sequence[Tensor]
+    model: PreTrainedModel, samples: Sequence[Tensor], other: Tensor, reference: Sequence[Tensor]
 ) -> dict[str, Any]:
     """Returns the fields of an Agreement about packed rows. `other`: a changed first sample."""
     before = model.config._attn_implementation
@@ -273,7 +273,7 @@ def _try_packed(
     finally:
         model.set_attn_implementation(before)
     return {
-        "packed": max(_distance(first, own[0]), _distance(second, own[1])),
+        "packed": max(_distance(first, reference[0]), _distance(second, reference[1])),
         "leak": _distance(second, moved),
     }
 
@@ -299,7 +299,7 @@ def prove_reload(model: PreTrainedModel) -> None:
         opened = load_source(directory)
     sample = _sample(model.config.get_text_config(), 0, LENGTHS[0])
     with _refusing(model):
-        distance = _distance(*(_chosen(own_logits(each, sample), sample) for each in (model, opened)))
+        distance = _distance(*(_chosen(own_logits(candidate, sample), sample) for candidate in (model, opened)))
     if not distance <= RELOADED:
         raise Refusal(
             f"{type(model).__name__}: what is written of it, and opened again by Hugging Face's transformers, computes "

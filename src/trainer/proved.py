@@ -54,10 +54,10 @@ def proved_type(config: PretrainedConfig) -> ProvedType | None:
         return None
     options = entry.get("options", {})
     tried = [options, *(options | variant for variant in entry.get("variants", []))]
-    proved = [switches(CONFIG_MAPPING[config.model_type](**deepcopy(each))) for each in tried]
+    proved = [switches(CONFIG_MAPPING[config.model_type](**deepcopy(values))) for values in tried]
     shown = switches(config)
-    keys = shown.keys() | {key for each in proved for key in each}
-    if any(all(each.get(key) != shown.get(key) for each in proved) for key in keys):
+    keys = shown.keys() | {key for values in proved for key in values}
+    if any(all(values.get(key) != shown.get(key) for values in proved) for key in keys):
         return None
     return ProvedType(entry.get("why", ""))
 
@@ -72,10 +72,10 @@ def switches(config: PretrainedConfig) -> dict[str, str]:
     """Returns the parts of a configuration that are no sizes: the different values of each key that is not None, as
     text.
     """
-    found: dict[str, set[str]] = {}
+    by_key: dict[str, set[str]] = {}
     for key, value in _leaves(config.to_dict(), ""):
-        found.setdefault(key, set()).add(value)
-    return {key: ", ".join(sorted(values)) for key, values in found.items()}
+        by_key.setdefault(key, set()).add(value)
+    return {key: ", ".join(sorted(values)) for key, values in by_key.items()}
 
 
 def _leaves(value: object, path: str) -> Iterator[tuple[str, str]]:

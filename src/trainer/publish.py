@@ -22,8 +22,8 @@ tokens, routed differently after rounding, count little."""
 def canary_tokens(vocab_size: int, max_seq_len: int, *, experts: bool) -> npt.NDArray[np.int32]:
     """Returns the fixed sequence for a model with or without experts, int32, shorter than `max_seq_len` (a replica
     samples one token more)."""
-    wanted = TOKENS_OF_EXPERTS if experts else CANARY_TOKENS
-    position = np.arange(max(2, min(wanted, max_seq_len - 1)), dtype=np.int64)
+    length = TOKENS_OF_EXPERTS if experts else CANARY_TOKENS
+    position = np.arange(max(2, min(length, max_seq_len - 1)), dtype=np.int64)
     return ((31 * position**2 + 17 * position + 3) % vocab_size).astype(np.int32)
 
 

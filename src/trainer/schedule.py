@@ -42,8 +42,8 @@ def lr_at(
     peak / warmup_steps), then stays, or falls to 0 at `max_steps`."""
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
-    done = (step - warmup_steps) / max(1, max_steps - warmup_steps)
-    share = {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[schedule]
+    progress = (step - warmup_steps) / max(1, max_steps - warmup_steps)
+    share = {"constant": 1.0, "linear": 1 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress))}[schedule]
     return peak * share
 
 

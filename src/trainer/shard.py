@@ -125,21 +125,21 @@ class Shard(AdapterVerbs):
     def _try_compiled(self) -> str:
         """Compiles the layers; says if they are compiled, and if not, why. Raises BadInput where they were to be."""
         log.info("compiling layers")
-        wanted = self._config.trainer.compile is True
+        required = self._config.trainer.compile is True
         tolerance = self.proof.model.tolerance
         most_tokens = self._config.micro_batch_limit(self._max_seq_len)
         batches = trial_batches(self._facts.vocab_size, most_tokens, self._max_seq_len)
-        why = why_uncompiled(
-            self._model, self._sharding, self._passes, self._mesh, batches, tolerance, whole=not wanted
+        reason = why_uncompiled(
+            self._model, self._sharding, self._passes, self._mesh, batches, tolerance, whole=not required
         )
-        if why and wanted:
+        if reason and required:
             raise Refusal(
-                f"trainer.compile = true for {self.proof.architecture}: {why}",
+                f"trainer.compile = true for {self.proof.architecture}: {reason}",
                 "layers that compile, and compute what they compute uncompiled",
                 "leave --trainer.compile out, or set it to false",
             ).error()
-        if why:
-            return f"layers are not compiled: {why}"
+        if reason:
+            return f"layers are not compiled: {reason}"
         return "layers are compiled"
 
     def _load_reference(self) -> PreTrainedModel | None:
@@ -164,8 +164,8 @@ class Shard(AdapterVerbs):
     def shown(self) -> tuple[str, str]:
         """Returns the results of the model's proof at the start, and why rows are not packed although the configuration
         asks for it ("" otherwise)."""
-        said = self.proof.text, self._layers_text, self._sharding.memory.text, self._sums.text
-        return "; ".join(filter(None, said)), self.proof.why_rows
+        texts = self.proof.text, self._layers_text, self._sharding.memory.text, self._sums.text
+        return "; ".join(filter(None, texts)), self.proof.why_rows
 
     def forward_backward(
         self,
@@ -346,7 +346,7 @@ class Shard(AdapterVerbs):
             part = self._sender.send(version, self.layout, self._sums.watching(units, share, sums), session)
             canary = compute_canary(model, dtype, self._canary_tokens, self._device)
         self._mesh.sum_over_ranks(sums)
-        entries = self.layout.with_hashes({name: str(each) for name, each in self._sums.by_name(sums).items()})
+        entries = self.layout.with_hashes({name: str(total) for name, total in self._sums.by_name(sums).items()})
         identity = WeightIdentity(self._attempt, version, weights_digest(entries, self._adapter))
         self._published.add(identity)
         return PublishedWeights(WeightsManifest(identity, entries, canary, self._adapter), part)
@@ -371,9 +371,9 @@ class Shard(AdapterVerbs):
         self._checkpointer.load(path, source)
         self.drop_gradients()
         self._published = PublishedVersions(self._config.max_steps_off_policy, identities)
-        said = self._sharding.keep_whole(bool(self._sums_whole))
+        notice = self._sharding.keep_whole(bool(self._sums_whole))
         self._sums_whole.fill_(self._sharding.whole)
-        return said
+        return notice
 
     def save_weights(
         self,

@@ -77,15 +77,18 @@ class ShardSums:
                     dtype = self._dtype
                 else:
                     dtype = None
-                for place, held in self._held(slices).items():
-                    views = [view for _, view in held]
+                for place, pieces in self._local_parts(slices).items():
+                    views = [view for _, view in pieces]
                     parts[views[0].device] += equal_parts(views, *rectangle(place.whole, place.start), dtype)
-                    rows[views[0].device] += [row for row, _ in held]
-            for where, found in parts.items():  # all at once, because a GPU sums many tensors in one launch
-                table.index_add_(0, torch.tensor(rows[where], device=device), part_sums(found).to(device))
+                    rows[views[0].device] += [row for row, _ in pieces]
+            for (
+                part_device,
+                device_parts,
+            ) in parts.items():  # all at once, because a GPU sums many tensors in one launch
+                table.index_add_(0, torch.tensor(rows[part_device], device=device), part_sums(device_parts).to(device))
         return table
 
-    def _held(self, parts: Sequence[tuple[int, Slice]]) -> dict[PartPlace, list[tuple[int, Tensor]]]:
+    def _local_parts(self, parts: Sequence[tuple[int, Slice]]) -> dict[PartPlace, list[tuple[int, Tensor]]]:
         """Returns the parts of one tensor that this rank holds and sums: their rows in the table, and views, by their
         place in the whole."""
         source = parts[0][1].source.detach()
@@ -96,22 +99,22 @@ class ShardSums:
         else:
             counts = self._is_first
             taken = partial(Slice.of_whole, whole=source.contiguous())
-        found: defaultdict[PartPlace, list[tuple[int, Tensor]]] = defaultdict(list)
+        by_place: defaultdict[PartPlace, list[tuple[int, Tensor]]] = defaultdict(list)
         for row, part in parts if counts else []:
             view, start = taken(part)
             if view.numel():
-                found[PartPlace(part.shape, start, tuple(view.shape), view.stride())].append((row, view))
-        return found
+                by_place[PartPlace(part.shape, start, tuple(view.shape), view.stride())].append((row, view))
+        return by_place
 
     @torch.no_grad()
     def watching(
         self, units: Iterable[Sequence[tuple[str, Tensor]]], owned: Collection[str], table: Tensor
     ) -> Iterator[Sequence[tuple[str, Tensor]]]:
         """Yields the gathered units, and adds the sums of `owned` tensors that need the gather to `table`."""
-        wanted = set(self.gathered) & set(owned)
+        watched = set(self.gathered) & set(owned)
         for unit in units:
             for name, tensor in unit:
-                if name in wanted:
+                if name in watched:
                     table[self._rows[name]] += tensor_sums(tensor).to(table.device)
             yield unit
 
@@ -122,11 +125,11 @@ class ShardSums:
 
 def _sharing_sources(slices: Mapping[str, Slice | None]) -> list[list[tuple[int, Slice]]]:
     """Returns the parts of each tensor that has some, with their rows in the table."""
-    found: defaultdict[int, list[tuple[int, Slice]]] = defaultdict(list)
+    by_source: defaultdict[int, list[tuple[int, Slice]]] = defaultdict(list)
     for row, part in enumerate(slices.values()):
         if part is not None and part.source.numel():
-            found[id(part.source)].append((row, part))
-    return list(found.values())
+            by_source[id(part.source)].append((row, part))
+    return list(by_source.values())
 
 
 def _rows_here(source: DTensor) -> tuple[int, int, bool]:

@@ -33,7 +33,7 @@ CLASSES = (
     torch.serialization._get_layout,
     torch.Size,
 )
-ALLOWED = {**{(known.__module__, known.__qualname__): known for known in CLASSES}, ("pathlib", "PosixPath"): Path}
+ALLOWED = {**{(kind.__module__, kind.__qualname__): kind for kind in CLASSES}, ("pathlib", "PosixPath"): Path}
 """All names in the metadata of tensors, except dtypes."""
 
 
@@ -60,26 +60,26 @@ class StateReader(dcp.FileSystemReader):
         self._part.fetch([FILE])
         try:
             with file.open("rb") as stream:
-                found = _MetadataUnpickler(stream).load()
-            _check(found)
+                loaded = _MetadataUnpickler(stream).load()
+            _check(loaded)
         except CheckpointInvalid as error:
             raise CheckpointInvalid(f"the metadata in {file} cannot be trusted: {error}") from None
         except Exception as error:  # a pickle can fail in any way
             raise CheckpointInvalid(f"{file} holds no metadata: {type(error).__name__}: {error}") from None
-        found.storage_meta = metadata.StorageMeta(load_id=self.load_id)
-        return found
+        loaded.storage_meta = metadata.StorageMeta(load_id=self.load_id)
+        return loaded
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         self._part.fetch({self.storage_data[item.storage_index].relative_path for item in plan.items})
         return super().read_data(plan, planner)
 
 
-def _check(found: Any) -> None:
+def _check(saved: Any) -> None:
     """Raises CheckpointInvalid unless all entries are tensors in files of the directory itself."""
-    for name, tensor in found.state_dict_metadata.items():
+    for name, tensor in saved.state_dict_metadata.items():
         if not isinstance(tensor, metadata.TensorStorageMetadata):
             raise CheckpointInvalid(f"{name} is a {type(tensor).__name__}; expected tensors only")
-    for place in found.storage_data.values():
+    for place in saved.storage_data.values():
         path = Path(place.relative_path)
         if path.suffix != filesystem.DEFAULT_SUFFIX or path.name != place.relative_path:
             raise CheckpointInvalid(f"it reads {place.relative_path!r}; expected a file in this directory")

@@ -205,19 +205,19 @@ def _other_sizes(single: Mapping[str, Any], section: Mapping[str, Any]) -> dict[
 
 def _kind(section: Mapping[str, Any], layer: int, count: int) -> str:
     """Returns everything that the configuration says about one layer."""
-    said: list[Any] = []
+    parts: list[Any] = []
     for key, value in section.items():
         if isinstance(value, list) and len(value) == count:
-            said.append(value[layer])
+            parts.append(value[layer])
         elif _lists_layers(key, value, count):
-            said.append(layer in value)
+            parts.append(layer in value)
         elif re.fullmatch(BEFORE, key) and type(value) is int:
-            said.append(layer < value)
+            parts.append(layer < value)
         elif key == SHARED:
-            said.append(layer >= count - value)
+            parts.append(layer >= count - value)
         elif key == PER_LAYER and value:
-            said.append([v for k, v in value.items() if int(k) == layer])
-    return repr(said)
+            parts.append([v for k, v in value.items() if int(k) == layer])
+    return repr(parts)
 
 
 def _lists_layers(key: str, value: object, count: int) -> bool:

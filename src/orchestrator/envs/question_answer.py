@@ -41,7 +41,7 @@ def final_answer(text: str) -> str:
 
 
 def same_number(target: str, answer: str) -> bool:
-    """True if math-verify takes `given` for `target`. May take any time. Raises ValueError for a target that it cannot
+    """True if math-verify takes `answer` for `target`. May take any time. Raises ValueError for a target that it cannot
     read."""
     gold = parse(target if "\\" not in target else f"${target}$", parsing_timeout=None)
     if not gold:

@@ -79,8 +79,7 @@ def report_page(reader: RunReader, now: datetime) -> str:
 
 
 def spread(steps: Sequence[int], limit: int) -> list[int]:
-    """Returns at most `most` of the `steps`, evenly spread: first the first and the last one, then the steps in
-    between.
+    """Returns at most `limit` of the `steps`, evenly spread: the first, the last, then the ones in between.
 
     >>> spread([9, 8, 7, 6, 5, 4, 3], 4)
     [9, 3, 7, 5]

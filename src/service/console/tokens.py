@@ -41,7 +41,7 @@ class TokenPiece:
 def tokens_page(
     pieces: Sequence[TokenPiece], start: int, decode: Decode | None, limit: int = PAGE_TOKENS
 ) -> dict[str, object]:
-    """Returns at most `most` tokens of `pieces`, from token `start` on, as JSON values: with `next`, where the next
+    """Returns at most `limit` tokens of `pieces`, from token `start` on, as JSON values: with `next`, where the next
     page begins (None: there is none), and `total`."""
     shown = []
     place = 0
