@@ -4,13 +4,13 @@
     python scripts/chaos.py soak [--steps 300] [--every 20] [--seed 0]
 
 `matrix`: every victim at every moment (`tests/e2e/chaos_support.py`), one small run for each: about a minute and a half
-on two cores. `--stop`: SIGSTOP, for longer than the deadline, in place of SIGKILL. A run has come through when all that
-it left is whole: each step and each problem once, the bound, the last commit, no process and no file in shared memory.
-`--results` keeps what was found, one line of JSON a cell; cells that are in it already are not run again, and stand in
-the table that is printed at the end, as Markdown; with `--docs` it also takes the place of the one in docs/recovery.md.
+on two cores. `--stop`: SIGSTOP, for longer than the deadline, instead of SIGKILL. A run has come through when
+everything that it left is whole: each step and each problem once, the bound, the last commit, no process and no file in
+shared memory. `--results` keeps the results, one line of JSON a cell; cells that are in it already are not run again.
+The table of all cells is printed at the end, as Markdown; `--docs` also writes it to docs/recovery.md.
 
-`soak`: one long run of which a random part is killed again and again, and beside it one that nothing happens to. Prints
-how the memory of every process of both went, and both reward curves.
+`soak`: one long run that loses a random part again and again, and alongside it an undisturbed one. Prints how the
+memory of every process of both went, and both reward curves.
 
 Ends with 1 when something is not as it should be; the directories of such runs are kept.
 """
@@ -237,8 +237,9 @@ def long_run(
     every: int | None = None,
     chance: random.Random | None = None,
 ) -> tuple[list[dict[str, Any]], Memory, bool]:
-    """One run, of which a random part is killed whenever it has come `every` steps further than ever before: its rows,
-    the memory of its processes, and whether all that it left is whole. It is killed itself once `given_up` is set."""
+    """Makes one run, and kills a random part whenever it has come `every` steps further than ever before: returns its
+    rows, the memory of its processes, and whether everything that it left is whole. Kills the run itself once
+    `given_up` is set."""
     place = Path(tempfile.mkdtemp(prefix="soak-"))
     memory = Memory()
     killed = 0

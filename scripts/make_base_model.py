@@ -2,9 +2,9 @@
 
     python scripts/make_base_model.py [--output assets/sort-base] [--seed 0]
 
-Supervised training on sort problems of which 70 % have a corrupted answer: the skill is there, diluted, so that
-sampling finds right answers in some groups and wrong ones in most, which is what reinforcement learning needs.
-Strings that the task holds out for evaluation are never trained on.
+Supervised training on sort problems with 70 % corrupted answers: the skill is there, diluted, so that sampling finds
+right answers in some groups and wrong ones in most, as reinforcement learning needs it. Strings that the task holds out
+for evaluation are never trained on.
 
 An untrained model and the problems, as tokens, go into a directory of their own; `sft` does the rest, with
 `configs/sft-base.toml`. Takes a minute or two on two cores.

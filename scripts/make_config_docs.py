@@ -75,8 +75,7 @@ def section_of(key: Key) -> str:
 
 
 def tables(schema: type[CommonConfig], without: frozenset[str] = frozenset()) -> list[str]:
-    """A table for each section, but for the rows that are in `without`; sections of which nothing is left are not
-    there."""
+    """Returns a table for each section, without the rows in `without`, and without empty sections."""
     parts = []
     for section, members in groupby(keys_of(schema).options.values(), section_of):
         rows = [line for line in map(row, members) if line not in without]

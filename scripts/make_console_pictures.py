@@ -2,7 +2,7 @@
 
     python scripts/make_console_pictures.py
 
-The run is that of `configs/quickstart.toml`, in a temporary directory, and takes about two minutes.
+The run uses `configs/quickstart.toml`, in a temporary directory, and takes about two minutes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OPEN = {
     "rollouts": (580, "document.querySelectorAll('#rollout-tokens b').length"),
     "sessions": (680, "document.querySelectorAll('#session-tree button').length"),
 }
-"""The tabs that are photographed: the height of each picture, and what is true once the tab is drawn."""
+"""The photographed tabs: the height of each picture, and a condition that holds once the tab is drawn."""
 
 
 def talk(url: str, admin: str) -> None:

@@ -3,8 +3,8 @@
     python scripts/make_guess_base.py [--output assets/guess-base] [--seed 0] [--data FILE.jsonl]
 
 Supervised training on whole games: half of the guesses are drawn from all ten digits, whatever the hints said, the
-other half from those that are still possible. So the rules are known, and playing by them pays: what reinforcement
-learning needs. The loss is on the guesses alone. `sft` trains it, as `make_base_model.py` says.
+other half from the digits that are still possible. So the rules are known, and playing by them pays, as reinforcement
+learning needs it. The loss is on the guesses alone. `sft` trains it, as `make_base_model.py` says.
 
 `--data` writes the examples instead, a line `{"tokens": [...], "weights": [...]}` for each, as `sft` reads them.
 """
@@ -65,7 +65,9 @@ def play(seed: int, index: int) -> Game:
 
 
 def make_example(game: Game, tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:
-    """A game as tokens, and the weight of each: 1 for those of a guess and the end of sequence after it, else 0."""
+    """Returns a game as tokens, and the weight of each: 1 for tokens of a guess and the end of sequence after it, else
+    0.
+    """
     tokens = tokenizer.encode(PROMPT)
     weights = [0] * len(tokens)
     for guess in game.guesses:

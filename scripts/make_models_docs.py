@@ -117,7 +117,7 @@ def example(model_type: str) -> PretrainedConfig:
 def walk(model_type: str) -> Walked:
     """Trains, publishes, saves and reopens a small model of this architecture, in this process.
 
-    Raises AssertionError for what is neither right nor refused.
+    Raises AssertionError if a step is neither right nor refused.
     """
     row = Walked(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
     with tempfile.TemporaryDirectory() as directory:
@@ -183,7 +183,7 @@ def save_model(model: Any, path: Path) -> None:
 
 @contextmanager
 def open_shard(path: Path, packing: str) -> Iterator[Shard]:
-    """A trainer of one shard, in a process group of one, whose start takes nothing from the page that is written."""
+    """Returns a trainer of one shard, in a process group of one. Its start takes nothing from the written page."""
     sections = {
         "model": {"name": str(path), "dtype": "float32", "max_seq_len": 64},
         "orchestrator": {"batch_size": 2},
@@ -203,7 +203,7 @@ def open_shard(path: Path, packing: str) -> Iterator[Shard]:
 
 
 def train_and_reopen(shard: Shard, base: Path, after: Path) -> None:
-    """Makes a step, and compares logprobs before and after it with those of Hugging Face. Raises AssertionError."""
+    """Makes a step, and compares logprobs before and after it with Hugging Face's. Raises AssertionError."""
     batch = make_batch()
     first = scatter_outputs(batch, [shard.forward(batch)])
     check_same(first, opened_logprobs(base, batch))
@@ -221,7 +221,7 @@ def train_and_reopen(shard: Shard, base: Path, after: Path) -> None:
 
 
 def make_batch() -> TokenBatch:
-    """Sequences of small token ids, every token of which counts."""
+    """Returns sequences of small token ids; every token counts."""
     rng = np.random.default_rng(0)
     sequences = [rng.integers(1, 30, length + 1) for length in LENGTHS]
     return TokenBatch.from_datums(

@@ -21,7 +21,7 @@ from orchestrator.envs.reasoning_gym import AROUND_ANSWERS, few_questions, gener
 TARGET = Path(__file__).parents[1] / "docs" / "reasoning-gym.md"
 SIZE = 2000
 SCORED = 3
-"""Items whose scorers are tried, and whose digests two processes compare."""
+"""Items with scorers that are tried, and digests that two processes compare."""
 COMPARED_SIZE = 64
 COUNTING_S = 5.0
 SLOW_MS = 100
@@ -88,7 +88,7 @@ def digests() -> dict[str, str]:
 
 
 def differing() -> set[str]:
-    """Returns the generators whose problems are others in another process."""
+    """Returns the generators with other problems in another process."""
     command = [sys.executable, "-W", "ignore", __file__, "--digests"]
     names = []
     for seed in "12":

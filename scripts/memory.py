@@ -74,9 +74,9 @@ HEAD = "head"
 HOST = "host"
 SHAPES = "shapes"
 KINDS = (WEIGHTS, GRADIENTS, MOMENTS, GATHERED, ACTIVATIONS, HEAD)
-"""What a shard's device holds: its part of weights, gradients and moments; what is whole at a time, with the buffers of
-collectives; what a pass keeps for its backward pass; the logits, and the output matrix's gradient while it is summed.
-(SHAPES: tensors by which DTensor finds out shapes, which have no memory in a real run either.)"""
+"""Parts of a shard's device memory: its part of weights, gradients and moments; gathered tensors, with the buffers of
+collectives; tensors that a pass keeps for its backward pass; the logits, and the output matrix's gradient while it is
+summed. (SHAPES: tensors by which DTensor finds out shapes, which have no memory in a real run either.)"""
 STATE = (WEIGHTS, GRADIENTS, MOMENTS)
 MAKERS = (
     ("scripts/memory.py", "_load_source", HOST),
@@ -90,7 +90,7 @@ MAKERS = (
     ("torch/distributed/fsdp/", None, GATHERED),
     ("torch/distributed/tensor/_sharding_prop.py", None, SHAPES),
 )
-"""The kind of what is allocated by, or on behalf of, a function; the innermost one counts. All else is activations."""
+"""The kind of memory allocated by, or on behalf of, a function; the innermost one counts. All else is activations."""
 LOAD = "load"
 PASS = "forward and backward"
 UPDATE = "update"
@@ -224,7 +224,7 @@ def _kind_of(code: CodeType) -> str | None:
 
 @dataclass(frozen=True)
 class Case:
-    """A shard whose memory is counted."""
+    """A shard for the count of its memory."""
 
     described: Mapping[str, Any]
     """The config.json of the model."""
@@ -323,7 +323,7 @@ def take_step(shard: Shard, batch: TokenBatch, count: LiveBytes) -> None:
 
 
 class _Nowhere:
-    """A sender (`trireme.core.transport.Sender`) whose weights no replica gets."""
+    """A sender (`trireme.core.transport.Sender`) without receivers."""
 
     endpoint = None
 

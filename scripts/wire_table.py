@@ -21,7 +21,7 @@ GB = 10**9
 BYTES_PER_PARAMETER = 2
 GPUS_PER_NODE = 8
 TRAINING_SHARE = 4
-"""One node in so many trains, but at least one."""
+"""One node in n trains, but at least one."""
 NODES = (2, 4, 8, 16, 32, 64)
 MODELS = {"Qwen3-4B": 1, "Qwen3-8B": 1, "Qwen3-30B-A3B": 2, "Llama-3-70B": 4}
 """The GPUs of a replica: the fewest of 80 GB on which docs/internals/memory.md has its weights and a KV cache fit."""

@@ -74,7 +74,7 @@ class RunMeasured:
 
 
 def cpu_seconds(process: psutil.Process) -> float:
-    """CPU seconds of a process so far, with those of its children that have ended."""
+    """Returns the CPU seconds of a process so far, with its ended children."""
     times = process.cpu_times()
     return times.user + times.system + times.children_user + times.children_system
 
@@ -142,7 +142,7 @@ def run_rl(
 def wait_for_row(
     process: subprocess.Popen[bytes], metrics: Path, step: int, log: Path, deadline: float
 ) -> dict[str, Any]:
-    """The row of `step`, as soon as it is there. Raises RuntimeError when the run ends before or is late."""
+    """Returns the row of `step`, once it is written. Raises RuntimeError when the run ends before or is late."""
     while time.monotonic() < deadline:
         if metrics.exists():
             lines = metrics.read_text().splitlines(keepends=True)
@@ -162,7 +162,7 @@ def failed(command: Any, task: str, log: Path) -> RuntimeError:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """Ends a command that is still running, in its own orderly way (SIGTERM), and what is left of it by force."""
+    """Ends a command that is still running, in its own orderly way (SIGTERM), and its remaining processes by force."""
     if process.poll() is not None:
         return
     tree = psutil.Process(process.pid).children(recursive=True)

@@ -91,7 +91,7 @@ def replica(per_message: int) -> Iterator[Any]:
 
 
 def make_pipeline(client: Any, model: Path, shape: Shape, groups: int) -> Any:
-    """Returns a pipeline whose only replica is behind `client`."""
+    """Returns a pipeline with a single replica behind `client`."""
     from inference.replica_set.actor import ReplicaSet
     from inference.router import Router
     from orchestrator.env import EnvContext, load_dataset

@@ -1,8 +1,8 @@
 """Shared by the benchmarks of publishing: shards and replicas that also do each part of the work bare.
 
-Bare parts run in the processes, groups and on the cores of what they are compared with. Each returns when it began and
-ended, by the machine's monotonic clock. The classes have the names of those that they replace, by which `_common` knows
-their processes.
+Bare parts run in the same processes, groups and on the same cores as the measured parts. Each returns when it began and
+ended, by the machine's monotonic clock. The classes have the names of the classes that they replace, by which `_common`
+knows their processes.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def bare_gather(shard: Shard) -> Took:
 
 
 def spread_over(shard: Shard, seconds: float) -> None:
-    """Lets later versions be gathered and sent over so many seconds, between which the shard sleeps, as behind a slow
-    wire: layer after layer."""
+    """Makes the gathering and sending of later versions take n seconds: the shard sleeps between layers, as behind a
+    slow wire."""
     import trainer.shard
     from trainer.model import fsdp_units, gathered_units
 
@@ -76,7 +76,7 @@ def bare_cast(shard: Shard) -> Took:
 
 
 def bare_root(shard: Shard, port: int, size: int, nbytes: int) -> Took:
-    """Sends so many bytes to the others of the group at `port`."""
+    """Sends n bytes to the others of the group at `port`."""
     return _broadcast(shard, port, 0, size, nbytes)
 
 
@@ -108,7 +108,7 @@ def _broadcast(owner: Any, port: int, rank: int, size: int, nbytes: int) -> Took
 
 
 class ReplicaActor(inference.actor.ReplicaActor):
-    """A replica whose engine has `bare_reload` and `bare_member`, and that notes its steps and pauses."""
+    """A replica with an engine that has `bare_reload` and `bare_member`; it records its steps and pauses."""
 
     async def start(self) -> Any:
         from inference.engine_stats import EngineStats
@@ -140,7 +140,7 @@ class ReplicaActor(inference.actor.ReplicaActor):
         return self.steps, self.pauses
 
     async def next_pause(self, since: float) -> float:
-        """Returns when the first pause after `since` was asked for, as soon as it is."""
+        """Returns when the first pause after `since` was requested, directly after it was."""
         while not (later := [at for at in self.pauses if at > since]):
             self.asked_to_pause.clear()
             await self.asked_to_pause.wait()

@@ -78,7 +78,7 @@ def check_pinned(driver: psutil.Process) -> None:
 
 
 def astray(driver: psutil.Process) -> list[tuple[int, int, str]]:
-    """Threads that may run elsewhere than on their core: id, that core, whose they are."""
+    """Returns threads that may run elsewhere than on their core: id, that core, and the owner."""
     return [
         (thread, core, room)
         for process, room in all_processes(driver)

@@ -1,7 +1,7 @@
-"""The service in a process of its own, in front of a sampler whose answers are ready.
+"""The service in a process of its own, in front of a sampler with ready answers.
 
-The app, its guard, its renderer and the store of its sessions are those of `service.actor`; there are no replicas and
-no Ray. `child` tells its CPU seconds whenever it is asked.
+The app, its guard, its renderer and the store of its sessions come from `service.actor`; there are no replicas and no
+Ray. `child` reports its CPU seconds on demand.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ TASK = Task(hidden=256, layers=4, batch_size=16, group_size=8, sequences=32, pro
 TARGET = 1.6
 FIRST = 2
 REST = 1
-"""Steps of a run before those that are measured (rooms are pinned after the first), and after them: in the last one an
+"""Steps of a run before the measured ones (rooms are pinned after the first), and after them: in the last one an
 asynchronous run has nothing left to sample."""
 SYNC = 0
 ASYNC = 1

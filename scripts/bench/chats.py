@@ -1,16 +1,16 @@
-"""Measures what chats cost the training beside them: without a service, beside an idle one, and beside 50 clients.
+"""Measures what chats cost the training: without a service, with an idle one, and with 50 clients.
 
     python scripts/bench/chats.py [--rounds 2] [--pairs 4] [--steps 15] [--only idle|chatting]
 
 A round is three runs of `configs/quickstart.toml` with a learning rate of almost 0, so that all steps do the same work.
-Their phases of `--steps` steps begin where the run is warm. One has no service; one has a service that none asks; these
-have twice `--pairs` phases. In the third one phases in which none asks and such in which 50 clients never stop asking
-for completions take turns; there are `--pairs` of each. Clients are in a process of their own, at the lowest priority,
-as they would be elsewhere. `--only` leaves out the third run, or the first two.
+Their phases of `--steps` steps begin where the run is warm. One has no service; one has an idle service; these have
+twice `--pairs` phases. In the third one, idle phases and phases in which 50 clients never stop asking for completions
+take turns; there are `--pairs` of each. Clients are in a process of their own, at the lowest priority, as they would be
+elsewhere. `--only` leaves out the third run, or the first two.
 
 A virtual machine changes its speed within minutes, by more than half (a host's core may have two hardware threads, of
-which another machine uses one). So a fixed calculation is repeated beside each phase (`speed.py`), and its CPU time is
-the unit of the times that are compared.
+which another machine uses one). So a fixed calculation is repeated during each phase (`speed.py`), and its CPU time is
+the unit of the compared times.
 
     value         steps per time beside an idle service, over those without a service
     detail        `cpu`: CPU time of a step without a service, over that beside an idle one; `chatting`: steps per time
@@ -155,7 +155,7 @@ def _clients(port: int, key: str, pipe: Connection) -> None:
 
 
 def rows_at(metrics: Path, step: int) -> Sequence[dict[str, Any]]:
-    """Returns the rows up to that of `step`, as soon as it is there. Raises RuntimeError when it is late."""
+    """Returns the rows up to `step`, as soon as they are written. Raises RuntimeError when they are late."""
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline:
         lines = metrics.read_text().splitlines(keepends=True)
@@ -166,7 +166,7 @@ def rows_at(metrics: Path, step: int) -> Sequence[dict[str, Any]]:
 
 
 def run(phases: Sequence[str], steps: int, port: int = 0) -> list[Phase]:
-    """Runs the quickstart for some phases of so many steps, and returns them. `port`: that of its service."""
+    """Runs the quickstart for some phases of n steps, and returns them. `port`: its service's."""
     phases_run: list[Phase] = []
     with tempfile.TemporaryDirectory(prefix="bench-") as directory:
         place = Path(directory) / "run"
@@ -289,7 +289,7 @@ def main() -> None:
 
 
 def compared(phases: Sequence[Phase], baseline: Sequence[Phase], by: str = "rate_at_one_speed") -> float:
-    """Returns the mean of `phases` over that of `others`."""
+    """Returns the mean of `phases` divided by the mean of `others`."""
     means = [statistics.mean(getattr(phase, by) for phase in side) for side in (phases, baseline)]
     return round(means[0] / means[1], 3)
 

@@ -1,4 +1,4 @@
-"""Rollouts whose lengths are known: a model that counts, and an environment that says where each rollout stops.
+"""Rollouts of known lengths: a model that counts, and an environment that decides where each rollout stops.
 
 After token t the model samples t + 1, with near certainty, whatever came before: the output head's row of t + 1 points
 where the embedding of t does, and random layers of ordinary cost in between change little. A prompt ends with token 0,

@@ -1,8 +1,8 @@
-"""Answers that end by chance: a random model whose tokens are all as likely, so that each one ends its answer with
+"""Answers that end by chance: a random model with equally likely tokens, so that each one ends its answer with
 probability 1 / VOCAB, and an environment with random prompts.
 
-Few answers are long, and what is cut at 32 or 384 tokens has 28 or 122 on average. Nothing can be learned, so runs that
-differ in speed do the same work.
+Few answers are long, and answers cut at 32 or 384 tokens have 28 or 122 on average. Nothing can be learned, so runs
+that differ in speed do the same work.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FLAT = 0.01
 
 
 def make_model(directory: Path, longest: int) -> int:
-    """Saves a random Qwen3 model whose tokens are all as likely, and a tokenizer; returns its number of parameters."""
+    """Saves a random Qwen3 model with equally likely tokens, and a tokenizer; returns its number of parameters."""
     import torch
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -55,7 +55,7 @@ def make_model(directory: Path, longest: int) -> int:
 
 
 def prompt_of(seed: int, index: int) -> list[int]:
-    """Returns the prompt of a problem: PROMPT random tokens, none of which ends an answer."""
+    """Returns the prompt of a problem: PROMPT random tokens that end no answer."""
     return random.Random(f"ending:{seed}:{index}").choices(range(END + 1, VOCAB), k=PROMPT)
 
 

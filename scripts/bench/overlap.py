@@ -12,8 +12,8 @@ of its own. Three phases in the same processes:
   alone    again, against drift of the machine
 
 The ratio is rollouts/s of the run over the lesser of the two rates alone. Prompts and lengths are the same in all
-phases; what is left of chance in the mean length of an answer is taken out by counting tokens (each rate is in rollouts
-of the run's mean length). The last line of the output is the result as one JSON object. Leave the machine alone.
+phases; counting tokens removes the remaining chance in the mean length of an answer (each rate is in rollouts of the
+run's mean length). The last line of the output is the result as one JSON object. Leave the machine alone.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ if TYPE_CHECKING:
 TASK = Task(hidden=256, layers=4, batch_size=32, group_size=8, sequences=32, prompt=64, median=64, sigma=0.5)
 TARGET = 0.93
 WARM_UP = 2
-"""Steps of training alone before those that are measured: until long and short rollouts are mixed as they are later."""
+"""Steps of training alone before the measured ones: until long and short rollouts are mixed as they are later."""
 FIRST = 2
 REST = 1
-"""Steps of the run before those that are measured, and after them: in the last one nothing is left to sample."""
+"""Steps of the run before the measured ones, and after them: in the last one nothing is left to sample."""
 RECORDED = 8
 """Batches that training alone repeats."""
 
@@ -153,7 +153,7 @@ class Alone:
 
 
 async def alone(bench: Bench, weights: PublishedWeights, steps: int) -> Alone:
-    """Lets both go on, the replica with `weights`, until `steps` batches are trained on."""
+    """Lets both continue, the replica with `weights`, until `steps` batches are trained on."""
     config = bench.training.config
     inference = bench.training.inference
     replicas = inference.replica_set()
@@ -182,7 +182,7 @@ async def alone(bench: Bench, weights: PublishedWeights, steps: int) -> Alone:
 
 @dataclass(frozen=True)
 class Bench:
-    """A run whose rooms have started."""
+    """A run with started rooms."""
 
     training: RlRun
     run: RunDir

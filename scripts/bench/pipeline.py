@@ -76,7 +76,7 @@ class Measured:
 
 
 class ReadyAnswers:
-    """The client of a replica whose answers are ready. `hold`: the first one waits for that many requests."""
+    """The client of a replica with ready answers. `hold`: the first one waits for that many requests."""
 
     name = "replica with ready answers"
 

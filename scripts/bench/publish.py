@@ -12,12 +12,11 @@ parts run after each of them, in the same processes, groups and on the same core
 - *cast*: each shard's own part of the master weights from float32 to bfloat16.
 - *reload*: vLLM's layerwise reload of as many bytes that are in memory already, in both engines.
 
-`ratio_without_canaries` leaves out the time by which the canaries made a publication longer, as they were traced: of
-the shards the one that waited least for the others, and the mean of the replicas. They are 16 tokens through the whole
-model.
+`ratio_without_canaries` leaves out the traced time by which the canaries made a publication longer: on the shard that
+waited least for the others, and the mean of the replicas. They are 16 tokens through the whole model.
 
-CPU seconds are those of all processes of the run, Ray's included, while it published. The last line of the output is
-the result, a JSON object.
+CPU seconds count all processes of the run, Ray's included, while it published. The last line of the output is the
+result, a JSON object.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class Measured:
 
 
 def config(model: Path, transport: str, shards: int, replicas: int, requests: int, answer: int) -> Config:
-    """A run's configuration, for so many requests in flight on each replica, with answers of so many tokens."""
+    """Returns a run's configuration, for n requests in flight on each replica, with answers of m tokens."""
     from trireme.config import Config
 
     return Config.model_validate(

@@ -80,7 +80,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Run:
-    """A run of `rl` that goes on until it is stopped."""
+    """A run of `rl` that continues until it is stopped."""
 
     process: subprocess.Popen[bytes]
     root: Path
@@ -162,7 +162,7 @@ def logs(run: Run) -> Path:
 
 
 def spread(run: Run) -> None:
-    """Every thread to its core. What Ray starts later inherits that of its service."""
+    """Pins every thread to its core. Later processes of Ray inherit the core of Ray's service."""
     survivors = {"inference_1", "trainer_1", "orchestrator_0"}
     for part, process in run.processes():
         core = KEPT_CORE if part in survivors else LOST_CORE
@@ -174,7 +174,7 @@ def spread(run: Run) -> None:
 
 def first_request(run: Run) -> float | None:
     """Returns when replica 0 had a request in flight again, in seconds since 1970. Until its loss is an incident, an
-    actor whose engine is dead may still take some."""
+    actor with a dead engine may still take some."""
     incidents = run.incidents()
     if not incidents:
         return None

@@ -49,7 +49,7 @@ LAST = 10
 SHORT_TURNS = 200
 LONG_SESSIONS = 6
 FORMAT = 8
-"""About so many tokens of the chat format stand around two messages."""
+"""About the number of tokens of the chat format around two messages."""
 CROWD = 200
 BAD = 20
 ROUNDS = 5
@@ -189,7 +189,7 @@ async def huge_body(port: int) -> None:
 
 
 async def hang(port: int) -> None:
-    """Says the beginning of a body, and no more."""
+    """Sends the beginning of a body, and nothing after it."""
     _, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(_head(CLIENT, 1000) + b'{"model": ')
     await writer.drain()

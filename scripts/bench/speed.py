@@ -1,4 +1,4 @@
-"""How fast the machine is just now: a fixed calculation, repeated beside what is measured.
+"""Measures the present speed of the machine: a fixed calculation, repeated during a measurement.
 
 It is a loop of Python and functions of a short array, which stays in a core's own cache. So other processes of the same
 machine hardly change its CPU time, while a host that gives a virtual machine slower cores does. It has one thread.
@@ -20,7 +20,7 @@ PASSES = 200
 
 
 class Calculating:
-    """Repeats the calculation in a thread, every so many seconds, within a `with` block."""
+    """Repeats the calculation in a thread, every n seconds, within a `with` block."""
 
     def __init__(self, every_s: float = EVERY_S) -> None:
         self._every_s = every_s

@@ -2,11 +2,11 @@
 
     python scripts/bench/startup.py [--sizes 50 200 500] [--repeats 5]
 
-Random models of about so many million parameters, in bfloat16 files, go into the float32 master weights of one shard.
-*Ours* is what `Sharding.shard_model` does before anything is sharded: `load_source`, and the copy of each tensor into
-new memory of the shard. *Plain* reads the files into one buffer and copies (with the cast) each tensor from there into
-new memory, as the least that any loader does. Both are measured in turn, in a process of their own each, with the files
-in the page cache, in CPU seconds, which depend less on what else the machine does.
+Random models of about this number of million parameters, in bfloat16 files, go into the float32 master weights of one
+shard. *Ours* is what `Sharding.shard_model` does before anything is sharded: `load_source`, and the copy of each tensor
+into new memory of the shard. *Plain* reads the files into one buffer and copies (with the cast) each tensor from there
+into new memory, as the least that any loader does. Both are measured in turn, in a process of their own each, with the
+files in the page cache, in CPU seconds, which depend less on what else the machine does.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def make_model(directory: Path) -> Path:
 
 
 def config_of(model: Path, shape: Shape, groups: int, steps: int, max_steps_off_policy: int) -> dict[str, Any]:
-    """Returns the configuration of a run whose steps have `groups` groups, all of which may be in flight."""
+    """Returns the configuration of a run with `groups` groups a step. All of them may be in flight."""
     return {
         "max_steps": steps,
         "model": {"name": str(model), "max_seq_len": shape.context + 1},

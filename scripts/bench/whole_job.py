@@ -53,11 +53,11 @@ GROUP_SIZE = 8
 ROLLOUTS = PROBLEMS * GROUP_SIZE
 FIRST = 3
 REST = 2
-"""Steps of a run before those that are measured, and after them: in its last ones it has nothing left to sample."""
+"""Steps of a run before the measured ones, and after them: in its last ones it has nothing left to sample."""
 BARE_REPEATS = 3
 PARTS = ("generate", "train")
 COMPUTING = ("engine core", "trainer shard")
-"""The rooms whose work the bare work is, in the order of its parts."""
+"""The rooms that do the bare work, in the order of its parts."""
 
 
 @dataclass(frozen=True)

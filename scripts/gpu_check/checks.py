@@ -19,11 +19,11 @@ Figures = Mapping[str, Any]
 
 
 class NotRun(Exception):
-    """Raised by a check that cannot show anything here; says what is missing."""
+    """A check that cannot show anything here raises it, with the reason."""
 
 
 class Failed(Exception):
-    """Raised by a check whose result is wrong; says what was found and what was expected."""
+    """A check with a wrong result raises it, with the actual and the expected result."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from gpu_check.rooms import GPU_SHARE, open_rooms, tokens_per_second, update_in_
 from gpu_check.shapes import make_model
 
 SYSTEM = ("vllm", "ray", "torch", "transformers", "pydantic", "peft", "xxhash", "numba", "psutil", "rich")
-"""The packages that replicas need beside the trainer's."""
+"""The packages that replicas need in addition to the trainer's."""
 RANK = 8
 EAGER = "--inference.engine-args.enforce-eager"
 FREED = 0.5

@@ -24,7 +24,7 @@ LEARNING_RATE = 1e-3
 TOKENIZER = str(Path(__file__).parents[2] / "assets" / "sort-base")
 """A tokenizer, without which a run is refused; it is never used, as prompts are tokens."""
 GPU_SHARE = 0.4
-"""Share of a GPU's memory that vLLM takes, so that a trainer fits beside it."""
+"""Share of a GPU's memory that vLLM takes, so that a trainer also fits."""
 
 
 class Rooms:
@@ -50,7 +50,7 @@ class Rooms:
         return self._rng.integers(2, self.vocabulary, (number, length)).tolist()
 
     def begin(self, prompts: Sequence[list[int]], tokens: int) -> list[Future[SampleResponse]]:
-        """Begins an answer of so many tokens to each prompt."""
+        """Begins an answer of n tokens to each prompt."""
         from trireme.core.types import ModelInput, SamplingParams
 
         params = SamplingParams(max_tokens=tokens, seed=0)

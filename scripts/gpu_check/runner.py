@@ -79,7 +79,7 @@ def _read(process: subprocess.Popen[bytes], deadline: float) -> tuple[list[Outco
 
 
 def _end(process: subprocess.Popen[bytes], mark: str, patience_s: float) -> None:
-    """Waits for the part to end by itself, then kills what is left of it and of all processes that it started."""
+    """Waits for the part to end by itself, then kills its remaining processes."""
     with suppress(subprocess.TimeoutExpired):
         process.wait(patience_s)
     deadline = time.monotonic() + END_S
@@ -116,7 +116,9 @@ def _python_path() -> str:
 
 
 def run_parts(parts: Sequence[str], device: str, seconds: float, logs: Path) -> list[Outcome]:
-    """Runs `parts` within `seconds`. Each gets its share of what is left, so later ones get what earlier ones spare."""
+    """Runs `parts` within `seconds`. Each gets its share of the remaining time, so later ones get the time that earlier
+    ones spare.
+    """
     deadline = time.monotonic() + seconds
     outcomes = []
     for number, part in enumerate(parts):

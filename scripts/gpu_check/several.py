@@ -89,8 +89,8 @@ def _step_on_rank(rank: int, port: int, device: str, model: str) -> Any:
 
 
 def _on_ranks(context: Context, work: Callable[..., Any], *args: str) -> list[Any]:
-    """Returns what `work` returns in each of two processes, each of which sees one GPU. Raises Failed for one that
-    raises or is late, by its rank."""
+    """Returns the results of `work` in two processes; each sees one GPU. Raises Failed for a process that raises or is
+    late, by its rank."""
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=context.left_s), wait_for_workers=False)
@@ -145,7 +145,7 @@ def _tensor_parallel(context: Context) -> Figures:
 
 
 def _broadcast(context: Context) -> Figures:
-    """Sends bytes by the groups in which weights are broadcast, of which the receiver then goes away."""
+    """Sends bytes by the groups in which weights are broadcast; then the receiver goes away."""
     kind = "nccl" if context.on_gpu else "gloo"
     sent_s, noticed_s = _on_ranks(context, _broadcast_on_rank, kind)[0]
     moved = BYTES_ON_GPU if context.on_gpu else BYTES_ON_CPU
@@ -153,8 +153,8 @@ def _broadcast(context: Context) -> Figures:
 
 
 def _broadcast_on_rank(rank: int, port: int, device: str, kind: str) -> tuple[float, float]:
-    """Returns the seconds of a broadcast, and of one that nobody receives. Raises Failed when bytes are wrong, or when
-    what is not received does not fail."""
+    """Returns the seconds of a broadcast, and of one without a receiver. Raises Failed when bytes are wrong, or when
+    the broadcast without a receiver does not fail."""
     import torch
 
     from trireme.core.errors import RoomFailed

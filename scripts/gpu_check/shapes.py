@@ -83,7 +83,7 @@ def make_config(model: str, device: str, **options: Any) -> Config:
 
 
 def make_shard(config: Config) -> Shard:
-    """Starts the only shard of a trainer, in a process group of its own, in place of the one before."""
+    """Starts the only shard of a trainer, in a process group of its own, and replaces the one before."""
     from torch.distributed import TCPStore
 
     from trainer.shard import Shard
@@ -125,8 +125,7 @@ def make_batch(lengths: Sequence[int], vocabulary: int, temperature: float = 0.7
 
 
 def step_seconds(shard: Shard, batch: TokenBatch) -> tuple[float, float]:
-    """Makes a step: forward, loss, backward and update. Returns its seconds, and those that it would take at the GPU's
-    peak."""
+    """Makes a step: forward, loss, backward and update. Returns its seconds, and its seconds at the GPU's peak."""
     import torch
 
     from trireme.core.types import AdamParams

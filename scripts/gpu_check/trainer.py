@@ -73,7 +73,7 @@ def _machine(context: Context) -> Figures:
 
 
 def _versions() -> dict[str, str]:
-    """Returns the versions of torch and transformers, and marks those that are not the pinned ones."""
+    """Returns the versions of torch and transformers, and marks versions that differ from the pinned ones."""
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     pinned = dict(line.split("==") for line in project["dependencies"] if "==" in line)
     versions = {name: version(name) for name in ("torch", "transformers")}
@@ -343,7 +343,7 @@ def _model(shape: str, context: Context) -> str:
 
 
 def _planned(config: Config, context: Context) -> int:
-    """Returns the bytes that the plan gives the shard. Raises NotRun if this device has not so many."""
+    """Returns the bytes that the plan gives the shard. Raises NotRun if this device has less."""
     import torch
 
     from trireme.config.model_facts import ModelFacts
