@@ -97,10 +97,9 @@ def prepare_ray_environment(address: str | None, threads: int, deterministic: bo
     All processes of a cluster started here inherit this environment: `threads` for each (unless OMP_NUM_THREADS is set;
     `deterministic` overrides it); `huge_pages` for their memory (unless GLIBC_TUNABLES is set); the usual CPU priority
     (Ray's default for workers, nice 15, leaves no room below it for work that can wait); an authentication token of its
-    own (else Ray writes one into the home directory and prints that at every start); none of Ray's metrics and records
-    of tasks, which every process would report several times a minute and nobody reads; and no address but 127.0.0.1,
-    where all of them listen, the trainer's store too (the variable's name is for the systems on which this is Ray's
-    default). Other clusters ask for a token by default, but a driver only sends it if told to.
+    own (else Ray writes one into the home directory and prints that at every start); and no address but 127.0.0.1,
+    where all of them listen, the trainer's store and Ray's metrics too (the variable's name is for the systems on which
+    this is Ray's default). Other clusters ask for a token by default, but a driver only sends it if told to.
     """
     if address is not None:
         if "RAY_AUTH_TOKEN" in os.environ or (Path.home() / ".ray" / "auth_token").is_file():
@@ -112,8 +111,6 @@ def prepare_ray_environment(address: str | None, threads: int, deterministic: bo
         os.environ.setdefault(name, value)
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_preload_python_modules", ENTRY)  # before a user's modules
-    os.environ.setdefault("RAY_enable_metrics_collection", "0")
-    os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     if "RAY_AUTH_MODE" not in os.environ:
         os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
